@@ -1,0 +1,1 @@
+"""Speed as ratios, each taken in one run against the peer or the limit it names."""

@@ -1,0 +1,110 @@
+"""The training loop against one written by hand: the same model, data, optimizer and clipping.
+
+Both train in this process, in turns of a few steps, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner import build
+from runner.attempts import AttemptLog
+from runner.config import compose
+from runner.data import DistributedSampler
+from runner.data.datasets import collate
+from runner.distributed import World
+from runner.job import LocalJob
+from runner.models.loss import next_token_loss
+from runner.run_dir import RunDir
+from runner.schema import Config
+from runner.session import Session
+
+TURNS, STEPS = 21, 10
+
+
+def by_hand(config: Config) -> Callable[[], None]:
+    """One step of the loop that a user would write: torch's loader and optimizer, no bookkeeping."""
+    dataset = next(iter(build.sources(config).values()))
+    sampler = DistributedSampler(dataset, 1, 0, seed=config.seed)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=config.train.batch_size, sampler=sampler, collate_fn=collate, drop_last=True
+    )
+    model = build.model(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    batches = endless()
+
+    def step() -> None:
+        loss = next_token_loss(model, next(batches)).mean()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler.step()
+        loss.item()  # everybody logs the loss
+
+    return step
+
+
+def ours(config: Config, run: RunDir, save_every: int | None = None) -> tuple[Callable[[], None], Session]:
+    """One step of the runner's loop with its metrics, status, digest and TensorBoard, and saves if asked for."""
+    run.path.mkdir()
+    log = AttemptLog.begin(run, LocalJob().identity(), config.train.steps, lambda record: "killed")
+    session = Session.open(run, config, World(), log, None)
+    trainer = session.trainer
+
+    def step() -> None:
+        if trainer.order.enter_step(trainer.step):
+            trainer._iterator = None
+        trainer._train_step()
+        if save_every and trainer.step % save_every == 0:
+            trainer._save(wait=False)
+
+    return step, session
+
+
+def timed(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print tokens/s of the three and the median ratios over the turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose(["train.steps=1000000", "scheduler.warmup_steps=0", "eval.every_steps=0"]).config
+        plain, session = ours(config, RunDir(Path(folder, "plain")))
+        saving, saving_session = ours(config, RunDir(Path(folder, "saving")), save_every=10)
+        loops = {"by hand": by_hand(config), "runner": plain, "saving": saving}
+        turns: dict[str, list[float]] = {name: [timed(step)][:0] for name, step in loops.items()}  # one to warm up
+        for _ in range(TURNS):
+            for name, step in loops.items():
+                turns[name].append(timed(step))
+        for opened in (session, saving_session):
+            opened.recorder.close()
+    tokens = STEPS * config.train.batch_size * config.data.sequence_length
+    for name, seconds in turns.items():
+        print(f"{name:10} {tokens / statistics.median(seconds):10.0f} tokens/s")
+    for name, peer, target in (("runner", "by hand", 0.98), ("saving", "runner", None)):
+        ratio = statistics.median(a / b for a, b in zip(turns[peer], turns[name], strict=True))
+        print(
+            f"{name} / {peer}: {ratio:.3f}"
+            + (f"  (target at least {target})" if target else "  (a save every 10 steps)")
+        )
+
+
+if __name__ == "__main__":
+    main()

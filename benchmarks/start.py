@@ -1,0 +1,81 @@
+"""How long a command takes before it does something, against the imports alone.
+
+Every pair is taken one after the other, in turns, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TURNS = 7
+EMPTY_APP = """\
+import hydra
+
+@hydra.main(config_path=None, version_base="1.3")
+def main(config):
+    pass
+
+main()
+"""
+
+
+def seconds(*command: str, cwd: Path) -> float:
+    """Duration of a command from its start to its end."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, *command], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def first_step(cwd: Path) -> float:
+    """Seconds from the start of a new run to its first line in metrics.jsonl, data already prepared."""
+    run = cwd / f"run-{time.monotonic_ns()}"
+    metrics = run / "metrics.jsonl"
+    overrides = ["experiment=smoke", "eval.every_steps=0", f"run.dir={run}"]
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "runner", *overrides]
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        time.sleep(0.002)
+    duration = time.perf_counter() - start
+    if process.wait() != 0:
+        raise RuntimeError(f"the run in {run} failed")
+    return duration
+
+
+def compare(what: str, ours: Callable[[], float], theirs: Callable[[], float], target: float) -> None:
+    """Print the medians of both and of their ratio."""
+    ours(), theirs()  # files into the page cache
+    pairs = [(ours(), theirs()) for _ in range(TURNS)]
+    mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(own / peer for own, peer in pairs)
+    print(f"{what:44} {mine:6.2f} s  against {other:5.2f} s  ratio {ratio:5.2f}  (target at most {target})")
+
+
+def main() -> None:
+    """Print the ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        cwd = Path(folder)
+        (cwd / "empty.py").write_text(EMPTY_APP)
+
+        def empty_help() -> float:
+            return seconds("empty.py", "--help", cwd=cwd)
+
+        def imports() -> float:
+            return seconds("-c", "import torch, hydra", cwd=cwd)
+
+        def run(*arguments: str) -> Callable[[], float]:
+            return lambda: seconds("-m", "runner", *arguments, cwd=cwd)
+
+        compare("--help / an empty Hydra app's", run("--help"), empty_help, 1.2)
+        compare("--cfg job / an empty Hydra app's --help", run("data=mixture", "--cfg", "job"), empty_help, 1.2)
+        compare("start to first step / import torch, hydra", lambda: first_step(cwd), imports, 1.3)
+
+
+if __name__ == "__main__":
+    main()

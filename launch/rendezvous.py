@@ -1,0 +1,67 @@
+"""How the ranks of a Slurm job find each other: the environment that torchrun would set, from Slurm's.
+
+`python -m launch.rendezvous` prints a free port; the batch script runs it on the first node, where rank 0
+will listen, so that every rank is told the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import zlib
+
+from launch import scheduler
+
+# Below those that the kernel hands out by itself.
+PORTS = range(12_000, 32_000)
+
+
+def export() -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK; MASTER_ADDR and MASTER_PORT unless the batch script did.
+
+    Without the batch script's port one follows from the job and its restart, the same for all ranks.
+    """
+    os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0")
+    os.environ["WORLD_SIZE"] = os.environ.get("SLURM_NTASKS", "1")
+    # With one GPU bound to each task every rank sees its own alone, as number 0.
+    bound = os.environ.get("SLURM_GPUS_PER_TASK") == "1"
+    os.environ["LOCAL_RANK"] = "0" if bound else os.environ.get("SLURM_LOCALID", "0")
+    if not os.environ.get("MASTER_ADDR"):
+        os.environ["MASTER_ADDR"] = first_host()
+    if not os.environ.get("MASTER_PORT"):
+        name = f"{os.environ.get('SLURM_JOB_ID', '0')}.{restart_count()}"
+        os.environ["MASTER_PORT"] = str(PORTS[zlib.crc32(name.encode()) % len(PORTS)])
+
+
+def restart_count() -> int:
+    """How often Slurm has started this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def first_host() -> str:
+    """An address of the node that rank 0 runs on."""
+    if os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+        return "127.0.0.1"
+    try:
+        host = scheduler.ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()[0]
+        socket.getaddrinfo(host, None)
+    except (OSError, KeyError, IndexError):  # the nodes' names need not be known to the resolver
+        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    return host
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {socket.gethostname()}")
+
+
+if __name__ == "__main__":
+    print(free_port())

@@ -1,0 +1,227 @@
+"""What the drill has found: as a table on the terminal, and as a report in Markdown, HTML or JSON."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from runner.chaos.compare import Comparison
+from runner.chaos.drill import Outcome
+from runner.chaos.faults import KINDS
+from runner.chaos.picture import draw_png
+from runner.chaos.plan import Planned
+from runner.errors import UserError
+from runner.files import write_atomic
+from runner.run_dir import RunDir
+
+COLUMNS = ("fault", "struck", "at step", "steps lost", "what the run answered")
+RIGHT, WRONG = "✓", "✗"
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.3em .6em;text-align:left;vertical-align:top}"
+    "img{max-width:100%}.good{color:#070}.bad{color:#b00}"
+)
+
+
+@dataclass
+class Result:
+    """All that the drill has found out."""
+
+    command: str
+    config: str  # the run's readable name
+    settings: list[str]  # what was changed in the configuration
+    seed: int
+    plan: list[Planned]
+    outcomes: list[Outcome]
+    comparisons: dict[str, Comparison]  # by the name of the run under faults
+    troubles: list[str]  # whatever else is wrong
+    reference: RunDir
+    killed: list[RunDir]
+
+    @property
+    def missing(self) -> list[Planned]:
+        """What was planned and could not be injected."""
+        done = {outcome.number for outcome in self.outcomes}
+        return [fault for fault in self.plan if fault.number not in done]
+
+    @property
+    def identical(self) -> bool:
+        return bool(self.comparisons) and all(found.identical for found in self.comparisons.values())
+
+    @property
+    def good(self) -> bool:
+        """Identical, and every fault injected and answered as it should be."""
+        answered = all(outcome.answered for outcome in self.outcomes)
+        return self.identical and answered and not self.missing and not self.troubles
+
+    @property
+    def lost(self) -> int:
+        """Steps made more than once, because of all faults."""
+        return sum(outcome.lost for outcome in self.outcomes)
+
+    def verdict(self) -> list[str]:
+        """The verdict in a line, then what speaks against it, a line each."""
+        lines = [f"{run}: {first}" for run, found in self.comparisons.items() for first in map(str, found.differences)]
+        lines += [f"fault {o.number}, {o.kind} at step {o.step}: {o.answer}" for o in self.outcomes if not o.answered]
+        if self.missing:
+            kinds = ", ".join(fault.kind for fault in self.missing)
+            lines.append(f"{len(self.missing)} faults were not injected, the run was over first: {kinds}")
+        lines += self.troubles
+        if self.identical:
+            one = list(self.comparisons.values())
+            compared = (
+                f"{sum(found.records for found in one)} records of metrics, {sum(found.tensors for found in one)} "
+                f"tensors ({sum(found.values for found in one)} values)"
+            )
+            first = f"identical bit for bit: {compared}; {len(self.outcomes)} faults, {self.lost} steps made again"
+        else:
+            first = "not identical" if self.comparisons else "not compared"
+        return [first, *lines]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "verdict": "identical"
+            if self.good
+            else "not identical"
+            if not self.identical
+            else "identical, with faults",
+            "good": self.good,
+            "lines": self.verdict(),
+            "command": self.command,
+            "settings": self.settings,
+            "seed": self.seed,
+            "plan": [asdict(fault) for fault in self.plan],
+            "faults": [asdict(outcome) for outcome in self.outcomes],
+            "missing": [asdict(fault) for fault in self.missing],
+            "comparisons": {run: found.as_json() for run, found in self.comparisons.items()},
+            "reference": str(self.reference.path),
+            "killed": [str(run.path) for run in self.killed],
+        }
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """A row for each kind of fault; see `COLUMNS`."""
+    found: list[tuple[str, ...]] = []
+    for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
+        own = [outcome for outcome in outcomes if outcome.kind == kind]
+        steps = ", ".join(f"{outcome.step}{_when(outcome)}" for outcome in own)
+        wrong = [outcome.answer for outcome in own if not outcome.answered]
+        answer = f"{WRONG} {wrong[0]}" if wrong else f"{RIGHT} {KINDS[kind].expects}"
+        count = f"{len(own)}×" + (f", {len(wrong)} wrong" if wrong else "")
+        found.append((kind, count, steps, str(sum(outcome.lost for outcome in own)), answer))
+    return found
+
+
+def _when(outcome: Outcome) -> str:
+    return f" ({outcome.moment})" if outcome.moment in ("start", "evaluation", "save", "rename") else ""
+
+
+def show(result: Result, console: Console) -> None:
+    """The table and the verdict."""
+    table = Table(*COLUMNS, title="Faults injected", title_justify="left")
+    for column in table.columns[:-1]:
+        column.max_width = 24
+    for row in rows(result.outcomes):
+        table.add_row(*map(escape, row), style="red" if row[-1].startswith(WRONG) else None)
+    console.print(table)
+    first, *rest = result.verdict()
+    console.print(first, style="bold green" if result.good else "bold red", highlight=False, soft_wrap=True)
+    for line in rest:
+        console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
+
+def write(result: Result, path: Path) -> list[Path]:
+    """Write the report, and for Markdown the picture beside it; the files written.
+
+    Raises:
+        UserError: the file system refuses.
+    """
+    picture = None if path.suffix == ".json" else draw_png(result.reference, result.killed, result.outcomes)
+    beside = path.with_suffix(".png")
+    written = [path]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            write_atomic(path, json.dumps(result.as_json(), indent=2) + "\n")
+        elif path.suffix == ".html":
+            write_atomic(path, as_html(result, picture))
+        else:
+            if picture is not None:
+                write_atomic(beside, picture)
+                written.append(beside)
+            write_atomic(path, as_markdown(result, beside.name if picture is not None else None))
+    except OSError as error:
+        raise UserError(f"--report {path} cannot be written ({error.strerror}): give another file") from None
+    return written
+
+
+def _facts(result: Result) -> list[str]:
+    return [
+        f"Command: `{result.command}`",
+        f"Reference: `{result.reference.path}`",
+        "Under faults: " + ", ".join(f"`{run.path}`" for run in result.killed),
+        *(f"Set for the drill: {words}" for words in result.settings),
+    ]
+
+
+def as_markdown(result: Result, picture: str | None) -> str:
+    """The report as Markdown; `picture`: the name of the file beside it."""
+    first, *rest = result.verdict()
+    lines = [f"# {result.config} under faults", "", f"**{first}**", "", *(f"- {line}" for line in rest)]
+    lines += ["", *([f"![Losses of both runs]({picture})", ""] if picture else [])]
+    lines += [_markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS)), *map(_markdown_row, rows(result.outcomes))]
+    lines += ["", "| # | fault | moment | run | step | steps lost | answer |", "|---|---|---|---|---|---|---|"]
+    lines += [_markdown_row([str(cell) for cell in _single(outcome)]) for outcome in result.outcomes]
+    return "\n".join([*lines, "", *(f"- {fact}" for fact in _facts(result)), ""])
+
+
+def _single(outcome: Outcome) -> tuple[Any, ...]:
+    answer = f"{RIGHT if outcome.answered else WRONG} {outcome.answer}"
+    return outcome.number, outcome.kind, outcome.moment, outcome.run, outcome.step, outcome.lost, answer
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+
+
+def as_html(result: Result, picture: bytes | None) -> str:
+    """The report as one HTML file with the picture inside."""
+    first, *rest = result.verdict()
+    title = html.escape(f"{result.config} under faults")
+    image = base64.b64encode(picture).decode() if picture else ""
+    singles = [[str(cell) for cell in _single(outcome)] for outcome in result.outcomes]
+    head = ("#", "fault", "moment", "run", "step", "steps lost", "answer")
+    return "\n".join(
+        [
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>',
+            f"<h1>{title}</h1>",
+            f'<p class="{"good" if result.good else "bad"}"><strong>{html.escape(first)}</strong></p>',
+            _html_list(rest),
+            f'<img alt="Losses of both runs" src="data:image/png;base64,{image}">' if picture else "",
+            _html_table(COLUMNS, rows(result.outcomes)),
+            "<h2>One by one</h2>",
+            _html_table(head, singles),
+            _html_list([fact.replace("`", "") for fact in _facts(result)]),
+            "</html>\n",
+        ]
+    )
+
+
+def _html_list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+
+
+def _html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    below = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
+    return f"<table><tr>{top}</tr>{below}</table>"

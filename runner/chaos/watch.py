@@ -1,0 +1,88 @@
+"""What can be seen of a run from outside, by its files: cheap enough to ask a thousand times a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from runner.files import read_json
+from runner.lease import current
+from runner.run_dir import RunDir
+
+TAIL = 1 << 14  # bytes; the last records of metrics.jsonl are in there
+_SAVING = re.compile(r"step_\d+\.tmp-\d+-\d+")
+
+
+class Watch:
+    """Looks at one run directory."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._seen: tuple[int, int] = (0, 0)
+        self._records: list[dict[str, Any]] = []
+
+    def last_records(self) -> list[dict[str, Any]]:
+        """The last record of metrics.jsonl, and before it the last one of a step if it is another."""
+        try:
+            with open(self.run.metrics, "rb") as file:
+                state = os.fstat(file.fileno())
+                if (state.st_ino, state.st_size) == self._seen:
+                    return self._records
+                file.seek(max(0, state.st_size - TAIL))
+                data = file.read(TAIL)
+        except FileNotFoundError:
+            return []
+        self._seen = (state.st_ino, state.st_size)
+        self._records = _last_records(data)
+        return self._records
+
+    def step(self) -> int:
+        """Steps complete, as far as the metrics say."""
+        return max((int(record["step"]) for record in self.last_records()), default=0)
+
+    def evaluating(self, every: int) -> bool:
+        """Whether a step that is evaluated is complete and its evaluation is not."""
+        records = self.last_records()
+        return bool(records and every and "loss" in records[-1] and records[-1]["step"] % every == 0)
+
+    def holder(self) -> tuple[int, dict[str, Any]]:
+        """Number and words of the holder of the run; (0, {}) if there is none."""
+        number, holder = current(self.run.lease) or (0, {})
+        return (0, {}) if holder.get("released") else (number, holder)
+
+    def attempt(self) -> dict[str, Any]:
+        """What the attempt under way says of itself."""
+        found = read_json(self.run.attempt)
+        return found if isinstance(found, dict) else {}
+
+    def saves(self) -> list[Path]:
+        """Temporary directories of checkpoints that are being written."""
+        try:
+            names = os.listdir(self.run.checkpoints)
+        except FileNotFoundError:
+            return []
+        return [self.run.checkpoints / name for name in names if _SAVING.fullmatch(name)]
+
+    def renames(self) -> list[Path]:
+        """Those of them that have all their files and only lack their final name."""
+        return [path for path in self.saves() if os.path.exists(path / "manifest.json")]
+
+    def faults(self) -> list[str]:
+        """Faults that this attempt has survived and said so."""
+        return list((read_json(self.run.status) or {}).get("faults") or [])
+
+
+def _last_records(data: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for line in reversed(data.split(b"\n")[:-1]):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found.insert(0, record)
+        if "loss" in record:
+            break
+    return found

@@ -1,0 +1,47 @@
+"""Checkpoints: train state, random generators, atomic commits.
+
+Names are resolved on first use, so that importing the package costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.checkpoint.cadence import AdaptiveInterval, Cadence
+    from runner.checkpoint.manager import TrainStateManager
+    from runner.checkpoint.state import (
+        build_train_state,
+        get_rng_state,
+        restore_train_state,
+        set_rng_state,
+    )
+
+_HOMES = {
+    "AdaptiveInterval": "cadence",
+    "Cadence": "cadence",
+    "TrainStateManager": "manager",
+    "build_train_state": "state",
+    "get_rng_state": "state",
+    "restore_train_state": "state",
+    "set_rng_state": "state",
+}
+
+__all__ = [
+    "AdaptiveInterval",
+    "Cadence",
+    "TrainStateManager",
+    "build_train_state",
+    "get_rng_state",
+    "restore_train_state",
+    "set_rng_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,156 @@
+"""When to save: pure decisions, with the step and the clock handed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from runner.errors import UserError
+
+LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit", "failed", "crash loop"})
+"""Ends of an attempt that may come without warning and cost the steps since the last save."""
+
+
+@dataclass
+class AdaptiveInterval:
+    """The interval between saves that loses the least time, from what was measured.
+
+    Too rare, and a kill costs much work; too often, and saving does. J. T. Daly, "A higher order
+    estimate of the optimum checkpoint interval for restart dumps" (2006), eq. 37, with the visible cost
+    C of a save and the mean time M between losses, in seconds:
+
+        C < 2 M:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + C / (9 * 2M)) - C        (first factor: Young, 1974)
+        else:     M
+
+    M is (running time + prior) / (losses + 1): with nothing observed yet it is the prior, and a prior
+    counts as one loss.
+    """
+
+    min_s: float = 30.0
+    max_s: float = 1800.0
+    prior_s: float = 4 * 3600.0
+    _costs: list[float] = field(default_factory=list, init=False)
+    _writes: list[float] = field(default_factory=list, init=False)
+    _ran_s: float = field(default=0.0, init=False)
+    _losses: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_s <= self.max_s < math.inf:
+            raise UserError(
+                f"adaptive saving between {self.min_s} and {self.max_s} seconds: "
+                "give 0 < minimum <= maximum, both finite"
+            )
+        if not 0 < self.prior_s < math.inf:
+            raise UserError(f"expected time between preemptions {self.prior_s}: give seconds above 0")
+
+    def observe_save(self, stall_s: float, write_s: float) -> None:
+        """One save that held the loop for `stall_s` seconds and was on disk after `write_s`."""
+        self._costs = [*self._costs[-7:], max(stall_s, 1e-6)]
+        self._writes = [*self._writes[-7:], max(write_s, 0.0)]
+
+    def observe_attempts(self, attempts: Iterable[tuple[float, str]]) -> None:
+        """All ended attempts of this run so far: (seconds it ran, cause of its end)."""
+        ended = list(attempts)
+        self._ran_s = sum(max(seconds, 0.0) for seconds, _ in ended)
+        self._losses = sum(cause in LOST for _, cause in ended)
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that a save costs the loop: the median of the last eight; 1 before the first."""
+        return sorted(self._costs)[len(self._costs) // 2] if self._costs else 1.0
+
+    def mean_time_between_losses_s(self, elapsed_s: float = 0.0) -> float:
+        """M of the formula, in seconds, `elapsed_s` into the current attempt."""
+        return (self._ran_s + elapsed_s + self.prior_s) / (self._losses + 1)
+
+    def optimum_s(self, elapsed_s: float = 0.0) -> float:
+        """Daly's interval in seconds, before the bounds."""
+        cost, mean = self.cost_s, self.mean_time_between_losses_s(elapsed_s)
+        if cost >= 2 * mean:
+            return mean
+        ratio = cost / (2 * mean)
+        return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+    def interval_s(self, elapsed_s: float = 0.0) -> float:
+        """The interval to use: the optimum within the bounds, and never shorter than a write takes."""
+        write = max(self._writes, default=0.0)
+        return min(max(self.optimum_s(elapsed_s), self.min_s, 2 * write), max(self.max_s, 2 * write))
+
+    def explain(self, elapsed_s: float = 0.0) -> str:
+        """What was chosen and why, in one line."""
+        cost = f"a save costs {self.cost_s:.3g} s" if self._costs else "no save measured yet (1 s assumed)"
+        hours = (self._ran_s + elapsed_s) / 3600
+        return (
+            f"saving every {self.interval_s(elapsed_s):.3g} s: {cost}, {self._losses} losses in {hours:.2g} h "
+            f"(one per {self.mean_time_between_losses_s(elapsed_s) / 3600:.2g} h expected), "
+            f"Young/Daly optimum {self.optimum_s(elapsed_s):.3g} s within [{self.min_s:g}, {self.max_s:g}]"
+        )
+
+
+class Cadence:
+    """Says at each step boundary whether to save. Rank 0 asks, and tells the others.
+
+    Args:
+        every_steps: save when this many steps divide the step; None: not by steps.
+        every_minutes: save when this long has passed since the last save; None: not by the clock.
+        adaptive: chooses the interval instead of `every_minutes`.
+        start_step: the step of the resume (or 0), which needs no save.
+        now: seconds on any monotonic clock, the same one that is handed in later.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        *,
+        adaptive: AdaptiveInterval | None = None,
+        start_step: int = 0,
+        now: float = 0.0,
+    ) -> None:
+        if every_steps is not None and every_steps < 1:
+            raise UserError(f"checkpoint.every_steps={every_steps}: give 1 or more, or null for none by steps")
+        if every_minutes is not None and not 0 < every_minutes < math.inf:
+            raise UserError(f"checkpoint.every_minutes={every_minutes}: give more than 0, or null for none by time")
+        self.every_steps = every_steps
+        self.every_minutes = every_minutes
+        self.adaptive = adaptive
+        self._start = now
+        self._last_step = start_step
+        self._last_time = now
+
+    def should_save(self, step: int, now: float, *, last: bool = False, asked: bool = False) -> bool:
+        """Whether to save after `step` complete steps at `now`.
+
+        Args:
+            last: this is the end of the run.
+            asked: a signal (or whatever is about to end the attempt) asks for it.
+        """
+        if step <= self._last_step:
+            return False
+        return last or asked or self._by_steps(step) or self._by_time(now)
+
+    def saved(self, step: int, now: float) -> None:
+        """A save of `step` was begun at `now`; one that failed counts too: the next cadence tries again."""
+        self._last_step = step
+        self._last_time = now
+
+    def _by_steps(self, step: int) -> bool:
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def _by_time(self, now: float) -> bool:
+        waited = now - self._last_time
+        if self.adaptive is not None:
+            return waited >= self.adaptive.interval_s(now - self._start)
+        return self.every_minutes is not None and waited >= 60 * self.every_minutes
+
+    def explain(self, now: float) -> str:
+        """When saves happen, in one line."""
+        if self.adaptive is not None:
+            return self.adaptive.explain(now - self._start)
+        parts = []
+        if self.every_steps is not None:
+            parts.append(f"every {self.every_steps} steps")
+        if self.every_minutes is not None:
+            parts.append(f"every {self.every_minutes:g} minutes")
+        return f"saving {' and '.join([*parts, 'at the end'])}"

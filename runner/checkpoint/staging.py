@@ -1,0 +1,203 @@
+"""What a model and an optimizer hold, under names that no wrapper and no number of ranks changes.
+
+The same names come out of a bare module, one in DistributedDataParallel, under FSDP2 (`fully_shard`) or
+`torch.compile`. An optimizer's state is keyed by parameter name instead of number. Tensors go to
+torch.distributed.checkpoint; the rest (hyperparameters, counters, module extras) into train_state.pt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+
+MODEL = "model."
+OPTIMIZER = "optimizer.state."
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass
+class Collected:
+    """Everything a checkpoint needs of model and optimizer, by reference.
+
+    `tensors`: by flat name. `nested`: the same as torch.distributed.checkpoint wants them,
+    {"model": …, "optimizer": …}. `plain`: the entries `optimizer` and `model_extra` of the train state.
+    """
+
+    tensors: Tensors
+    nested: dict[str, Any]
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, or `model` itself."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers put in."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+    """A module's persistent tensors, and whatever else its `state_dict` holds, by name."""
+    tensors: Tensors = {}
+    extra: dict[str, Any] = {}
+    for name, value in bare(model).state_dict().items():
+        (tensors if isinstance(value, torch.Tensor) else extra)[plain_name(name)] = value
+    return tensors, extra
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    """The name of each parameter that the optimizer holds.
+
+    Raises:
+        CheckpointError: one of them is not the model's.
+    """
+    names: dict[torch.Tensor, str] = {p: plain_name(name) for name, p in bare(model).named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not in "
+                    f"the model; make it a parameter of {type(bare(model)).__name__}, or it cannot be saved"
+                )
+    return names
+
+
+def collect(model: nn.Module, optimizer: Optimizer | None) -> Collected:
+    """References to all tensors of `model` and `optimizer`, and the values beside them."""
+    tensors, extra = model_state(model)
+    flat = {MODEL + name: tensor for name, tensor in tensors.items()}
+    collected = Collected(flat, {"model": tensors}, {"model_extra": extra} if extra else {})
+    if optimizer is not None:
+        _collect_optimizer(collected, optimizer, parameter_names(model, optimizer))
+    return collected
+
+
+def _collect_optimizer(collected: Collected, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    state: dict[str, Tensors] = {}
+    values: dict[str, dict[str, Any]] = {}
+    on_cpu = []
+    for parameter, entries in optimizer.state.items():
+        name = names[parameter]
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor):
+                values.setdefault(name, {})[str(key)] = value
+                continue
+            entry = f"{name}.{key}"
+            collected.tensors[OPTIMIZER + entry] = value
+            state.setdefault(name, {})[str(key)] = value
+            if value.is_cpu:
+                on_cpu.append(entry)
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    collected.nested["optimizer"] = {"state": state}
+    collected.plain["optimizer"] = {
+        "class": type(optimizer).__name__,
+        "param_groups": groups,
+        "values": values,
+        "on_cpu": on_cpu,
+    }
+
+
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: the shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """`shard`, detached."""
+    return shard(tensor).detach()
+
+
+class HostBuffers:
+    """Copies of tensors in host memory that is allocated once and used again by each save.
+
+    A fresh copy spends most of its time on page faults; page-locked memory lets a GPU copy by itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: Tensors = {}
+
+    @torch.no_grad()
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Copy `tensors`; the result is overwritten by the next call."""
+        sources = [shard(tensor) for tensor in tensors.values()]
+        kept = {name: self._fitting(name, source) for name, source in zip(tensors, sources, strict=True)}
+        self._buffers = kept
+        if any(not source.is_cpu for source in sources):
+            for buffer, source in zip(kept.values(), sources, strict=True):
+                buffer.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+        elif kept:
+            torch._foreach_copy_(list(kept.values()), sources)
+        return kept
+
+    def _fitting(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype:
+            return buffer
+        pinned = source.device.type == "cuda"
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+
+
+_Path = str | tuple[Any, Any]  # a name, or (the path of what it is in, its key); spelled out for an error only
+
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
+
+
+def snapshot(value: Any, path: _Path = "train state") -> Any:
+    """A copy of plain values and tensors (to the CPU) that later changes of the original do not reach.
+
+    What comes out can be loaded with `weights_only=True`: numpy's scalars become numbers, and anything
+    that would need code to be loaded is refused now, not when the checkpoint is needed.
+
+    Raises:
+        CheckpointError: naming the entry and its type.
+    """
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, torch.Tensor):
+        return local(value).to("cpu", copy=True)
+    if isinstance(value, (list, tuple)):
+        plain = tuple if isinstance(value, tuple) else list
+        if _ATOMS.issuperset(map(type, value)):  # a random generator's has hundreds
+            return plain(value)
+        return plain([snapshot(item, (path, number)) for number, item in enumerate(value)])
+    if isinstance(value, Mapping):
+        return {
+            key if type(key) in _ATOMS else snapshot(key, f"a key of {_spelled(path)}"): snapshot(item, (path, key))
+            for key, item in value.items()
+        }
+    return _as_plain(value, path)
+
+
+def _spelled(path: _Path) -> str:
+    return path if isinstance(path, str) else f"{_spelled(path[0])}[{path[1]!r}]"
+
+
+def _as_plain(value: Any, path: _Path) -> Any:
+    """A number or string that comes as something more: a numpy scalar, an enum."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return snapshot(value.item(), path)
+    for plain in (int, float, str):
+        if isinstance(value, plain):  # an enum, say
+            return plain(value)
+    raise CheckpointError(
+        f"{_spelled(path)} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, "
+        "strings and tensors, in dicts, lists and tuples; turn it into these in state_dict (an array with "
+        "torch.from_numpy)"
+    )

@@ -1,0 +1,53 @@
+"""Relative paths in a config count from where the command is given, wherever the job then runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Arguments of dataset classes that hold a path or a list of paths.
+PATH_KEYS = ("path", "paths", "file", "files", "folder", "directory", "root", "cache_dir")
+
+
+def anchored(path: str, base: Path) -> str:
+    """`path` made absolute against `base`; `~` is the home directory."""
+    return str(base / Path(path).expanduser())
+
+
+def anchor(plain: dict[str, Any], base: Path) -> None:
+    """Make the paths of a resolved config absolute, in place.
+
+    In a class of this package every value under a name in `PATH_KEYS` is a path. In a class of the user's it
+    may be something else (the name of a data set on a hub): there it is one if it exists.
+    """
+    run, data = plain["run"], plain["data"]
+    run["root"] = anchored(run["root"], base)
+    if run["dir"] is not None:
+        run["dir"] = anchored(run["dir"], base)
+    if data["cache_dir"] is not None:
+        data["cache_dir"] = anchored(data["cache_dir"], base)
+    for node in (data["sources"], data["eval_sources"], data["loader"]):
+        _anchor_node(node, base, own=False)
+
+
+def _anchor_node(node: Any, base: Path, own: bool) -> None:
+    if isinstance(node, list):
+        for item in node:
+            _anchor_node(item, base, own)
+    if not isinstance(node, dict):
+        return
+    own = str(node["_target_"]).startswith("runner.") if "_target_" in node else own
+    for key, value in node.items():
+        if key not in PATH_KEYS:
+            _anchor_node(value, base, own)
+        elif isinstance(value, str):
+            node[key] = _path(value, base, own)
+        elif isinstance(value, list):
+            node[key] = [_path(item, base, own) if isinstance(item, str) else item for item in value]
+
+
+def _path(value: str, base: Path, own: bool) -> str:
+    if "://" in value:
+        return value
+    path = anchored(value, base)
+    return path if own or Path(path).exists() else value

@@ -1,0 +1,476 @@
+"""Map-style datasets: fixed-length samples from arrays of tokens, and several sources side by side.
+
+A *source* is a dataset with a name. A *sample* of tokens is a dict of `input_ids` and `labels`, int64 tensors of
+shape (T,), where the label of a token is the token after it. A *collated* dataset (`collated = True`) answers
+`__getitems__(indices)` with one whole batch, a dict of tensors of shape (B, ...), which costs one numpy gather;
+any other map-style dataset works beside it, sample by sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from runner.data.fetch import is_stateful
+from runner.errors import UserError
+
+Tokens = npt.NDArray[np.integer[Any]]
+Batch = dict[str, Tensor]
+
+
+class DataError(UserError, ValueError):
+    """The data are not what they were said to be; the message names the source or the file."""
+
+
+class TokenArray:
+    """One 1-D array of tokens, in memory or memory-mapped, and its samples of `sequence_length`.
+
+    A memory map is pickled as its path and opened again, so that a loader's worker process shares its pages
+    and never receives a copy.
+    """
+
+    def __init__(self, tokens: Tokens, sequence_length: int) -> None:
+        self.where = describe(tokens)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{self.where}: an array of shape {tokens.shape} and type {tokens.dtype} is not tokens: "
+                "give a 1-D array of integers"
+            )
+        self.sequence_length = sequence_length
+        self._set(tokens)
+
+    def _set(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.samples = max(0, (len(tokens) - 1) // self.sequence_length)
+        # The base class costs less than np.memmap in every indexing; the map stays alive as its base.
+        plain = tokens.view(np.ndarray)
+        step = plain.strides[0] if plain.ndim else 0
+        # Row i covers tokens [i*T, i*T + T]: a gather of rows is one call, four times as fast as an index matrix.
+        self.windows: Tokens = np.lib.stride_tricks.as_strided(
+            plain,
+            shape=(self.samples, self.sequence_length + 1),
+            strides=(step * self.sequence_length, step),
+            writeable=False,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {"where": self.where, "sequence_length": self.sequence_length}
+        mapped = map_arguments(self.tokens)
+        return state | ({"map": mapped} if mapped else {"tokens": np.asarray(self.tokens)})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.where = state["where"]
+        self.sequence_length = state["sequence_length"]
+        self._set(open_map(**state["map"]) if "map" in state else state["tokens"])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Length, type and a checksum of both ends (4 KiB each): cheap, and another array differs."""
+        ends = np.concatenate([self.tokens[:2048], self.tokens[-2048:]])
+        return {
+            "tokens": len(self.tokens),
+            "dtype": self.tokens.dtype.str,
+            "ends": hashlib.blake2b(ends.tobytes(), digest_size=8).hexdigest(),
+        }
+
+
+def describe(tokens: Tokens) -> str:
+    """The file behind a memory map, or a word for an array in memory."""
+    name = getattr(tokens, "filename", None)
+    return str(name) if name else "tokens in memory"
+
+
+def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
+    """What `open_map` needs to open the same part of the same file; None for what is not such a map."""
+    if not isinstance(tokens, np.memmap) or getattr(tokens, "filename", None) is None or tokens.mode == "c":
+        return None
+    root: Any = tokens
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(root.base, mmap.mmap) or tokens.strides != root.strides:
+        return None
+    # numpy keeps the offset of the whole map in every slice of it
+    behind = tokens.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+    return {
+        "path": str(tokens.filename),
+        "dtype": tokens.dtype.str,
+        "offset": root.offset + behind,
+        "count": len(tokens),
+    }
+
+
+def open_map(path: str, dtype: str, offset: int, count: int) -> Tokens:
+    """`count` numbers of `dtype` from byte `offset` of `path`, memory-mapped read-only.
+
+    Raises:
+        DataError: the file is missing, or shorter than it was.
+    """
+    try:
+        return cast(Tokens, np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be opened again for {count} tokens of {dtype}: {error}") from error
+
+
+class TokenDataset(Dataset[Batch]):
+    """Samples of `sequence_length` tokens with next-token labels, from one or several arrays of tokens.
+
+    Sample i of an array covers its tokens [i*T, i*T + T], so an array of n tokens has (n - 1) // T samples and no
+    label is ever missing. A sample never crosses from one array into the next.
+
+    Args:
+        tokens: a 1-D integer array or memory map, or a sequence of them.
+        sequence_length: T, at least 1.
+        vocab_size: tokens outside [0, vocab_size) are errors, found when a batch is fetched (opening reads
+            nothing); None: not checked.
+        name: what errors call this source when no file is behind it.
+
+    Raises:
+        DataError: an array is not 1-D integers, or all of them are too short for one sample.
+    """
+
+    collated = True
+
+    def __init__(
+        self,
+        tokens: Tokens | Sequence[Tokens],
+        sequence_length: int,
+        vocab_size: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length is {sequence_length}: at least 1")
+        if vocab_size is not None and vocab_size < 1:
+            raise DataError(f"vocab_size is {vocab_size}: at least 1, or null for no check")
+        arrays = [tokens] if isinstance(tokens, np.ndarray) else list(tokens)
+        if not arrays:
+            raise DataError(f"{name or 'tokens'}: no array of tokens was given")
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.name = name
+        self.arrays = [TokenArray(array, sequence_length) for array in arrays]
+        self._starts = np.cumsum([0] + [array.samples for array in self.arrays])
+        self._samples = int(self._starts[-1])
+        if self._samples == 0:
+            longest = max(self.arrays, key=lambda array: len(array.tokens))
+            raise DataError(
+                f"{self._where(longest)}: {len(longest.tokens)} tokens are too few for one sample of sequence_length "
+                f"{sequence_length}, which takes {sequence_length + 1}: give more text or a shorter sequence_length"
+            )
+        kinds = {array.tokens.dtype for array in self.arrays}
+        self.dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
+        # Whether a token of this type can lie outside the vocabulary at all, on either side.
+        limits = np.iinfo(self.dtype)
+        self._check_high = vocab_size is not None and limits.max >= vocab_size
+        self._check_low = vocab_size is not None and limits.min < 0
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Batch:
+        batch = self.__getitems__([index])
+        return {key: value[0] for key, value in batch.items()}
+
+    def __getitems__(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        """One batch: `input_ids` and `labels`, int64 tensors of shape (len(indices), T).
+
+        Raises:
+            IndexError: an index is not in [0, len).
+            DataError: a token lies outside the vocabulary.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        check_bounds(wanted, self._samples, "dataset")
+        return token_batch(self.gather(wanted))
+
+    def gather(self, indices: npt.NDArray[np.int64]) -> Tokens:
+        """The windows of T + 1 tokens behind `indices`, shape (len(indices), T + 1), in the arrays' own type.
+
+        The indices must lie in [0, len), and are not checked.
+        """
+        windows = self.arrays[0].windows[indices] if len(self.arrays) == 1 else self._gather_arrays(indices)
+        if self.vocab_size is not None and len(indices):
+            high = self._check_high and np.maximum.reduce(windows, axis=None) >= self.vocab_size
+            if high or (self._check_low and np.minimum.reduce(windows, axis=None) < 0):
+                raise self._outside_vocabulary(windows, indices, self.vocab_size)
+        return windows
+
+    def _gather_arrays(self, indices: npt.NDArray[np.int64]) -> Tokens:
+        windows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        for number in np.unique(which):
+            rows = np.nonzero(which == number)[0]
+            windows[rows] = self.arrays[number].windows[indices[rows] - self._starts[number]]
+        return windows
+
+    def _outside_vocabulary(self, windows: Tokens, indices: npt.NDArray[np.int64], vocab_size: int) -> DataError:
+        row, column = np.argwhere((windows >= vocab_size) | (windows < 0))[0]
+        number = int(np.searchsorted(self._starts, indices[row], side="right")) - 1
+        position = int(indices[row] - self._starts[number]) * self.sequence_length + int(column)
+        value = int(windows[row, column])
+        remedy = f"set data.vocab_size to at least {value + 1} or " if value >= 0 else ""
+        return DataError(
+            f"{self._where(self.arrays[number])}: token {value} at position {position} is not in the vocabulary "
+            f"(0 to {vocab_size - 1}): {remedy}give the tokens of this model's tokenizer"
+        )
+
+    def _where(self, array: TokenArray) -> str:
+        named = self.name is not None and array.where == "tokens in memory"
+        return str(self.name) if named else array.where
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells these data from others without reading them whole; JSON-serialisable."""
+        return {
+            "sequence_length": self.sequence_length,
+            "arrays": [array.fingerprint() for array in self.arrays],
+        }
+
+
+class MixtureDataset(Dataset[Any]):
+    """Several named sources end to end: index i of the mixture is index i - cumulative_sizes[s] of source s.
+
+    A sample that is a dict gets `dataset_idx`, the number of its source; any other sample becomes
+    (sample, dataset_idx). When every source is collated the mixture is, too: a batch is gathered source by source
+    and put back into the order asked for, with `dataset_idx` of shape (B,), int64.
+
+    Args:
+        datasets: map-style datasets.
+        names: one name each, all different; weights and phases speak of sources by these names.
+
+    Raises:
+        DataError: no source, unequal numbers, a name given twice, or a source that is empty or has no length.
+    """
+
+    def __init__(self, datasets: Sequence[Any], names: Sequence[str]) -> None:
+        self.datasets = list(datasets)
+        self.names = list(names)
+        if not self.datasets:
+            raise DataError("At least one source is needed: the mixture has none")
+        if len(self.datasets) != len(self.names):
+            raise DataError(
+                f"datasets and names must have the same length: {len(self.datasets)} datasets, "
+                f"{len(self.names)} names ({', '.join(self.names)})"
+            )
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise DataError(f"source name {twice[0]!r} is given twice: every source needs a name of its own")
+        sizes = [source_size(*pair) for pair in zip(self.names, self.datasets, strict=True)]
+        self.cumulative_sizes: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._starts = np.asarray(self.cumulative_sizes, dtype=np.int64)
+        lengths = {d.sequence_length if is_plain_tokens(d) else None for d in self.datasets}
+        # Tokens of several sources are gathered in their own narrow type and widened once, all together.
+        self._sequence_length = lengths.pop() if len(lengths) == 1 else None
+        kinds = {d.dtype for d in self.datasets} if self._sequence_length is not None else set()
+        self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
+        self.collated = all(getattr(dataset, "collated", False) for dataset in self.datasets)
+        self.has_state = any(map(is_stateful, self.datasets))
+
+    @property
+    def dataset_names(self) -> list[str]:
+        """`names`, as other loaders of mixtures call them."""
+        return self.names
+
+    def __len__(self) -> int:
+        return self.cumulative_sizes[-1]
+
+    def locate(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number of the source of each index.
+
+        Raises:
+            IndexError: an index is not in [0, len).
+        """
+        check_bounds(indices, len(self), "mixture")
+        return self._starts.searchsorted(indices, side="right") - 1
+
+    def __getitem__(self, index: int) -> Any:
+        source = int(self.locate(np.asarray([index], dtype=np.int64))[0])
+        try:
+            sample = self.datasets[source][index - self.cumulative_sizes[source]]
+        except DataError as error:
+            raise self._named(source, error) from error
+        if isinstance(sample, dict):
+            return {**sample, "dataset_idx": source}
+        return sample, source
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int] | npt.NDArray[np.int64]], Batch]:
+        """Fetches a whole batch. There only when `collated`: otherwise a loader must fetch sample by sample, so
+        that each source sees which sample it is asked for (`runner.data.sample_rng`)."""
+        if not self.collated:
+            raise AttributeError("a mixture in which some source is not collated has no __getitems__")
+        return self._whole_batch
+
+    def _whole_batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        wanted = np.asarray(indices, dtype=np.int64)
+        sources = self.locate(wanted)
+        first = int(sources[0]) if len(sources) else 0
+        if self._sequence_length is not None:
+            batch = token_batch(self._gather(wanted, sources, self._sequence_length))
+        elif (sources == first).all():
+            batch = self._fetch(first, wanted)
+        else:
+            batch = self._interleave(wanted, sources)
+        batch["dataset_idx"] = torch.from_numpy(sources)
+        return batch
+
+    def _gather(self, wanted: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], sequence_length: int) -> Tokens:
+        """The windows of tokens of a batch whose sources are all token datasets."""
+        windows: Tokens | None = None
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
+            rows = np.flatnonzero(sources == source)
+            try:
+                part = self.datasets[source].gather(wanted[rows] - self.cumulative_sizes[source])
+            except DataError as error:
+                raise self._named(source, error) from error
+            if len(rows) == len(wanted):
+                return cast(Tokens, part)
+            if windows is None:
+                windows = np.empty((len(wanted), sequence_length + 1), dtype=self._dtype)
+            windows[rows] = part
+        return windows if windows is not None else np.empty((0, sequence_length + 1), dtype=self._dtype)
+
+    def _fetch(self, source: int, wanted: npt.NDArray[np.int64]) -> Batch:
+        try:
+            batch = self.datasets[source].__getitems__(wanted - self.cumulative_sizes[source])
+        except DataError as error:
+            raise self._named(source, error) from error
+        return {key: torch.as_tensor(value) for key, value in batch.items()}
+
+    def _interleave(self, wanted: npt.NDArray[np.int64], sources: npt.NDArray[np.int64]) -> Batch:
+        batch: Batch = {}
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
+            rows = np.flatnonzero(sources == source)
+            part = self._fetch(source, wanted[rows])
+            if not batch:
+                batch = {key: value.new_empty((len(wanted), *value.shape[1:])) for key, value in part.items()}
+            if layout(part) != layout(batch):
+                raise DataError(
+                    f"source {self.names[source]!r} gives {layout(part)}, source {self.names[int(sources.min())]!r} "
+                    f"{layout(batch)}: the sources of one mixture must agree"
+                )
+            for key, value in part.items():
+                batch[key][torch.from_numpy(rows)] = value
+        return batch
+
+    def _named(self, source: int, error: DataError) -> DataError:
+        return DataError(f"source {self.names[source]!r}: {error}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the sources, as `dataset_0`, `dataset_1`, ...; {} for one that has none."""
+        return {
+            f"dataset_{source}": dataset.state_dict() if is_stateful(dataset) else {}
+            for source, dataset in enumerate(self.datasets)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the sources their states back.
+
+        Raises:
+            DataError: the state is of another number of sources.
+        """
+        keys = [f"dataset_{source}" for source in range(len(self.datasets))]
+        if sorted(state) != sorted(keys):
+            raise DataError(
+                f"the saved state of this mixture has {', '.join(map(str, state)) or 'nothing'}, its sources are "
+                f"{', '.join(keys)}: give the sources that it was saved with"
+            )
+        for key, dataset in zip(keys, self.datasets, strict=True):
+            if is_stateful(dataset):
+                dataset.load_state_dict(state[key])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Name, size and, where a source offers one, the fingerprint of each source; JSON-serialisable."""
+        return {
+            name: {"samples": len(dataset), **(dataset.fingerprint() if hasattr(dataset, "fingerprint") else {})}
+            for name, dataset in zip(self.names, self.datasets, strict=True)
+        }
+
+
+def check_bounds(indices: npt.NDArray[np.int64], size: int, what: str) -> None:
+    """Raises IndexError unless all `indices` lie in [0, size)."""
+    # Seen as unsigned, a negative index is a huge one: one comparison finds both kinds. `argmax` is a plain
+    # method, which takes half the time of a reduction.
+    unsigned = indices.view(np.uint64)
+    if len(indices) and unsigned.item(unsigned.argmax()) >= size:
+        bad = next(int(index) for index in indices if not 0 <= index < size)
+        raise IndexError(f"sample {bad} is not in this {what} of {size} samples")
+
+
+def token_batch(windows: Tokens) -> Batch:
+    """`input_ids` and `labels`, int64 of shape (B, T), from windows of tokens of shape (B, T + 1)."""
+    return {
+        "input_ids": torch.from_numpy(windows[:, :-1].astype(np.int64)),
+        "labels": torch.from_numpy(windows[:, 1:].astype(np.int64)),
+    }
+
+
+def source_size(name: str, dataset: Any) -> int:
+    """Number of samples of a source.
+
+    Raises:
+        DataError: it has none, or no length at all.
+    """
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"source {name!r} ({type(dataset).__name__}) has no length: a mixture takes map-style datasets"
+        ) from error
+    if size < 1:
+        raise DataError(f"source {name!r} is empty: give it data or leave it out of data.sources")
+    return size
+
+
+def is_plain_tokens(dataset: Any) -> bool:
+    """Whether it fetches batches as `TokenDataset` does: a subclass may do more than that."""
+    return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
+
+
+def layout(batch: Batch) -> str:
+    """`key (T,) int64` for every entry of a batch, the batch dimension left out."""
+    parts = (f"{key} {tuple(value.shape[1:])} {value.dtype}" for key, value in sorted(batch.items()))
+    return ", ".join(parts).replace("torch.", "")
+
+
+def collate(samples: Any) -> Any:
+    """`collate_fn` for torch's own DataLoader over these datasets: a batch that is whole already stays as it is."""
+    return samples if isinstance(samples, dict) else default_collate(samples)
+
+
+def expand(paths: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:
+    """The files behind files, folders (everything in them that matches `pattern`) and globs, sorted within each.
+
+    Raises:
+        DataError: a path does not exist, or a folder or glob holds no file.
+    """
+    entries = [paths] if isinstance(paths, str | Path) else list(paths)
+    files: list[Path] = []
+    for entry in entries:
+        path = Path(entry).expanduser()
+        if path.is_file():
+            found = [path]
+        elif path.is_dir():
+            found = sorted(file for file in path.glob(pattern) if file.is_file())
+        else:
+            found = _glob(path)
+        if not found:
+            wanted = f"holds no file that matches {pattern!r}" if path.is_dir() else "does not exist"
+            raise DataError(f"{path}: {wanted}: check the path, relative paths start at {Path.cwd()}")
+        files.extend(found)
+    if not files:
+        raise DataError("no path was given: name files, folders or globs")
+    return files
+
+
+def _glob(path: Path) -> list[Path]:
+    parts = path.parts
+    wild = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    if wild is None:
+        return []
+    return sorted(file for file in Path(*parts[:wild]).glob(str(Path(*parts[wild:]))) if file.is_file())

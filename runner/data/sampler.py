@@ -1,0 +1,396 @@
+"""The two seeded samplers: an epoch is a shuffle by torch's generator, seeded seed + epoch.
+
+Their sequences are fixed index for index, so that a run started elsewhere can be continued here.
+An epoch is held as one array (32-bit while the sizes allow), never as a Python list: torch.randperm
+draws the same numbers into 32-bit integers as into 64-bit ones, in half the memory.
+
+For a data order that survives another number of ranks, see `runner.data.elastic_sampler`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from runner.data.hashing import U64, derive, stream_key
+from runner.data.shares import (
+    SamplerError,
+    SamplerStateError,
+    check_temperature,
+    check_weights,
+    integer,
+    replicas_and_rank,
+    shares,
+)
+
+IndexArray: TypeAlias = NDArray[np.signedinteger[Any]]  # int32 while the sizes allow, else int64
+
+_CHUNK = 4096  # indices widened, or turned into Python integers, at a time
+_GATHER = 1 << 16  # indices gathered at a time when an order is applied in place
+
+
+def permutation(n: int, generator: torch.Generator) -> IndexArray:
+    """`torch.randperm(n)` as an array that owns its memory."""
+    order: IndexArray = np.empty(n, np.int32 if n < 2**31 else np.int64)
+    torch.randperm(n, generator=generator, out=torch.from_numpy(order))
+    return order
+
+
+def _identity(n: int) -> IndexArray:
+    return np.arange(n, dtype=np.int32 if n < 2**31 else np.int64)
+
+
+def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) -> IndexArray:
+    """This rank's part `[rank::num_replicas]` of `order`, cut or padded by wrapping to equal parts."""
+    n = len(order)
+    if drop_last or n % num_replicas == 0 or n == 0:
+        part = order[rank : n // num_replicas * num_replicas : num_replicas]
+    else:
+        part = order[rank::num_replicas]
+        if len(part) < math.ceil(n / num_replicas):  # at most one more: the last round, wrapped
+            last = (n // num_replicas * num_replicas + rank) % n
+            part = np.append(part, order[last])
+    # A slice keeps the whole epoch alive; a copy of a small part lets it go (at most 1/8 more).
+    return part.copy() if num_replicas >= 8 else part
+
+
+class _SeededSampler(Sampler[int], ABC):
+    """What both seeded samplers share: epoch, skip, arrays out of an epoch, state."""
+
+    num_samples: int
+
+    def __init__(self, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
+        self.shuffle = shuffle
+        self.seed = integer("seed", seed)
+        self.drop_last = drop_last
+        self._epoch = 0
+        self._skip = 0
+        self._opened: dict[str, Any] | None = None  # what the epoch under way was drawn with
+        self._loaded = False  # until an iteration begins: that epoch is a saved state's
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration shuffles for."""
+        self._epoch = integer("epoch", epoch)
+
+    def set_skip(self, skip: int) -> None:
+        """Leave out the first `skip` samples of this rank, once: in the next iteration only."""
+        self._skip = integer("skip", skip, 0)
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch, whatever the skip."""
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return integers(self._take_order())
+
+    def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
+        """The same sequence as `__iter__`, in int64 arrays of `batch_size` (a shorter last one unless
+        `drop_last`). Consumes the skip like `__iter__`."""
+        if batch_size < 1:
+            raise SamplerError(f"batch_size {batch_size}: it must be 1 or more")
+        return _batches(self._take_order(), batch_size, drop_last)
+
+    def positions(self, first: int, count: int) -> NDArray[np.int64]:
+        """Positions, counted over all ranks from the start of the epoch, of this rank's samples
+        [first, first + count)."""
+        return np.arange(first, first + count, dtype=np.int64) * self.num_replicas + self.rank
+
+    def sample_keys(self, first: int, count: int) -> U64:
+        """A 64-bit identity (seed, epoch, position) for each of this rank's samples [first, first + count)."""
+        return derive(stream_key(self.seed, "sample", self._epoch), self.positions(first, count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, seed, num_replicas, rank, and what else the order of the epoch under way depends on."""
+        return {
+            "epoch": self._epoch,
+            "seed": self.seed,
+            "num_replicas": self.num_replicas,
+            "rank": self.rank,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            **self._sizes(),
+            **(self._drawn_with() if self._opened is None else self._opened),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the epoch; the rank stays this process's own.
+
+        Other weights than the state's may hold from the start of an epoch on; to skip into an epoch that was
+        drawn with them is an error of the next iteration.
+
+        Raises:
+            SamplerStateError: the state has another seed, size, number of replicas, shuffle or drop_last (a
+                skip would then land on other samples), or it has no epoch.
+        """
+        if not isinstance(state, Mapping):
+            raise SamplerStateError(
+                f"{type(self).__name__}: the saved state is {state!r}: give what state_dict() returned"
+            )
+        own = {"seed": self.seed, "num_replicas": self.num_replicas, **self._sizes()}
+        own |= {"shuffle": self.shuffle, "drop_last": self.drop_last}
+        for name, value in own.items():
+            if name in state and state[name] != value:
+                remedy = " (sampler=elastic can go on with any number)" if name == "num_replicas" else ""
+                raise SamplerStateError(
+                    f"{type(self).__name__}: the saved state has {name} {state[name]}, this sampler has {name} "
+                    f"{value}; the order would not be the same, so use the saved {name}{remedy}"
+                )
+        epoch = state.get("epoch")
+        if not isinstance(epoch, int) or epoch < 0:
+            raise SamplerStateError(
+                f"{type(self).__name__}: the saved state has epoch {epoch!r}; expected an integer of 0 or more"
+            )
+        self._epoch = epoch
+        drawn_with = {name: state[name] for name in self._drawn_with() if name in state}
+        self._opened, self._loaded = drawn_with or None, True
+
+    @abstractmethod
+    def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
+        """Dataset indices at positions of an epoch (default: the current one), over all ranks.
+
+        Costs the start of that epoch: it is for checks and explanations, not for the loop.
+        """
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + self._epoch)
+
+    def _take_order(self) -> IndexArray:
+        drawn_with, skip, self._skip = self._drawn_with(), self._skip, 0
+        if self._loaded and skip and self._opened not in (None, drawn_with):
+            raise SamplerStateError(
+                f"{type(self).__name__}: the saved state lies within an epoch drawn with {_words(self._opened)}, this "
+                f"sampler's weights give {_words(drawn_with)}; finish that epoch with the saved weights"
+            )
+        self._opened, self._loaded = drawn_with, False
+        return self._order()[skip:]
+
+    @abstractmethod
+    def _order(self) -> IndexArray:
+        """This rank's whole epoch."""
+
+    @abstractmethod
+    def _sizes(self) -> dict[str, Any]:
+        """What of the data the state belongs to."""
+
+    def _drawn_with(self) -> dict[str, Any]:
+        """What an epoch depends on that may be another in the next one."""
+        return {}
+
+
+class DistributedSampler(_SeededSampler):
+    """Shuffles a dataset by seed + epoch and gives rank r every num_replicas-th sample from r on.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: default to torch.distributed's, else to 1 and 0.
+        shuffle: False keeps the order of the dataset.
+        seed: of the shuffle; the epoch is added to it.
+        drop_last: cut the epoch to a multiple of num_replicas; False pads it by wrapping round,
+            as often as it takes.
+
+    Raises:
+        SamplerError: a rank outside [0, num_replicas).
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__(num_replicas, rank, shuffle, seed, drop_last)
+        self.dataset = dataset
+        self._size = len(dataset)
+        self.num_samples = _per_rank(self._size, self.num_replicas, drop_last)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
+        whole = self._whole(self._epoch if epoch is None else epoch)
+        return whole[np.asarray(positions) % max(1, self._size)].astype(np.int64)
+
+    def _whole(self, epoch: int) -> IndexArray:
+        if not self.shuffle:
+            return _identity(self._size)
+        return permutation(self._size, torch.Generator().manual_seed(self.seed + epoch))
+
+    def _order(self) -> IndexArray:
+        return _stride(self._whole(self._epoch), self.rank, self.num_replicas, self.drop_last)
+
+    def _sizes(self) -> dict[str, Any]:
+        return {"size": self._size}
+
+
+class MixtureSampler(_SeededSampler):
+    """Draws an epoch from several sources in proportion to p = w^(1/T) / sum.
+
+    The budget of a rank is the sum over the sources of size // num_replicas (rounded up without
+    drop_last). A source's count is round(p * budget), corrected by one in descending order of p until
+    the counts make up the budget. A source that has fewer samples than its count repeats them.
+
+    Args:
+        cumulative_sizes: `MixtureDataset.cumulative_sizes`: [0, n_0, n_0 + n_1, ...].
+        weights: one per source; 0 leaves a source out at any temperature.
+        num_replicas, rank: default to torch.distributed's, else to 1 and 0.
+        shuffle, seed: as for DistributedSampler.
+        drop_last: cut each source to a multiple of num_replicas; False pads it by wrapping round.
+        temperature: above 1 evens the mixture out, below 1 sharpens it.
+
+    Raises:
+        SamplerError: weights that are negative, not finite, all 0 or not one per source; a source
+            with a positive count that has no sample for every rank.
+    """
+
+    def __init__(
+        self,
+        cumulative_sizes: Sequence[int],
+        weights: Sequence[float],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(num_replicas, rank, shuffle, seed, drop_last)
+        bounds = [integer("cumulative_sizes: bound", bound) for bound in cumulative_sizes]
+        if len(bounds) < 2 or bounds[0] != 0 or bounds != sorted(bounds):
+            raise SamplerError(f"cumulative_sizes {bounds}: expected [0, n_0, n_0 + n_1, ...] for one source or more")
+        self._offsets = bounds[:-1]
+        self._source_sizes = [after - before for before, after in itertools.pairwise(bounds)]
+        self.update_weights(weights, temperature)
+
+    def update_weights(self, weights: Sequence[float], temperature: float = 1.0) -> None:
+        """Other weights and temperature, effective at the next `iter()`. The length stays the same.
+
+        Raises:
+            SamplerError: as for the constructor; the sampler then keeps its weights.
+        """
+        sizes = self._source_sizes
+        weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]  # of any array
+        if len(weights) != len(sizes):
+            raise SamplerError(f"Expected {len(sizes)} weights (one per source), got {len(weights)}")
+        check_temperature(temperature)
+        check_weights(weights)
+        available = [_per_rank(size, self.num_replicas, self.drop_last) for size in sizes]
+        counts = _apportion(shares(weights, temperature), sum(available))
+        for source, (count, samples) in enumerate(zip(counts, available, strict=True)):
+            if count and not samples:
+                raise SamplerError(
+                    f"source {source} has {sizes[source]} samples for {self.num_replicas} replicas, so some ranks "
+                    f"would get none: set its weight to 0, or drop_last=False if it has any samples"
+                )
+        self.weights, self.temperature = weights, temperature
+        self._counts = counts
+        self._loaded = False  # whoever changes the weights of a loaded state means the next iteration
+        self.num_samples = sum(counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Samples of this rank from each source in one epoch."""
+        return list(self._counts)
+
+    def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
+        positions = np.asarray(positions, np.int64)
+        result = np.empty(positions.shape, np.int64)
+        kept = self.rank, self._epoch
+        try:
+            self._epoch = self._epoch if epoch is None else epoch
+            for rank in np.unique(positions % self.num_replicas).tolist():
+                self.rank = rank
+                mine = positions % self.num_replicas == rank
+                result[mine] = self._order()[positions[mine] // self.num_replicas]
+        finally:
+            self.rank, self._epoch = kept
+        return result
+
+    def _order(self) -> IndexArray:
+        generator = self._generator()
+        drawn: IndexArray = np.empty(
+            self.num_samples, np.int32 if self._offsets[-1] + self._source_sizes[-1] < 2**31 else np.int64
+        )
+        end = 0
+        for size, offset, count in zip(self._source_sizes, self._offsets, self._counts, strict=True):
+            if count == 0:
+                continue
+            target = drawn[end : end + count]
+            _fill(target, self._part(size, generator), offset)
+            end += count
+        if not self.shuffle:
+            return drawn
+        return _gather(drawn, permutation(len(drawn), generator))
+
+    def _part(self, size: int, generator: torch.Generator) -> IndexArray:
+        order = permutation(size, generator) if self.shuffle else _identity(size)
+        return _stride(order, self.rank, self.num_replicas, self.drop_last)
+
+    def _sizes(self) -> dict[str, Any]:
+        return {"sizes": list(self._source_sizes)}
+
+    def _drawn_with(self) -> dict[str, Any]:
+        return {"counts": list(self._counts)}
+
+
+def _words(values: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (values or {}).items())
+
+
+def _per_rank(size: int, num_replicas: int, drop_last: bool) -> int:
+    return size // num_replicas if drop_last else -(-size // num_replicas)
+
+
+def _apportion(probabilities: Sequence[float], budget: int) -> list[int]:
+    """round(p * budget) each, corrected by one in descending order of p until they sum to budget."""
+    counts = [round(p * budget) for p in probabilities]
+    difference = budget - sum(counts)
+    by_share = sorted(range(len(counts)), key=lambda source: -probabilities[source])
+    for i in range(abs(difference)):
+        counts[by_share[i % len(counts)]] += 1 if difference > 0 else -1
+    return counts
+
+
+def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:
+    """target = part repeated to its length, plus offset."""
+    for first in range(0, len(target), len(part)):
+        window = target[first : first + len(part)]
+        window[:] = part[: len(window)]
+    target += offset
+
+
+def _gather(values: IndexArray, order: IndexArray) -> IndexArray:
+    """values[order], written over `order` piece by piece: no third array."""
+    if order.dtype != values.dtype:
+        return values[order]
+    for first in range(0, len(order), _GATHER):
+        order[first : first + _GATHER] = values[order[first : first + _GATHER]]
+    return order
+
+
+def integers(order: IndexArray) -> Iterator[int]:
+    """`order` as Python integers, never all of them at once."""
+    for first in range(0, len(order), _CHUNK):
+        yield from order[first : first + _CHUNK].tolist()
+
+
+def _batches(order: IndexArray, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
+    whole = len(order) // batch_size * batch_size
+    step = max(_CHUNK // batch_size, 1) * batch_size
+    for first in range(0, whole, step):  # widened a chunk at a time: the rows of an array are its cheapest parts
+        yield from order[first : min(first + step, whole)].astype(np.int64).reshape(-1, batch_size)
+    if whole < len(order) and not drop_last:
+        yield order[whole:].astype(np.int64)

@@ -1,0 +1,79 @@
+"""MLflow: the same logged run after every resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from runner.metrics.external import ExternalWriter, complain
+from runner.run_dir import RunDir
+
+BATCH = 1000  # metrics in one request: the most that MLflow takes
+EVERY_S = 5.0
+
+
+class MLflow(ExternalWriter):
+    """Logs to one MLflow run, whose id is kept in the run directory.
+
+    Steps that MLflow has already are not sent again: after a kill the run repeats them with the same numbers.
+
+    Args:
+        run: the run directory.
+        step: the step that the run resumes from.
+        report: takes the one-line message of a fault.
+        experiment: made if there is none of this name.
+        tracking_uri: a server or a store, for example sqlite:///mlflow.db; None: MLflow's own setting.
+    """
+
+    name = "mlflow"
+    module = "mlflow"
+    package = "mlflow"
+    _client: Any
+
+    def __init__(
+        self,
+        run: RunDir,
+        step: int = 0,
+        report: Callable[[str], None] = complain,
+        experiment: str = "runner",
+        tracking_uri: str | None = None,
+    ) -> None:
+        super().__init__(run, step, report)
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
+
+    def open(self) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric = Metric
+        self._client = MlflowClient(self._tracking_uri)
+        self._id = self.identity(self._create)
+        self._client.update_run(self._id, status="RUNNING")
+        self._waiting: list[Any] = []
+        self._sent_at = time.monotonic()
+        latest = self._client.get_run(self._id).data.metrics
+        self._last = {key: max(m.step for m in self._client.get_metric_history(self._id, key)) for key in latest}
+
+    def _create(self) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        return str(self._client.create_run(experiment, run_name=self.run.path.name).info.run_id)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        fresh = {key: value for key, value in values.items() if step > self._last.get(key, -1)}
+        self._waiting += [self._metric(key, value, now, step) for key, value in fresh.items()]
+        if len(self._waiting) >= BATCH or time.monotonic() - self._sent_at > EVERY_S:
+            self.sync()
+
+    def sync(self) -> None:
+        while self._waiting:
+            self._client.log_batch(self._id, metrics=self._waiting[:BATCH])
+            del self._waiting[:BATCH]
+        self._sent_at = time.monotonic()
+
+    def end(self) -> None:
+        self.sync()
+        self._client.set_terminated(self._id)

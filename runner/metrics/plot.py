@@ -1,0 +1,76 @@
+"""Loss curves of one or several runs as a picture. Imports matplotlib (the extra `plot`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.errors import UserError
+from runner.files import read_lines
+from runner.metrics.tables import rows
+from runner.run_dir import RunDir
+
+SMOOTH_STEPS = 20
+
+
+def plot_losses(runs: Sequence[RunDir], path: Path) -> None:
+    """Draw training loss (faint, and its moving average), evaluations (dots) and resumes (dotted lines).
+
+    Args:
+        runs: runs with a metrics.jsonl; drawn over each other.
+        path: the picture; its ending (.png, .svg, .pdf) says of which kind.
+
+    Raises:
+        UserError: matplotlib is not installed, a run has no metrics, or the ending is not known.
+        OSError: the file cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs the package 'matplotlib', which is not installed: pip install matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        _draw(axes, run, f"C{number}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise UserError(f"--plot {path}: unknown kind of picture: end the name in one of .{', .'.join(sorted(known))}")
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, run: RunDir, color: str) -> None:
+    table = rows(run)
+    losses = [(row["step"], row["loss"]) for row in table if "loss" in row]
+    if not losses:
+        raise UserError(f"{run.path}: no metrics to plot: give the directory of a run that has taken a step")
+    steps, values = zip(*losses, strict=True)
+    window = max(1, min(SMOOTH_STEPS, len(values) // 20))  # a wide one lags behind a short run
+    axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth(values, window), color=color, label=run.path.name)
+    evaluations = [(row["step"], row["eval_loss"]) for row in table if "eval_loss" in row]
+    if evaluations:
+        axes.plot(*zip(*evaluations, strict=True), "o", color=color, markersize=4, label=f"{run.path.name}, held out")
+    for number, step in enumerate(resumes(run)):
+        label = f"{run.path.name}, resumed" if number == 0 else None
+        axes.axvline(step, color=color, linestyle=":", linewidth=0.8, label=label)
+
+
+def resumes(run: RunDir) -> list[int]:
+    """The steps from which attempts went on, the beginning left out."""
+    starts = [record.get("start_step") for record in read_lines(run.attempts) if isinstance(record, dict)]
+    return sorted({int(start) for start in starts if start})
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the last `window` values up to each."""
+    means: list[float] = []
+    for end in range(1, len(values) + 1):
+        part = values[max(0, end - window) : end]
+        means.append(sum(part) / len(part))
+    return means

@@ -1,0 +1,49 @@
+"""metrics.jsonl as a table: a row a step, for CSV and for plots."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from runner.files import read_lines, write_atomic
+from runner.metrics.external import scalars
+from runner.run_dir import RunDir
+
+
+def rows(run: RunDir) -> list[dict[str, Any]]:
+    """One dict a step in order, with `step` first; nested numbers as `a/b`, an evaluation in the row of its step."""
+    table: dict[int, dict[str, Any]] = {}
+    for record in read_lines(run.metrics):
+        if isinstance(record, dict) and "step" in record:
+            step = int(record["step"])
+            row = table.setdefault(step, {"step": step})
+            row |= scalars(record) | {key: value for key, value in record.items() if isinstance(value, str)}
+    return [table[step] for step in sorted(table)]
+
+
+def export_csv(run: RunDir, path: Path | None = None) -> Path:
+    """Write the metrics of `run` to `path` (None: metrics.csv in the run directory), whole or not at all.
+
+    Columns stand in the order in which they first appear; what a step does not have is left empty.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    table = rows(run)
+    columns = list(dict.fromkeys(key for row in table for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _plain(value) for key, value in row.items()} for row in table)
+    target = path or run.csv
+    write_atomic(target, text.getvalue())
+    return target
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value

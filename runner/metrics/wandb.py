@@ -1,0 +1,57 @@
+"""Weights & Biases: the same logged run after every resume."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from runner.metrics.external import ExternalWriter, complain
+from runner.run_dir import RunDir
+
+
+class WandB(ExternalWriter):
+    """Logs to one W&B run, whose id is kept in the run directory.
+
+    Steps that W&B has already are not sent again: after a kill the run repeats them with the same numbers.
+
+    Args:
+        run: the run directory.
+        step: the step that the run resumes from.
+        report: takes the one-line message of a fault.
+        mode: online, offline (`wandb sync` sends it later) or disabled.
+        options: anything else that `wandb.init` takes: project, entity, name, tags, ...
+    """
+
+    name = "wandb"
+    module = "wandb"
+    package = "wandb"
+    _logged: Any
+
+    def __init__(
+        self,
+        run: RunDir,
+        step: int = 0,
+        report: Callable[[str], None] = complain,
+        mode: str = "online",
+        **options: Any,
+    ) -> None:
+        super().__init__(run, step, report)
+        self._options = {"name": run.path.name, "project": "runner", "mode": mode, **options}
+
+    def open(self) -> None:
+        import wandb
+
+        identity = self.identity(lambda: secrets.token_hex(4))
+        self._logged = wandb.init(id=identity, resume="allow", dir=str(self.run.path), **self._options)
+        self._next = int(self._logged.step)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if step >= self._next:
+            self._logged.log(values, step=step)
+
+    def sync(self) -> None:
+        """W&B sends by itself."""
+
+    def end(self) -> None:
+        self._logged.finish()

@@ -1,0 +1,197 @@
+"""Jobs of several tasks, sweeps and lost nodes on a real cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import (
+    COMMON,
+    SLURM,
+    STEPS,
+    Job,
+    environment,
+    preempt,
+    runner,
+    statuses,
+)
+from runs import ROOT, Run, assert_same_run
+
+pytestmark = pytest.mark.slurm
+
+
+def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: Path, reference_of_two: Run) -> None:
+    job = Job(tmp_path / "run", [*COMMON, "launcher.nodes=2"], cluster=cluster)
+    job.submit(**job.hold(30))
+    for step in (30, 60):
+        job.wait_for_step(step)
+        preempt(cluster, "n1", "n2")
+        job.comes_back()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["preempted", "preempted", "finished"]
+    assert job.steps_lost() == 0
+    assert job.row()["state"] == "finished"
+    assert_same_run(job, reference_of_two)
+
+
+def test_a_rank_that_is_killed_ends_the_job_within_a_minute_and_it_comes_back(
+    cluster: Cluster, tmp_path: Path, reference_of_two: Run
+) -> None:
+    overrides = [*COMMON, "launcher.tasks_per_node=2", "checkpoint.every_steps=10"]
+    job = Job(tmp_path / "run", overrides, cluster=cluster)
+    job.submit(**job.hold(35))
+    job.wait_for_step(35)
+    for process in job.processes(rank=1):
+        process.kill()
+    killed = time.monotonic()
+    job.wait_for_state("PENDING", timeout_s=60)
+    assert time.monotonic() - killed < 60
+    assert job.row()["state"] == "requeued"
+    job.comes_back()
+    assert job.ends() == "COMPLETED"
+    first, last = job.causes()
+    assert first in ("killed", "crash")
+    assert last == "finished"
+    assert job.steps_lost() <= 20
+    assert_same_run(job, reference_of_two)
+
+
+def test_a_lost_node_is_replaced_and_the_older_incarnation_writes_nothing_more(
+    cluster: Cluster, tmp_path: Path, reference: Run
+) -> None:
+    overrides = [*COMMON, "checkpoint.every_steps=10", "launcher.nodelist=null"]
+    job = Job(tmp_path / "run", overrides, cluster=cluster)
+    # So slow that the older incarnation cannot finish while Slurm makes up its mind about the node.
+    job.submit(STEP_SLEEP_S="1.0", RESTARTED_SLEEP_S="0.05")
+    job.wait_for_step(12)
+    node = job.slurm()["NodeList"]
+    older = job.processes()
+    assert older
+    try:
+        cluster.stop_node(node)  # the tasks live on, as they do on a node that lost its network
+        job.comes_back(timeout_s=90)
+        assert job.slurm()["NodeList"] != node
+        assert job.ends() == "COMPLETED"
+    finally:
+        cluster.start_node(node)
+    assert job.causes() == ["node failure", "finished"]
+    assert_same_run(job, reference)
+    cluster.wait(lambda: not any(process.is_running() for process in older), 30, "the older incarnation")
+    cluster.wait(lambda: set(cluster.run("sinfo", "-h", "-p", "low", "-o", "%T").split()) == {"idle"}, 60, "the node")
+
+
+def test_preempted_in_the_middle_of_a_save(cluster: Cluster, tmp_path: Path, reference: Run) -> None:
+    overrides = [*COMMON, "checkpoint.every_steps=8", "checkpoint.mode=sync", "launcher.nodelist=n1"]
+    job = Job(tmp_path / "run", overrides, cluster=cluster)
+    # Nearly all of the time goes into saves.
+    job.submit(FSYNC_SLEEP_S="0.3", **job.hold(STEPS))
+    for step in (10, 30):
+        job.wait_for_step(step)
+        cluster.wait(lambda: any(tmp_path.glob("run/checkpoints/*tmp-*")), 30, "a save under way")
+        preempt(cluster, "n1")
+        job.comes_back()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["preempted", "preempted", "finished"]
+    assert job.steps_lost() == 0
+    assert_same_run(job, reference)
+
+
+def test_a_sweep_of_which_some_are_preempted_given_again_and_again(cluster: Cluster, tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    sweep = ["-m", *COMMON, "seed=1,2,3", f"run.root={root}"]
+    submit = [*SLURM, *sweep, "checkpoint.every_steps=10"]
+    whole = Run(tmp_path / "sweep", [])
+    started = time.monotonic()
+    done = runner(cluster, *submit, **whole.hold(15))
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 30  # it did not wait for the runs
+    jobs = [Job(path.parent, [], cluster=cluster) for path in sorted(root.glob("*/config.yaml"))]
+    assert len({job.job_id.partition("_")[0] for job in jobs}) == 1
+    assert all(job.job_id in done.stdout for job in jobs)
+    # Again while they live: left alone.
+    before = [job.job_id for job in jobs]
+    done = runner(cluster, *submit)
+    assert done.returncode == 0, done.stderr
+    assert [job.job_id for job in jobs] == before
+    for job in jobs:
+        job.wait_for_step(15)
+    # The last task's: its own job id is the array's as well, and must not be taken for all of them.
+    node = max(jobs, key=lambda job: job.job_id).slurm()["NodeList"]
+    preempted = [job for job in jobs if job.slurm()["NodeList"] == node]
+    assert 0 < len(preempted) < len(jobs)
+    preempt(cluster, node)
+    for job in preempted:
+        job.comes_back()
+    whole.release()
+    assert {job.ends() for job in jobs} == {"COMPLETED"}
+    for job in jobs:
+        assert job.causes() == (["preempted", "finished"] if job in preempted else ["finished"])
+        assert job.steps_lost() == 0
+    assert {row["state"] for row in statuses(cluster, root).values()} == {"finished"}
+    # Again after they finished: nothing to do.
+    done = runner(cluster, *submit)
+    assert done.returncode == 0, done.stderr
+    assert [job.job_id for job in jobs] == before
+    _compare_with_a_local_sweep(jobs, tmp_path / "local")
+
+
+def _compare_with_a_local_sweep(jobs: list[Job], root: Path) -> None:
+    sweep = ["-m", *COMMON, "seed=1,2,3", f"run.root={root}", "launcher.slots=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *sweep],
+        cwd=ROOT,
+        env={**environment(), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for job in jobs:
+        assert_same_run(job, Run(root / job.path.name, []))
+
+
+def test_a_sweep_of_which_one_failed_is_named_and_retried_when_asked(cluster: Cluster, tmp_path: Path) -> None:
+    root, fault = tmp_path / "outputs", tmp_path / "fault"
+    fault.write_text("fail")
+    submit = [*SLURM, "-m", *COMMON, "train.steps=20", "+train.loss.fail_at=0,5", f"run.root={root}"]
+    assert runner(cluster, *submit, FAIL_FILE=str(fault)).returncode == 0
+    jobs = [Job(path.parent, [], cluster=cluster) for path in sorted(root.glob("*/config.yaml"))]
+    array = jobs[0].job_id.partition("_")[0]
+    assert sorted(job.ends() for job in jobs) == ["COMPLETED", "FAILED"]
+    rows = statuses(cluster, root)
+    assert sorted(row["state"] for row in rows.values()) == ["failed", "finished"]
+    (failed,) = [name for name, row in rows.items() if row["state"] == "failed"]
+    assert "failed on purpose" in rows[failed]["reason"]
+    done = runner(cluster, *submit)
+    assert done.returncode == 1
+    assert failed in done.stdout
+    assert "launcher.retry_failed=true" in done.stdout
+    assert {job.job_id.partition("_")[0] for job in jobs} == {array}
+    fault.unlink()
+    assert runner(cluster, *submit, "launcher.retry_failed=true").returncode == 0
+    (again,) = [job for job in jobs if job.path.name == failed]
+    assert again.ends() == "COMPLETED"
+    assert {row["state"] for row in statuses(cluster, root).values()} == {"finished"}
+
+
+def test_followed_until_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    submit = [*SLURM, *COMMON, "train.steps=10", "launcher.wait=true", f"run.dir={tmp_path / 'run'}"]
+    done = runner(cluster, *submit)
+    assert done.returncode == 0, done.stderr
+    assert "finished" in done.stdout
+    assert "10/10" in done.stdout
+
+
+def test_the_doctor_knows_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner.doctor", *SLURM, *COMMON, f"run.root={tmp_path}"]
+    options = {"cwd": ROOT, "env": {**cluster.environment, **environment()}, "timeout": 120}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("partition low", "preemption: REQUEUE", "rename and fsync work", "the grace of a preemption", "MB"):
+        assert words in done.stdout
+    assert list(tmp_path.iterdir()) == []
