@@ -176,7 +176,7 @@ class SlurmJob:
 
 
 def _is_running(state: dict[str, str]) -> bool:
-    return state.get("JobState") in ("RUNNING", "SUSPENDED")
+    return state.get("JobState", "COMPLETING") not in scheduler.NOT_RUNNING
 
 
 def _decided(state: dict[str, str], restart_count: int) -> str | None:

@@ -15,14 +15,21 @@ JOB_ID = re.compile(r"\d+(_\d+)?")  # `12`, or `12_3` for a task of an array
 # squeue prints each field padded to its width and followed by this.
 SEPARATOR = "|"
 FIELDS = ("JobArrayID", "State", "Reason", "RestartCnt", "BatchHost")
-WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+# A job has one word at a time, and a running one many besides RUNNING: SUSPENDED, SIGNALING until every node has
+# answered to a signal, STOPPED, RESIZING, and what later versions add. So these are the words of jobs that do not run.
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+ENDING = {"COMPLETING", "STAGE_OUT"}
 # The job is over; Slurm remembers it for some minutes (MinJobAge).
 OVER = {
     "COMPLETED": "completed",
     "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
     "PREEMPTED": "cancelled",
     **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE"), "failed"),
 }
+
+
+NOT_RUNNING = WAITING | ENDING | OVER.keys()
 
 
 class SchedulerError(OSError):
@@ -128,5 +135,5 @@ def _job_info(cells: list[str]) -> JobInfo | None:
     count = int(restarts) if restarts.isdigit() else 0
     if state in WAITING:
         return JobInfo(job_id, "requeued" if count else "pending", None, reason, count)
-    word = "ending" if state == "COMPLETING" else OVER.get(state, "running")
+    word = "ending" if state in ENDING else OVER.get(state, "running")
     return JobInfo(job_id, word, node if node != "n/a" else None, None, count)

@@ -51,7 +51,8 @@ come_back() {{
     job=$SLURM_JOB_ID
     if [ -n "$SLURM_ARRAY_JOB_ID" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
     state=$(scontrol show job -o "$job") || exit $status
-    case $state in *" JobState=RUNNING "*) ;; *) exit $status ;; esac
+    word=${{state#* JobState=}}
+    case ${{word%% *}} in {not_running}) exit $status ;; esac
     kills={folder}/$SLURM_JOB_ID.kills
     case $state in
         *" PreemptTime=2"*) ;;
@@ -250,7 +251,11 @@ class SlurmLauncher:
             **{key.lstrip("-").replace("_", "-"): value for key, value in self.additional.items()},
         }
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
-        after = AFTER.format(folder=shlex.quote(str(folder)), max_kills=MAX_KILLS if self.requeue_killed else 0)
+        after = AFTER.format(
+            folder=shlex.quote(str(folder)),
+            not_running="|".join(sorted(scheduler.NOT_RUNNING)),
+            max_kills=MAX_KILLS if self.requeue_killed else 0,
+        )
         return {
             **{option: getattr(self, option) for option in SAME_NAME},
             "time": None if self.time is None else minutes(self.time),

@@ -301,6 +301,8 @@ def test_live_jobs_come_from_one_call_and_know_their_restarts(slurm: FakeSlurm, 
     [
         ("COMPLETING", "ending", True),
         ("SUSPENDED", "running", True),
+        ("SIGNALING", "running", True),
+        ("REVOKED", "cancelled", False),
         ("REQUEUE_HOLD", "pending", True),
         ("COMPLETED", "completed", False),
         ("CANCELLED", "cancelled", False),
@@ -394,6 +396,9 @@ CAUSES = [
     (signal.SIGUSR2, {**RUNNING, "PreemptTime": "2026-01-01T00:00:00"}, "preempted", True),
     (signal.SIGUSR2, RUNNING, "time limit", True),
     (signal.SIGUSR1, RUNNING, "time limit", True),
+    # Until the last node has answered to the signal, this is what Slurm says of a job that runs.
+    (signal.SIGTERM, {**RUNNING, "JobState": "SIGNALING", "PreemptTime": AT}, "preempted", True),
+    (signal.SIGTERM, {**RUNNING, "JobState": "STOPPED", "PreemptTime": AT}, "preempted", True),
     (signal.SIGTERM, {**RUNNING, "JobState": "COMPLETING"}, "cancelled", False),
     (signal.SIGTERM, {**RUNNING, "JobState": "COMPLETING", "Reason": "TimeLimit"}, "time limit", True),
     (signal.SIGTERM, {"JobState": "COMPLETING", "Restarts": "1"}, "requeued", False),
@@ -480,6 +485,7 @@ ENDS = [
     (RUNNING, 3, 137, False, 3),  # the environment is broken
     (RUNNING, 0, 1, False, 0),
     (RUNNING, 0, 0, False, 0),
+    ({**RUNNING, "JobState": "SIGNALING"}, 0, 137, True, 1),
     (GONE, 0, 137, False, 0),  # Slurm itself ended it
     ({**RUNNING, "PreemptTime": AT}, 3, 143, True, 3),  # before Python took signals, any number of times
 ]

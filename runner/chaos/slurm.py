@@ -17,8 +17,10 @@ from runner.run_dir import RunDir
 
 ENDING_S = 4.0
 ASK_EVERY_S = 0.3  # the controller is not to be flooded
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
-ALIVE = ("RUNNING", "CONFIGURING", "SUSPENDED", "COMPLETING", "STOPPED")
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD"}
+# A job that is neither waiting nor over has many words (RUNNING, SIGNALING, COMPLETING, ...).
+OVER = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
+OVER |= {"OUT_OF_MEMORY", "REVOKED"}
 
 
 class SlurmVictim:
@@ -51,7 +53,7 @@ class SlurmVictim:
 
     def begin(self) -> None:
         state = self._show(fresh=True)
-        if state.get("JobState") not in WAITING + ALIVE:
+        if _is_over(state):
             self._submit()
             state = self._show(fresh=True)
         self._restarts = int(state.get("Restarts", "0"))
@@ -81,10 +83,10 @@ class SlurmVictim:
         if int(state.get("Restarts", self._restarts)) > self._restarts:
             # It is out of the old attempt for good only when it waits again.
             return self._status() if state.get("JobState") != "COMPLETING" else None
-        if state.get("JobState") in WAITING + ALIVE:
-            self._nudge(state)
-            return None
-        return self._status()
+        if _is_over(state):
+            return self._status()
+        self._nudge(state)
+        return None
 
     def _status(self) -> int:
         if self.run.finished.exists():
@@ -139,10 +141,10 @@ class SlurmVictim:
         return status
 
     def stop(self) -> None:
-        if self._show(fresh=True).get("JobState") in WAITING + ALIVE:
+        if not _is_over(self._show(fresh=True)):
             self.cancel()
             end = time.monotonic() + STOPPING_S
-            while self._show().get("JobState") in WAITING + ALIVE and time.monotonic() < end:
+            while not _is_over(self._show()) and time.monotonic() < end:
                 time.sleep(ASK_EVERY_S)
 
     def tail(self) -> str:
@@ -160,6 +162,11 @@ class SlurmVictim:
             if text is not None:  # else the controller is busy: what it said last still holds
                 self._answer = dict(word.split("=", 1) for word in text.split() if "=" in word)
         return self._answer
+
+
+def _is_over(state: Mapping[str, str]) -> bool:
+    """Whether there is no job, or no longer."""
+    return state.get("JobState", "COMPLETED") in OVER
 
 
 def _ask(*command: str) -> str | None:

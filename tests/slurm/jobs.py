@@ -145,6 +145,14 @@ class Job(Run):
     def causes(self) -> list[str]:
         return [line["cause"] for line in self.attempts()]
 
+    def under_way(self) -> dict[str, Any]:
+        """What the attempt says of itself that has not ended yet."""
+        try:
+            said: dict[str, Any] = json.loads((self.path / "attempt.json").read_text())
+        except FileNotFoundError:  # it has just ended
+            return self.attempts()[-1]
+        return said
+
     def steps_lost(self) -> int:
         return sum(line["steps_lost"] for line in self.attempts())
 

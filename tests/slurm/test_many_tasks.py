@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +37,29 @@ def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: P
     assert job.causes() == ["preempted", "preempted", "finished"]
     assert job.steps_lost() == 0
     assert job.row()["state"] == "finished"
+    assert_same_run(job, reference_of_two)
+
+
+def test_preempted_while_one_of_two_nodes_is_slow_to_answer(
+    cluster: Cluster, tmp_path: Path, reference_of_two: Run
+) -> None:
+    """Until every node has answered, Slurm calls the job SIGNALING and not RUNNING: it is asked to go all the same."""
+    job = Job(tmp_path / "run", [*COMMON, "launcher.nodes=2"], cluster=cluster)
+    job.submit(**job.hold(30))
+    job.wait_for_step(30)
+    cluster.stop_node("n2", signal.SIGSTOP)
+    try:
+        preemption = threading.Thread(target=preempt, args=(cluster, "n1", "n2"))
+        preemption.start()
+        cluster.wait(lambda: job.slurm()["JobState"] == "SIGNALING", 30, "the signal")
+        cluster.wait(lambda: "cause" in job.under_way(), 30, "the cause")
+    finally:
+        cluster.stop_node("n2", signal.SIGCONT)
+    preemption.join()
+    job.comes_back()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["preempted", "finished"]
+    assert job.steps_lost() == 0
     assert_same_run(job, reference_of_two)
 
 
