@@ -8,13 +8,14 @@ with status 0 as COMPLETED, so an attempt that was preempted must put itself bac
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LOOKS, LOOK_AGAIN_S = 4, 0.5  # at the state of a job that is asked to go and nothing says why
 LAST_S = 5.0  # before a job is killed it is put back in the queue, whether or not its step and its save are done
 RETRY_S = 5.0  # pause between two attempts to requeue
-REFUSALS = 12  # attempts, where no end of the job is near that would stop them
+REFUSALS = 12  # by Slurm, where no end of the job is near that would stop the attempts
 
 
 def start(run_dir: str, attempt: str, max_timeouts: int | None = None) -> NoReturn:
@@ -45,14 +46,25 @@ def start(run_dir: str, attempt: str, max_timeouts: int | None = None) -> NoRetu
     """
     job = SlurmJob(max_timeouts)
     job.catch_signals()
-    rendezvous.export()
     module, _, name = attempt.partition(":")
-    sys.exit(getattr(importlib.import_module(module), name)(Path(run_dir), job=job))
+    try:
+        rendezvous.export()
+        sys.exit(getattr(importlib.import_module(module), name)(Path(run_dir), job=job))
+    finally:
+        job.say_end()
 
 
 def kills_file(folder: Path, job_id: str) -> Path:
     """Counts the times that a job was killed, since an attempt last began; the batch script writes it."""
     return folder / f"{job_id}.kills"
+
+
+def said_file(folder: Path, job_id: str) -> Path:
+    """Says that an attempt has ended by its own decision. A job that ends without it was killed.
+
+    srun's status does not tell: it is 1 after a memory limit as well, and where srun could not start the tasks.
+    """
+    return folder / f"{job_id}.said"
 
 
 class SlurmJob:
@@ -67,18 +79,27 @@ class SlurmJob:
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
         # A task of an array is requeued by this form of its id.
         self.job_id = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
-        self._requeued = False  # by this attempt itself, before it was done
-        self._was_killed = self._forget_kills()
+        self._asked_back = False  # Slurm was told to put the job back, maybe before this attempt was done
+        self._decides = True  # whether the end of this process is its own decision
+        folder = Path(os.environ.get("SUBMITIT_FOLDER", os.devnull))
+        self._kills = kills_file(folder, os.environ["SLURM_JOB_ID"])
+        self._said = said_file(folder, os.environ["SLURM_JOB_ID"])
+        self._was_killed = self._kills.exists()
 
-    def _forget_kills(self) -> bool:
-        """Whether the batch script put this job back after a kill; from here on the attempts are counted."""
-        folder = os.environ.get("SUBMITIT_FOLDER")
-        if folder is None or os.environ.get("SLURM_PROCID", "0") != "0":
-            return False
-        kills = kills_file(Path(folder), os.environ["SLURM_JOB_ID"])
-        was_killed = kills.exists()
-        kills.unlink(missing_ok=True)
-        return was_killed
+    def begun(self) -> None:
+        """From here on the attempts are counted and no longer the kills."""
+        with suppress(OSError):
+            self._kills.unlink()
+
+    def defer(self) -> None:
+        """How this job ends is for another rank to say, and not for the end of this process."""
+        self._decides = False
+
+    def say_end(self) -> None:
+        """Tell the batch script that this process ended by its own decision, if it did."""
+        if self._decides:
+            with suppress(OSError):
+                self._said.touch()
 
     def catch_signals(self) -> None:
         """Remember the first signal that asks this job to go, until the attempt has handlers of its own.
@@ -120,7 +141,7 @@ class SlurmJob:
             if cause != "interrupted":
                 break
             time.sleep(LOOK_AGAIN_S)  # the signal may be here before the state is changed
-        if cause in ("preempted", "time limit"):
+        if cause in LEAVES_THE_QUEUE:
             self._requeue_at_last(state)
         return cause
 
@@ -141,34 +162,46 @@ class SlurmJob:
             timer.start()
 
     def _requeue_unfinished(self) -> None:
-        state = self._state()
-        if _is_running(state):
-            _say(f"the notice is nearly over and this attempt is not done: job {self.job_id} goes back into the queue")
-            self._requeued = self._requeue()
+        _say(f"the notice is nearly over and this attempt is not done: job {self.job_id} goes back into the queue")
+        while _decided(state := self._state(), self.restart_count) not in ("requeued", "cancelled"):
+            if state and self._requeue(state):
+                return
+            time.sleep(LOOK_AGAIN_S)
 
     def leave(self, cause: str) -> str:
         """Put the job back in the queue after a preemption or a time limit, and only then return.
 
         A refusal is tried again until the job is killed: to return would end the job for good, while a
         preempted job that waits is put back by Slurm itself. Nothing is done while Slurm does not tell the
-        job's state: it may have been cancelled while it saved, and then it must not come back.
+        job's state: it may have been cancelled while it saved, and then it must not come back. What cannot be
+        done here (in a container without scontrol, say) is left to the batch script.
         """
         if cause not in LEAVES_THE_QUEUE:
             return cause
-        for _ in range(REFUSALS) if cause == "interrupted" else itertools.count():
+        refused = 0
+        while shutil.which("scontrol") and (cause != "interrupted" or refused < REFUSALS):
             state = self._state()
             decided = _decided(state, self.restart_count)
-            if decided in ("requeued", "cancelled"):
-                return cause if self._requeued else decided
-            if state and self._requeue():
+            if decided == "cancelled":
+                return decided
+            if decided == "requeued":
+                return cause if self._asked_back else decided
+            if state and self._requeue(state):
+                # Slurm leaves a job as it is that was cancelled since it told the state.
+                if _decided(self._state(), self.restart_count) == "cancelled":
+                    return "cancelled"
                 _say(f"{cause}: job {self.job_id} is in the queue again")
                 return cause
+            refused += bool(state)
             time.sleep(RETRY_S)
+        self._decides = False
         return cause
 
-    def _requeue(self) -> bool:
+    def _requeue(self, state: dict[str, str]) -> bool:
+        """Have Slurm put this job back, which was in `state`; whether it says that it did."""
+        self._asked_back = True  # also where no answer comes
         try:
-            scheduler.requeue(self.job_id)
+            scheduler.requeue(self.job_id, only_running=_is_running(state))
         except scheduler.SchedulerError as error:
             _say(f"cannot requeue job {self.job_id} yet: {error}")
             return False
@@ -181,10 +214,10 @@ def _is_running(state: dict[str, str]) -> bool:
 
 def _decided(state: dict[str, str], restart_count: int) -> str | None:
     """How Slurm has ended a job already; None while it runs, or while Slurm is silent."""
+    if int(state.get("Restarts", "0")) > restart_count:  # it may even run again, elsewhere
+        return "requeued"
     if not state or _is_running(state):
         return None
-    if int(state.get("Restarts", "0")) > restart_count:
-        return "requeued"
     reason = state.get("Reason", "")
     if "Time" in reason:
         return "time limit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ OVER = {
 }
 
 
+# A user's defaults for these commands: filters that would hide jobs, other formats than those read here.
+PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
 NOT_RUNNING = WAITING | ENDING | OVER.keys()
 
 
@@ -47,8 +50,11 @@ def ask(*command: str, text: str | None = None) -> str:
     Raises:
         SchedulerError: the command is not there, failed, or took longer than TIMEOUT_S.
     """
+    env = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)}
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env
+        )
     except FileNotFoundError:
         raise SchedulerError(f"{command[0]} is not on this machine's PATH") from None
     except subprocess.TimeoutExpired:
@@ -71,7 +77,8 @@ def show_job(job_id: str) -> dict[str, str]:
     Raises:
         SchedulerError: Slurm does not answer, or has forgotten the job.
     """
-    return fields(ask("scontrol", "show", "job", "-o", job_id))
+    # From Command on there are texts of the user's, spaces and all; everything of interest stands before.
+    return fields(ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")[0])
 
 
 def show_partitions() -> dict[str, dict[str, str]]:
@@ -92,16 +99,23 @@ def show_hosts(nodes: str) -> set[str]:
     return {row["NodeHostName"] for row in rows if "NodeHostName" in row}
 
 
-def requeue(job_id: str) -> None:
+def requeue(job_id: str, only_running: bool) -> None:
     """Put a job back in the queue; one that waits there already is left as it is.
+
+    Args:
+        only_running: leave a job alone that Slurm has ended meanwhile, by a scancel, say (Slurm calls that a success).
 
     Raises:
         SchedulerError: it is not in the queue now.
     """
+    options = ["incomplete"] if only_running else []
     try:
-        ask("scontrol", "requeue", job_id)
+        ask("scontrol", "requeue", *options, job_id)
     except SchedulerError as error:
-        if "pending" not in str(error).lower():
+        if "disabled" in str(error):  # by the site's defaults: the owner may allow it
+            ask("scontrol", "update", f"jobid={job_id}", "requeue=1")
+            ask("scontrol", "requeue", *options, job_id)
+        elif "pending" not in str(error).lower():
             raise
 
 

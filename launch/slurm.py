@@ -33,6 +33,9 @@ MAX_KILLS = 3  # in a row and before an attempt could begin: the environment is 
 
 # Variables by which a user tells Slurm's commands where the cluster is; all others of SLURM_* describe a job.
 KEPT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
+# What each batch script says in any case, and options that sbatch's variables call otherwise.
+OURS = ("requeue", "no_requeue", "signal", "open_mode", "job_name", "array_inx", "output", "error", "wait")
+ENVIRONMENT_NAME = {"time": "timelimit", "mem": "mem_per_node"}
 # Options that submitit knows by the same name.
 SAME_NAME = (
     *("partition", "nodes", "cpus_per_task", "gpus_per_node", "gpus_per_task", "mem", "mem_per_cpu"),
@@ -41,31 +44,43 @@ SAME_NAME = (
 # A signal to the batch script must neither end it before srun has ended nor reach srun as "ignored".
 TRAP = "trap : TERM USR1 USR2"
 # A task that was killed (out of memory, say, or preempted before Python could take signals) takes the job with
-# it. Slurm would let it end there; if it was not Slurm that ended it, the job goes back into the queue. Attempts
-# that bring nothing stop themselves; those that cannot begin are counted here, unless they were preempted.
-# As a trap it also runs when the user's setup has said `set -e`.
+# it, and so does an srun that could not start any. Slurm would let it end there; if it was not Slurm that ended it,
+# the job goes back into the queue. Attempts that bring nothing stop themselves; those that cannot begin are counted
+# here, unless they were preempted. As a trap it also runs when the user's setup has said `set -e`.
 AFTER = """\
+said={folder}/$SLURM_JOB_ID.said
+rm -f "$said"
 come_back() {{
     status=$?
-    [ $status -gt 128 ] || exit $status
+    if [ $status -eq 0 ] || [ -z "$began" ] || [ -e "$said" ]; then rm -f "$said"; exit $status; fi
     job=$SLURM_JOB_ID
     if [ -n "$SLURM_ARRAY_JOB_ID" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
-    state=$(scontrol show job -o "$job") || exit $status
-    word=${{state#* JobState=}}
-    case ${{word%% *}} in {not_running}) exit $status ;; esac
+    unset SLURM_TIME_FORMAT
     kills={folder}/$SLURM_JOB_ID.kills
-    case $state in
-        *" PreemptTime=2"*) ;;
-        *)
+    counted=
+    for try in $(seq {tries}); do
+        [ "$try" = 1 ] || sleep {pause_s}
+        state=$(scontrol show job -o "$job") || continue
+        state=${{state%% Command=*}}
+        word=${{state##* JobState=}}
+        case ${{word%% *}} in {not_running}) exit $status ;; esac
+        case $state in *" Restarts=${{SLURM_RESTART_COUNT:-0}} "*) ;; *) exit $status ;; esac
+        case $state in *" PreemptTime=2"*) counted=no ;; esac
+        if [ -z "$counted" ]; then
             [ "$(cat "$kills" 2>/dev/null | wc -l)" -lt {max_kills} ] || exit $status
             echo "status $status" >> "$kills"
-            ;;
-    esac
-    echo "[launch] a task was killed (status $status): job $job goes back into the queue"
-    scontrol requeue "$job"
+            counted=yes
+        fi
+        echo "[launch] no rank could say how it ended (status $status): job $job goes back into the queue"
+        scontrol requeue incomplete "$job" && exit $status
+        scontrol update jobid="$job" requeue=1
+    done
     exit $status
 }}
 trap come_back EXIT"""
+# The last line before the ranks are started: what goes wrong above is the user's setup, and final.
+BEGIN = "began=yes"
+TRIES, PAUSE_S = 360, 10  # an hour: a controller that is away for that long ends no job meanwhile
 
 
 @dataclass
@@ -120,7 +135,7 @@ class SlurmLauncher:
         try:
             faults = check_cluster(self, run_dirs)
             if not faults:
-                with _outside_any_job():
+                with self._only_ours():
                     scheduler.ask("sbatch", "--test-only", text=self.preview(run_dirs))
         except scheduler.SchedulerError as error:
             faults.append(f"launcher=slurm: Slurm would refuse this job: {error}")
@@ -196,7 +211,7 @@ class SlurmLauncher:
         arguments = [str(run_dir) for run_dir in run_dirs], [attempt] * len(run_dirs)
         try:
             # submitit prints what it raises as well.
-            with contextlib.redirect_stderr(io.StringIO()), _outside_any_job():
+            with contextlib.redirect_stderr(io.StringIO()), self._only_ours():
                 executor = self._executor(folder, _name(run_dirs))
                 jobs = executor.map_array(start, *arguments, [self.max_timeouts] * len(run_dirs))
         except BaseException:
@@ -225,6 +240,27 @@ class SlurmLauncher:
             link = logs / name
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(folder / name, logs))
+
+    @contextlib.contextmanager
+    def _only_ours(self) -> Iterator[None]:
+        """Hide from sbatch what would beat the batch script.
+
+        A user's SBATCH_* stand above its lines, so they are defaults only for what the config does not set; and the
+        variables of the job that the command is given in would be taken by the new one for its own (array task,
+        restarts, memory).
+        """
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        names = (*(ENVIRONMENT_NAME.get(name, name) for name in (*given, *self.additional)), *OURS)
+        ours = {f"SBATCH_{name.lstrip('-').replace('-', '_').upper()}" for name in names}
+        hidden = {
+            name: os.environ.pop(name)
+            for name in list(os.environ)
+            if name in ours or (name.startswith("SLURM_") and name not in KEPT)
+        }
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
     def _executor(self, folder: Path, name: str) -> SlurmExecutor:
         from submitit.slurm.slurm import SlurmExecutor
@@ -255,6 +291,8 @@ class SlurmLauncher:
             folder=shlex.quote(str(folder)),
             not_running="|".join(sorted(scheduler.NOT_RUNNING)),
             max_kills=MAX_KILLS if self.requeue_killed else 0,
+            tries=TRIES,
+            pause_s=PAUSE_S,
         )
         return {
             **{option: getattr(self, option) for option in SAME_NAME},
@@ -264,24 +302,13 @@ class SlurmLauncher:
             "exclusive": True if self.exclusive else None,
             "array_parallelism": self.array_parallelism,
             "signal_delay_s": self.signal_delay_s,
-            "setup": [TRAP, *after.splitlines(), *self.setup, *self._port()],
+            "setup": [TRAP, *after.splitlines(), *self.setup, *self._port(), BEGIN],
             "stderr_to_stdout": True,
             "wckey": None,
             # A task that dies ends the step at once; a restart adds to the log of the run.
             "srun_args": ["--kill-on-bad-exit=1", "--open-mode=append", *cpus, *self.srun_args],
             "additional_parameters": extra,
         }
-
-
-@contextlib.contextmanager
-def _outside_any_job() -> Iterator[None]:
-    """Hide the job that the command is given in: sbatch hands its variables on, and the new job would take them for
-    its own (array task, restarts, memory)."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("SLURM_") and name not in KEPT}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 def _job_ids(run_dir: Path) -> list[str]:

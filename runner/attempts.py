@@ -142,7 +142,10 @@ class AttemptLog:
         log = AttemptLog(run, total, {}, ended_attempts(run))
         left = read_object(run.attempt)
         if left.get("attempt") and left["attempt"] not in [line.get("attempt") for line in log.earlier]:
-            log._close(left, left.get("cause") or explain(left), None, last_step(run))
+            noted = left.get("cause")
+            # A signal without a reason and then a kill: the end of a job one of whose ranks has died, say.
+            cause = explain(left) if noted in (None, "interrupted") else noted
+            log._close(left, cause, None, last_step(run))
         number = max((line["attempt"] for line in log.earlier), default=0) + 1
         log.record = {"attempt": number, **identity, "pid": os.getpid(), "started": time.time(), "start_step": None}
         log.record["start_step"] = max(run.checkpoint_steps(), default=0)

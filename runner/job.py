@@ -28,6 +28,12 @@ class Job(Protocol):
     early_signal: int | None
     """A signal that came before the attempt's handlers were there."""
 
+    def begun(self) -> None:
+        """The attempt is in the books."""
+
+    def defer(self) -> None:
+        """This rank only follows another to the end, which is for that one to judge (it may be gone, or silent)."""
+
     def leave(self, cause: str) -> str:
         """After the save, on rank 0 alone: see to it that the run comes back if `cause` says so.
 
@@ -48,6 +54,12 @@ class LocalJob:
 
     def cause(self, signum: int) -> str:
         return "interrupted"
+
+    def begun(self) -> None:
+        """Nobody else counts."""
+
+    def defer(self) -> None:
+        """Nobody judges."""
 
     def leave(self, cause: str) -> str:
         return cause  # the exit status says that the same command goes on

@@ -54,6 +54,9 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None) -> int:
         where = f" {error.filename}" if error.filename else ""
         _say(f"error: {error.strerror or error}:{where} (run directory {run.path})")
         return int(ExitStatus.FAILED)
+    except Exception as error:  # noqa: BLE001 before the attempt is in the books, or after: a rank that did not come
+        _crashed(error, job, world)
+        return int(ExitStatus.FAILED)
 
 
 def _attempt(run: RunDir, job: Job, world: World) -> ExitStatus:
@@ -101,6 +104,7 @@ def _recorded(run: RunDir, job: Job, world: World, config: Config, lease: Lease 
         nonlocal log
         log = AttemptLog.begin(run, job.identity(), config.train.steps, lambda record: _explain_loss(job, record))
         log.comes_back = job.auto_restarts
+        job.begun()
         if log.earlier or job.auto_restarts:  # a job may wait in the queue for days
             _compare_code(run, log)
         return finished_at(run) >= config.train.steps
@@ -127,15 +131,19 @@ def _recorded(run: RunDir, job: Job, world: World, config: Config, lease: Lease 
         _end(log, "crash loop" if error.status == ExitStatus.CRASH_LOOP else "failed", error.status, str(error))
         raise
     except Exception as error:  # noqa: BLE001 a bug in a user's model, say: its traceback is shown
-        traceback.print_exc()
-        _end(log, "crash", ExitStatus.FAILED, _reason(error, world))
+        _end(log, "crash", ExitStatus.FAILED, _crashed(error, job, world))
         return ExitStatus.FAILED
 
 
-def _reason(error: Exception, world: World) -> str:
-    """What the status says of an error nobody foresaw. A rank that died shows as a broken connection on the others."""
+def _crashed(error: Exception, job: Job, world: World) -> str:
+    """Show an error nobody foresaw; what the status says of it.
+
+    A rank that died, or that was stopped for long, shows as a broken connection on the others.
+    """
+    traceback.print_exception(error)
     text = f"{type(error).__name__}: {error}"
-    if world.size > 1 and re.search(r"gloo|NCCL|DistBackendError|DistNetworkError|by peer", text):
+    if world.size > 1 and re.search(r"gloo|NCCL|Dist(Backend|Network|Store)Error|by peer", text):
+        job.defer()
         return f"another rank of this job ended, was killed or does not answer: see what it said ({text})"
     return text
 
@@ -205,6 +213,8 @@ def _leave(run: RunDir, job: Job, world: World, log: AttemptLog | None, step: in
         _tell(f"{cause} ({STOP.name or 'a signal to another rank'}): {where}; the same command goes on")
         return ExitStatus.INTERRUPTED
 
+    if not world.is_main:
+        job.defer()
     return world.on_main(leave)
 
 

@@ -11,6 +11,7 @@ SCRIPT = """\
 #!/bin/sh
 echo "$(basename "$0") $*" >> {folder}/calls
 key=$(echo "$(basename "$0") $1 $2" | tr ' /' '__')
+if [ -f {folder}/"$key".then ]; then rm -f {folder}/$(cat {folder}/"$key".then); fi
 for name in "$key" "$(basename "$0")"; do
     if [ -f {folder}/"$name".err ]; then cat {folder}/"$name".err >&2; exit 1; fi
     if [ -f {folder}/"$name".out ]; then cat {folder}/"$name".out; exit 0; fi

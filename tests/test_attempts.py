@@ -70,6 +70,17 @@ def test_three_attempts_without_progress_are_a_crash_loop(
         log.check_crash_loop(max_timeouts)
 
 
+@pytest.mark.parametrize(("noted", "cause"), [("preempted", "preempted"), ("interrupted", "killed"), (None, "killed")])
+def test_an_attempt_that_was_killed_is_judged_by_what_the_scheduler_said(
+    tmp_path: Path, noted: str | None, cause: str
+) -> None:
+    """When a rank dies, srun signals the others before it kills them: that alone must not hide a crash loop."""
+    run = RunDir(tmp_path)
+    log = opened(run)
+    log.note(**({"cause": noted} if noted else {}))
+    assert opened(run).last_cause == cause
+
+
 class LimitedJob:
     """A job that is told of its time limit before it could build anything, every time."""
 
@@ -83,6 +94,10 @@ class LimitedJob:
 
     def identity(self) -> dict[str, Any]:
         return {"job_id": "7", "restart_count": self.restart_count, "host": "here", "node": "n1"}
+
+    def begun(self) -> None: ...
+
+    def defer(self) -> None: ...
 
     def cause(self, signum: int) -> str:
         return "time limit"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import FINGERPRINT, Toy, manager, names
+from runs import ROOT
 from torch import nn
 
 from runner.checkpoint import TrainStateManager, commit, restore_train_state, store
@@ -359,3 +360,34 @@ def test_a_parameter_that_is_not_the_models_is_refused_at_the_save(tmp_path: Pat
 def test_settings_out_of_range_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"checkpoint."):
         TrainStateManager(tmp_path, **options)
+
+
+FIRST_SAVE = """
+import sys, threading, time
+import torch
+from runner.checkpoint import TrainStateManager
+
+class Slow:
+    threads = set()
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torch.distributed.checkpoint"):
+            self.threads.add(threading.current_thread().name)
+            time.sleep(0.5 if name == "torch.distributed.checkpoint" else 0.0)
+
+sys.meta_path.insert(0, Slow())
+manager = TrainStateManager(sys.argv[1])
+threading.Thread(target=manager.warm_up, name="warm up").start()
+while not Slow.threads:
+    time.sleep(0.001)
+assert manager.save(1, torch.nn.Linear(2, 2), None, {"step": 1}, wait=True), manager.last_error
+print(*Slow.threads)
+"""
+
+
+@pytest.mark.slow
+def test_a_save_right_after_the_start_waits_for_the_import_under_way(tmp_path: Path) -> None:
+    """Two threads that import the parts of one package at once may see modules that are not there yet."""
+    command = [sys.executable, "-c", FIRST_SAVE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "warm up"), done.stderr

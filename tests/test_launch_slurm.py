@@ -223,6 +223,37 @@ def test_a_submission_that_cannot_be_noted_down_is_cancelled(slurm: FakeSlurm, r
     assert slurm.calls("scancel") == ["scancel 12"]
 
 
+def test_a_users_defaults_do_not_beat_the_config(
+    slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """sbatch takes its variables before the lines of the batch script; the others of the user's stay."""
+    for name in ("NO_REQUEUE", "SIGNAL", "PARTITION", "TIMELIMIT", "GRES", "ACCOUNT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
+    (slurm.folder / "sbatch").write_text(f"#!/bin/sh\nenv >> {tmp_path}/env\necho Submitted batch job 12\n")
+    launcher = SlurmLauncher(partition="low", time=60, additional={"gres": "gpu:1"})
+    assert launcher.launch(runs, "somewhere:attempt") == 0
+    given = (tmp_path / "env").read_text()
+    assert [line for line in given.splitlines() if line.startswith("SBATCH_")] == ["SBATCH_ACCOUNT=theirs"]
+    assert os.environ["SBATCH_PARTITION"] == "theirs"
+
+
+def test_a_users_filters_do_not_hide_a_live_job(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """squeue takes them from its variables and then knows of no job, which would be submitted a second time."""
+    for name in ("SQUEUE_PARTITION", "SQUEUE_USERS", "SLURM_TIME_FORMAT"):
+        monkeypatch.setenv(name, "theirs")
+    (slurm.folder / "squeue").write_text(f"#!/bin/sh\nenv > {tmp_path}/env\necho '12|RUNNING|None|0|n1|'\n")
+    assert list(scheduler.known_jobs(["12"])) == ["12"]
+    assert "theirs" not in (tmp_path / "env").read_text()
+
+
+def test_texts_of_the_users_are_not_taken_for_the_state(slurm: FakeSlurm) -> None:
+    said = {"JobName": "a JobState=FAILED b", **RUNNING, "Command": "/x JobState=FAILED", "Comment": "Restarts=9"}
+    slurm.prints("scontrol_show_job", job_line(**said))
+    assert RUNNING.items() <= scheduler.show_job("12").items()
+
+
 def test_a_job_that_is_submitted_inside_another_inherits_nothing_of_it(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,45 +408,50 @@ def test_without_submitted_runs_nobody_is_asked(slurm: FakeSlurm, runs: list[Pat
 
 
 @pytest.fixture
-def inside(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def inside(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setattr(job, "RETRY_S", 0.01)
     monkeypatch.setattr(job, "LOOK_AGAIN_S", 0.01)
-    return slurm
+    yield slurm
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
+            thread.join()
 
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0", "Reason": "None", "PreemptTime": "None"}
 GONE = {**RUNNING, "JobState": "COMPLETING"}
 AT = "2026-01-01T00:00:00"
-# The table of what really arrives, as measured on a real cluster.
+# The table of what really arrives, as measured on a real cluster, and how the job is then put back: Slurm would put
+# back a cancelled one as well, unless it is asked for a job that is not over (`incomplete`).
 CAUSES = [
-    (signal.SIGTERM, {**RUNNING, "PreemptTime": "2026-01-01T00:00:00"}, "preempted", True),
-    (signal.SIGUSR2, {**RUNNING, "PreemptTime": "2026-01-01T00:00:00"}, "preempted", True),
-    (signal.SIGUSR2, RUNNING, "time limit", True),
-    (signal.SIGUSR1, RUNNING, "time limit", True),
+    (signal.SIGTERM, {**RUNNING, "PreemptTime": "2026-01-01T00:00:00"}, "preempted", "incomplete 12_1"),
+    (signal.SIGUSR2, {**RUNNING, "PreemptTime": "2026-01-01T00:00:00"}, "preempted", "incomplete 12_1"),
+    (signal.SIGUSR2, RUNNING, "time limit", "incomplete 12_1"),
+    (signal.SIGUSR1, RUNNING, "time limit", "incomplete 12_1"),
     # Until the last node has answered to the signal, this is what Slurm says of a job that runs.
-    (signal.SIGTERM, {**RUNNING, "JobState": "SIGNALING", "PreemptTime": AT}, "preempted", True),
-    (signal.SIGTERM, {**RUNNING, "JobState": "STOPPED", "PreemptTime": AT}, "preempted", True),
-    (signal.SIGTERM, {**RUNNING, "JobState": "COMPLETING"}, "cancelled", False),
-    (signal.SIGTERM, {**RUNNING, "JobState": "COMPLETING", "Reason": "TimeLimit"}, "time limit", True),
-    (signal.SIGTERM, {"JobState": "COMPLETING", "Restarts": "1"}, "requeued", False),
-    (signal.SIGTERM, RUNNING, "interrupted", True),
-    (signal.SIGINT, RUNNING, "cancelled", False),
+    (signal.SIGTERM, {**RUNNING, "JobState": "SIGNALING", "PreemptTime": AT}, "preempted", "incomplete 12_1"),
+    (signal.SIGTERM, {**RUNNING, "JobState": "STOPPED", "PreemptTime": AT}, "preempted", "incomplete 12_1"),
+    (signal.SIGTERM, {**RUNNING, "JobState": "COMPLETING"}, "cancelled", None),
+    (signal.SIGTERM, {**RUNNING, "JobState": "COMPLETING", "Reason": "TimeLimit"}, "time limit", "12_1"),
+    (signal.SIGTERM, {"JobState": "COMPLETING", "Restarts": "1"}, "requeued", None),
+    (signal.SIGTERM, RUNNING, "interrupted", "incomplete 12_1"),
+    (signal.SIGINT, RUNNING, "cancelled", None),
     # PreemptMode=CANCEL without a grace ends the job in the second of the preemption; a scancel in a grace does not.
-    (signal.SIGTERM, {**GONE, "PreemptTime": AT, "EndTime": AT}, "preempted", True),
-    (signal.SIGTERM, {**GONE, "PreemptTime": AT, "EndTime": "2026-01-01T00:00:04"}, "cancelled", False),
+    (signal.SIGTERM, {**GONE, "PreemptTime": AT, "EndTime": AT}, "preempted", "12_1"),
+    (signal.SIGTERM, {**GONE, "PreemptTime": AT, "EndTime": "2026-01-01T00:00:04"}, "cancelled", None),
     # The batch script or the node is lost while this process lives on.
-    (signal.SIGTERM, {**GONE, "Reason": "JobLaunchFailure"}, "node failure", True),
-    (signal.SIGTERM, {**GONE, "Reason": "NodeDown"}, "node failure", True),
+    (signal.SIGTERM, {**GONE, "Reason": "JobLaunchFailure"}, "node failure", "12_1"),
+    (signal.SIGTERM, {**GONE, "Reason": "NodeDown"}, "node failure", "12_1"),
 ]
 
 
 @pytest.mark.parametrize(("signum", "state", "cause", "requeues"), CAUSES)
 def test_the_cause_is_read_from_the_state_of_the_job_and_decides(
-    inside: FakeSlurm, signum: int, state: dict[str, str], cause: str, requeues: bool
+    inside: FakeSlurm, signum: int, state: dict[str, str], cause: str, requeues: str | None
 ) -> None:
     inside.prints("scontrol_show_job", job_line(**state))
     here = job.SlurmJob()
@@ -423,7 +459,7 @@ def test_the_cause_is_read_from_the_state_of_the_job_and_decides(
     assert here.leave(cause) == cause
     # A task of an array is asked for and requeued by this form of its id: the other may stand for all of them.
     assert set(inside.calls("scontrol show job")) <= {"scontrol show job -o 12_1"}
-    assert inside.calls("scontrol requeue")[-1:] == (["scontrol requeue 12_1"] if requeues else [])
+    assert inside.calls("scontrol requeue")[-1:] == ([f"scontrol requeue {requeues}"] if requeues else [])
 
 
 def test_a_signal_that_is_here_before_the_state_that_explains_it(
@@ -450,7 +486,7 @@ def test_a_step_longer_than_the_notice_puts_the_job_back_before_it_is_killed(
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join()
-    assert inside.calls("scontrol requeue") == ["scontrol requeue 12_1"]
+    assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
     inside.prints("scontrol_show_job", job_line(JobState="COMPLETING", Restarts="1"))
     assert here.leave("time limit") == "time limit"
     assert len(inside.calls("scontrol requeue")) == 1
@@ -478,13 +514,98 @@ def test_nothing_is_put_back_while_slurm_is_silent(inside: FakeSlurm, monkeypatc
     assert not inside.calls("scontrol requeue")
 
 
-# The end of the batch script: (state of the job, kills before, status of srun) -> (is put back, kills after)
+def test_a_job_that_is_cancelled_just_before_it_is_put_back_stays_away(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.prints("scontrol_show_job", job_line(**RUNNING))
+    requeue = scheduler.requeue
+
+    def cancelled_first(job_id: str, only_running: bool) -> None:
+        inside.prints("scontrol_show_job", job_line(**GONE))
+        requeue(job_id, only_running)
+
+    monkeypatch.setattr(scheduler, "requeue", cancelled_first)
+    assert job.SlurmJob().leave("preempted") == "cancelled"
+    assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
+
+
+def test_a_job_that_the_site_does_not_requeue_is_allowed_to_come_back(inside: FakeSlurm) -> None:
+    inside.prints("scontrol_show_job", job_line(**RUNNING))
+    inside.fails("scontrol_requeue_incomplete", "Requested operation is presently disabled for job 12_1\n")
+    (inside.folder / "scontrol_update_jobid=12_1.then").write_text("scontrol_requeue_incomplete.err")
+    assert job.SlurmJob().leave("preempted") == "preempted"
+    assert inside.calls("scontrol update") == ["scontrol update jobid=12_1 requeue=1"]
+    assert len(inside.calls("scontrol requeue")) == 2
+
+
+def test_a_silent_controller_is_no_refusal(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is away: to leave then would end the job for good."""
+    inside.fails("scontrol_show_job", "Unable to contact slurm controller\n")
+    pauses = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses == 3 * job.REFUSALS:
+            inside.prints("scontrol_show_job", job_line(**RUNNING))
+
+    monkeypatch.setattr("launch.job.time.sleep", pause)
+    assert job.SlurmJob().leave("interrupted") == "interrupted"
+    assert len(inside.calls("scontrol requeue")) == 1
+
+
+def test_what_cannot_be_put_back_here_is_left_to_the_batch_script(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python may be in a container without Slurm's commands; the batch script is not."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    here = job.SlurmJob()
+    cause = here.cause(signal.SIGUSR2)
+    assert here.leave(cause) == "time limit"
+    here.say_end()
+    assert not job.said_file(tmp_path, "13").exists()
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_the_end_of_an_attempt_is_told_to_the_batch_script(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decides: bool
+) -> None:
+    """But not by a rank that ends because another one did."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    module = type(sys)("somewhere")
+
+    def attempt(run_dir: Path, job: job.SlurmJob) -> int:
+        if not decides:
+            job.defer()
+        return 1
+
+    module.attempt = attempt  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    before = {signum: signal.getsignal(signum) for signum in (*job.STOP_SIGNALS, signal.SIGCONT)}
+    try:
+        with pytest.raises(SystemExit) as left:
+            job.start(str(tmp_path), "somewhere:attempt")
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert left.value.code == 1
+    assert job.said_file(tmp_path, "13").exists() == decides
+
+
+# The end of the batch script, where no rank said how it ended:
+# (state of the job, kills before, status of srun) -> (is put back, kills after)
 ENDS = [
     (RUNNING, 0, 137, True, 1),
     (RUNNING, 2, 143, True, 3),
     (RUNNING, 3, 137, False, 3),  # the environment is broken
-    (RUNNING, 0, 1, False, 0),
+    (RUNNING, 0, 1, True, 1),  # a memory limit, or an srun that reached no controller
     (RUNNING, 0, 0, False, 0),
+    ({"JobName": "my JobState=FAILED run", **RUNNING, "Command": "/x JobState=FAILED Restarts=7"}, 0, 137, True, 1),
+    ({**RUNNING, "Restarts": "1"}, 0, 137, False, 0),  # the job runs again already, elsewhere
     ({**RUNNING, "JobState": "SIGNALING"}, 0, 137, True, 1),
     (GONE, 0, 137, False, 0),  # Slurm itself ended it
     ({**RUNNING, "PreemptTime": AT}, 3, 143, True, 3),  # before Python took signals, any number of times
@@ -504,22 +625,71 @@ def test_a_killed_task_puts_the_job_back_from_the_batch_script(
     setup: list[str],
 ) -> None:
     slurm.prints("scontrol_show_job", job_line(**state) + "\n")
-    (slurm.folder / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
-    run = tmp_path / "run"
-    (run / "logs").mkdir(parents=True)
-    kills = job.kills_file(run / "logs", "13")
+    kills = job.kills_file(tmp_path / "run" / "logs", "13")
+    kills.parent.mkdir(parents=True)
     kills.write_text("status 137\n" * before)
+    assert batch_script(slurm, tmp_path / "run", f"exit {status}", setup) == status
+    assert slurm.calls("scontrol requeue") == (["scontrol requeue incomplete 12_1"] if back else [])
+    assert len(kills.read_text().splitlines()) == after
+
+
+def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> int:
+    """Run the batch script of a run as task 1 of array 12 with `srun` as its ranks; its status."""
+    (slurm.folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
+    (run / "logs").mkdir(parents=True, exist_ok=True)
     script = SlurmLauncher(setup=setup).preview([run])
     environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stderr
-    assert slurm.calls("scontrol requeue") == (["scontrol requeue 12_1"] if back else [])
-    assert len(kills.read_text().splitlines()) == after
+    assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["13.kills"]), done.stderr
+    return done.returncode
+
+
+def test_an_attempt_that_said_how_it_ended_is_not_put_back(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Whatever becomes of the other ranks then."""
+    slurm.prints("scontrol_show_job", job_line(**RUNNING) + "\n")
+    said = job.said_file(tmp_path / "run" / "logs", "13")
+    said.parent.mkdir(parents=True)
+    assert batch_script(slurm, tmp_path / "run", f"touch {said}; exit 137", []) == 137
+    assert not slurm.calls("scontrol requeue")
+    said.touch()  # what is left of an earlier attempt says nothing of this one
+    assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
+    assert len(slurm.calls("scontrol requeue")) == 1
+
+
+def test_a_setup_that_fails_is_final(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.prints("scontrol_show_job", job_line(**RUNNING) + "\n")
+    assert batch_script(slurm, tmp_path / "run", "exit 0", ["exit 3"]) == 3
+    assert not slurm.calls("scontrol requeue")
+
+
+def test_the_batch_script_waits_for_a_controller_that_is_away(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends no job while it is away, and what it does not hear it cannot put back."""
+    monkeypatch.setattr("launch.slurm.PAUSE_S", 0.1)
+    slurm.prints("scontrol_show_job", job_line(**RUNNING) + "\n")
+    slurm.fails("scontrol_show_job", "Unable to contact slurm controller\n")
+    slurm.fails("scontrol_requeue_incomplete", "Unable to contact slurm controller\n")
+
+    def comes_back() -> None:
+        for call, fault in (
+            ("scontrol show", "scontrol_show_job"),
+            ("scontrol requeue", "scontrol_requeue_incomplete"),
+        ):
+            while len(slurm.calls(call)) < 2:
+                time.sleep(0.01)
+            (slurm.folder / f"{fault}.err").unlink()
+
+    threading.Thread(target=comes_back, daemon=True).start()
+    assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
+    assert len(slurm.calls("scontrol requeue")) >= 2
+    # One kill, however often it was tried to put the job back.
+    assert len(job.kills_file(tmp_path / "run" / "logs", "13").read_text().splitlines()) == 1
 
 
 def test_a_job_that_is_queued_already_counts_as_requeued(inside: FakeSlurm) -> None:
     inside.prints("scontrol_show_job", job_line(**RUNNING))
-    inside.fails("scontrol_requeue_12_1", "Job is pending execution for job 12_1\n")
+    inside.fails("scontrol_requeue_incomplete", "Job is pending execution for job 12_1\n")
     assert job.SlurmJob().leave("preempted") == "preempted"
     assert len(inside.calls("scontrol requeue")) == 1
 
@@ -532,14 +702,14 @@ def test_a_job_that_is_cancelled_while_it_saves_does_not_come_back(inside: FakeS
 
 def test_a_refused_requeue_is_tried_again_rather_than_lost(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     inside.prints("scontrol_show_job", job_line(**RUNNING))
-    inside.fails("scontrol_requeue_12_1", "Unable to contact slurm controller\n")
+    inside.fails("scontrol_requeue_incomplete", "Unable to contact slurm controller\n")
     sleep, pauses = time.sleep, []
 
     def pause(seconds: float) -> None:
         if seconds == job.RETRY_S:  # others sleep too
             pauses.append(seconds)
         if len(pauses) == 3:
-            inside.prints("scontrol_requeue_12_1", "")
+            inside.prints("scontrol_requeue_incomplete", "")
         sleep(seconds)
 
     monkeypatch.setattr("launch.job.time.sleep", pause)
@@ -559,7 +729,9 @@ def test_a_kill_is_told_from_a_lost_node(inside: FakeSlurm, monkeypatch: pytest.
     before = {"job_id": "12_1", "restart_count": 0}
     assert job.SlurmJob().lost(before) == "node failure"
     job.kills_file(tmp_path, "13").write_text("status 137\n")
-    assert job.SlurmJob().lost(before) == "killed"
+    here = job.SlurmJob()
+    here.begun()
+    assert here.lost(before) == "killed"
     assert not job.kills_file(tmp_path, "13").exists()
     assert job.SlurmJob().lost({"job_id": "11", "restart_count": 0}) == "killed"
 

@@ -8,6 +8,7 @@ second or two: this module does it in `warm_up` or at the first save, not when i
 from __future__ import annotations
 
 import pickle
+import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +22,17 @@ from runner.checkpoint.exchange import Exchange
 from runner.checkpoint.manifest import FileRecord
 from runner.checkpoint.staging import Collected, Tensors, local
 
+_IMPORTING = threading.Lock()
+
 
 def warm_up() -> None:
-    """Import what the first save needs; good to do in the background while the first steps run."""
-    import torch.distributed.checkpoint  # noqa: F401
+    """Import what the first save needs; good to do in the background while the first steps run.
+
+    Two threads that import the modules of one package at once, in another order, would wait for each other; Python
+    then lets one of them go on with a module that is not there yet.
+    """
+    with _IMPORTING:
+        import torch.distributed.checkpoint  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ def signature_of(tensors: Tensors) -> Any:
 
 def make_plan(collected: Collected, signature: Any, exchange: Exchange) -> Plan:
     """Agree with all ranks on who writes what. Looks at shapes only, not at values."""
+    warm_up()
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner()

@@ -113,6 +113,16 @@ class Cluster:
         config = ["-f", str(self.directory / "slurm.conf")]
         subprocess.run([*command, *config], check=True, env=self.environment, timeout=30)
 
+    def stop_controller(self) -> None:
+        """As for an upgrade, or when its machine is lost: jobs run on, and no command is answered."""
+        self._signal("slurmctld.pid", signal.SIGTERM)
+        self.wait(lambda: not (self.directory / "slurmctld.pid").exists(), 60, "the end of slurmctld")
+
+    def start_controller(self) -> None:
+        """Returns when it answers."""
+        self._daemon("slurmctld")
+        self.wait(lambda: " is UP" in self.run("scontrol", "ping", check=False), 60, "slurmctld")
+
     def start_node(self, node: str) -> None:
         self._daemon("slurmd", "-N", node)
 

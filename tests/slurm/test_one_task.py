@@ -188,3 +188,21 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(cluster: Cluster, tmp_pa
     assert "#SBATCH --array=0-1%2" in done.stdout
     assert not root.exists()
     assert not statuses(cluster, tmp_path)
+
+
+def test_a_task_that_is_killed_while_the_controller_is_away(job: Job, cluster: Cluster, reference: Run) -> None:
+    """Its batch script waits for the controller: to end meanwhile would be to fail for good."""
+    job.submit("checkpoint.every_steps=10", **job.hold(35))
+    job.wait_for_step(35)
+    (process,) = job.processes()
+    cluster.stop_controller()
+    try:
+        process.kill()
+        cluster.wait(lambda: "Unable to contact slurm controller" in job.log(), 120, "the batch script's question")
+    finally:
+        cluster.start_controller()
+    job.comes_back()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["killed", "finished"]
+    assert job.steps_lost() <= 20
+    assert_same_run(job, reference)
