@@ -162,9 +162,9 @@ class SlurmJob:
             timer.start()
 
     def _requeue_unfinished(self) -> None:
-        _say(f"the notice is nearly over and this attempt is not done: job {self.job_id} goes back into the queue")
         while _decided(state := self._state(), self.restart_count) not in ("requeued", "cancelled"):
             if state and self._requeue(state):
+                _say(f"the notice is nearly over and this attempt is not done: job {self.job_id} was put back as it is")
                 return
             time.sleep(LOOK_AGAIN_S)
 

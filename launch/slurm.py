@@ -52,9 +52,9 @@ said={folder}/$SLURM_JOB_ID.said
 rm -f "$said"
 come_back() {{
     status=$?
-    if [ $status -eq 0 ] || [ -z "$began" ] || [ -e "$said" ]; then rm -f "$said"; exit $status; fi
+    if [ $status -eq 0 ] || [ -z "${{began:-}}" ] || [ -e "$said" ]; then rm -f "$said"; exit $status; fi
     job=$SLURM_JOB_ID
-    if [ -n "$SLURM_ARRAY_JOB_ID" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
+    if [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
     unset SLURM_TIME_FORMAT
     kills={folder}/$SLURM_JOB_ID.kills
     counted=

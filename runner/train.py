@@ -47,7 +47,9 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None) -> int:
     except UserError as error:
         if world.is_main:
             _say("\n".join(f"error: {line}" for line in str(error).splitlines()))
-        elif not error.everywhere:
+        elif error.everywhere:
+            job.defer()
+        else:
             _say(f"error (rank {world.rank}): {error}")
         return int(error.status)
     except OSError as error:

@@ -613,7 +613,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("state", "before", "status", "back", "after"), ENDS)
-@pytest.mark.parametrize("setup", [[], ["set -e"]])
+@pytest.mark.parametrize("setup", [[], ["set -euo pipefail"]])
 def test_a_killed_task_puts_the_job_back_from_the_batch_script(
     slurm: FakeSlurm,
     tmp_path: Path,
@@ -640,6 +640,7 @@ def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> in
     script = SlurmLauncher(setup=setup).preview([run])
     environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert "unbound" not in done.stderr
     assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["13.kills"]), done.stderr
     return done.returncode
 
