@@ -62,6 +62,7 @@ class SmallGathered(Small):
     """The same, fetched as a whole batch."""
 
     collated = True
+    prefetch = "thread"
 
     def __getitems__(self, indices: Any) -> Any:
         found = torch.as_tensor(indices)

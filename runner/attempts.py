@@ -7,6 +7,7 @@ torch, hydra or numpy.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -121,6 +122,7 @@ class AttemptLog:
     earlier: list[dict[str, Any]]
     status: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # the cause is noted by a thread
     comes_back: bool = False  # the scheduler starts the job again where a person would give the command again
     _updated: float = 0.0
 
@@ -191,8 +193,9 @@ class AttemptLog:
 
     def resumed(self, step: int) -> None:
         """Say at which step this attempt really goes on (lower than the newest if that was damaged)."""
-        self.record["start_step"] = step
-        write_json(self.run.attempt, self.record)
+        with self._lock:
+            self.record["start_step"] = step
+            write_json(self.run.attempt, self.record)
         self.update(step=step, force=True)
 
     def note(self, **entries: Any) -> None:
@@ -200,9 +203,10 @@ class AttemptLog:
 
         A disk that is full keeps them out, and must not keep the attempt from leaving in order.
         """
-        self.record.update(entries)
-        with suppress(OSError):
-            write_json(self.run.attempt, self.record)
+        with self._lock, suppress(OSError):
+            self.record.update(entries)
+            if "ended" not in self.record:
+                write_json(self.run.attempt, self.record)
 
     def fault(self, message: str) -> None:
         """Keep a fault that training survived (a full disk, say) in the status."""
@@ -246,8 +250,9 @@ class AttemptLog:
 
     def drop(self) -> None:
         """Forget this attempt: there was nothing to do."""
-        self.run.attempt.unlink(missing_ok=True)
-        self.record["ended"] = time.time()
+        with self._lock:
+            self.run.attempt.unlink(missing_ok=True)
+            self.record["ended"] = time.time()
         self.update(state="finished", cause="finished", force=True)
 
     def end(self, cause: str, status: int, reason: str | None = None) -> None:
@@ -264,14 +269,15 @@ class AttemptLog:
 
     def _close(self, record: dict[str, Any], cause: str, status: int | None, end_step: int) -> None:
         saved = max(self.run.checkpoint_steps(), default=0)
-        record.update(
-            ended=time.time(),
-            end_step=end_step,
-            checkpoint_step=saved,
-            steps_lost=max(0, end_step - saved),
-            cause=cause,
-            exit=status,
-        )
-        append_line(self.run.attempts, record)
-        self.earlier.append(record)
-        self.run.attempt.unlink(missing_ok=True)
+        with self._lock:
+            record.update(
+                ended=time.time(),
+                end_step=end_step,
+                checkpoint_step=saved,
+                steps_lost=max(0, end_step - saved),
+                cause=cause,
+                exit=status,
+            )
+            append_line(self.run.attempts, record)
+            self.earlier.append(record)
+            self.run.attempt.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner import capsule, queue
+from runner import capsule, queue, turn
 from runner.attempts import finished_at, status_of
 from runner.conf_tree import conf_dir
 from runner.config import Composed, Composer, differences, load_plain
@@ -113,6 +113,8 @@ def start(arguments: argparse.Namespace) -> int:
         return _follow_rank_0(jobs[0], launcher)
     single = len(jobs) == 1 and getattr(launcher, "in_process", False)
     plans = _plans(jobs, launcher, single)
+    if single and plans[0].starts and not launcher.dry_run:
+        return _here(jobs[0], launcher)
     if getattr(launcher, "in_process", False) or launcher.dry_run:
         return _carry_out(plans, launcher, single)
     with _submitting([plan.job for plan in plans if plan.starts]) as mine:
@@ -123,6 +125,21 @@ def start(arguments: argparse.Namespace) -> int:
     started = [plan.job.run_dir for plan in plans if plan.starts]
     follows = status == 0 and started and getattr(launcher, "wait", False)
     return int(launcher.follow(started)) if follows else status
+
+
+def _here(job: Composed, launcher: Any) -> int:
+    """Take a run for this process, look at it again, since another command may have been here, and carry it out."""
+    run = RunDir(job.run_dir)
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(_unusable(run.path, "written", error)) from None
+    with turn.reserved(run, job.config.run.lease_timeout_s, _tell):
+        try:
+            plan = _plan(job, None, retry_failed=True, held=True)
+        except OSError as error:
+            raise UserError(_unusable(run.path, "read", error)) from None
+        return _carry_out([plan], launcher, single=True)
 
 
 def _launcher(jobs: Sequence[Composed]) -> Any:
@@ -230,11 +247,12 @@ def _jobs(ids: Sequence[str]) -> str:
     return f"job {ids[0]} is" if len(ids) == 1 else f"{len(ids)} jobs are"
 
 
-def _plan(job: Composed, queued: Any, retry_failed: bool) -> Plan:
+def _plan(job: Composed, queued: Any, retry_failed: bool, held: bool = False) -> Plan:
+    """What is to be done about a run; `held`: by this command."""
     run = RunDir(job.run_dir)
     if queued is not None:
         return Plan(job, "live", f"{queued.state}, job {queued.job_id}", [])
-    if holder := _holder(run):
+    if not held and (holder := _holder(run)):
         return Plan(job, "live", f"running, {holder}", [])
     if not run.config.exists():
         _check_place(run)

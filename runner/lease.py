@@ -278,6 +278,9 @@ def _create(directory: Path, fence: int, holder: Mapping[str, Any]) -> bool:
     try:
         os.write(fd, json.dumps(dict(holder), indent=2).encode() + b"\n")
         os.fsync(fd)
+    except OSError:  # a full disk: an empty file would be a holder of whom nobody knows anything
+        (directory / f"{fence:08d}.json").unlink()
+        raise
     finally:
         os.close(fd)
     fsync_dir(directory)

@@ -51,6 +51,7 @@ class Session:
         try:
             return self.trainer.run(steps)
         finally:
+            self.trainer.manager.settle()
             self.recorder.close()
             if self.warming.is_alive():
                 self.warming.join()  # an import cannot be cut off by the end of the interpreter

@@ -10,9 +10,9 @@ import atexit
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -40,9 +40,9 @@ class StopFlag:
         """Take over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT. Only the main thread may call this."""
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
-        # Registered first, so called last: when nothing is left but the interpreter's own end, one more Ctrl-C
-        # must not change the exit status.
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+            # Registered first, so called last: when nothing is left but the interpreter's own end, which puts the
+            # default handlers back, one more signal must not change the exit status.
+            atexit.register(signal.signal, signum, signal.SIG_IGN)
 
     def at_signal(self, listener: Callable[[int], None]) -> None:
         """Call `listener` with the first signal, in a thread of its own, whatever the main thread is doing.
@@ -80,7 +80,8 @@ class StopFlag:
         if signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                sys.stderr.write("\nsecond Ctrl-C: leaving at once, with what was saved before\n")
+                with suppress(OSError):
+                    os.write(2, b"\nsecond Ctrl-C: leaving at once, with what was saved before\n")
                 os._exit(128 + signal.SIGINT)
 
 

@@ -125,6 +125,7 @@ def _recorded(run: RunDir, job: Job, world: World, config: Config, lease: Lease 
 
         session = Session.open(run, config, world, log, lease)
         if session.train(config.train.steps):
+            STOP.settle()  # a signal at the last moment changes nothing any more
             return _finish(run, config, log)
         return _leave(run, job, world, log, session.step)
     except SupersededError:
@@ -142,7 +143,8 @@ def _crashed(error: Exception, job: Job, world: World) -> str:
 
     A rank that died, or that was stopped for long, shows as a broken connection on the others.
     """
-    traceback.print_exception(error)
+    with suppress(OSError):  # the terminal may be gone
+        traceback.print_exception(error)
     text = f"{type(error).__name__}: {error}"
     if world.size > 1 and re.search(r"gloo|NCCL|Dist(Backend|Network|Store)Error|by peer", text):
         job.defer()

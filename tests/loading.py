@@ -44,6 +44,7 @@ class Gathered(Dataset[Any]):
     """Map-style, a whole batch at a time."""
 
     collated = True
+    prefetch = "thread"
 
     def __init__(self, size: int = 23) -> None:
         self.data = np.arange(size * 4, dtype=np.int64).reshape(size, 4)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Background:
-    """Runs what is submitted, in a daemon thread that is made at the first use. Actions must not raise."""
+    """Runs what is submitted, in a daemon thread that is made at the first use. What an action raises is shown."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -45,6 +47,9 @@ class Background:
             action = self._queue.get()
             try:
                 action()
+            except Exception:  # noqa: BLE001 the thread must outlive it: the next save would wait for ever
+                with suppress(OSError):
+                    traceback.print_exc()
             finally:
                 del action  # it holds a whole state
                 self._idle.set()

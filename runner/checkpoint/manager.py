@@ -161,6 +161,10 @@ class TrainStateManager:
         self._background.join()
         self._raise_if_superseded()
 
+    def settle(self) -> None:
+        """Return when no save is in flight, whatever became of it: before the lease or the process group is left."""
+        self._background.join()
+
     def newest(self) -> Info | None:
         """The newest checkpoint that verifies (every byte is read); changes nothing.
 

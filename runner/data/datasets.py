@@ -171,6 +171,11 @@ class TokenDataset(Dataset[Batch]):
         self._check_high = vocab_size is not None and limits.max >= vocab_size
         self._check_low = vocab_size is not None and limits.min < 0
 
+    @property
+    def prefetch(self) -> str | None:
+        """A thread may fetch ahead: nothing is random here, unless a subclass fetches otherwise."""
+        return "thread" if is_plain_tokens(self) else None
+
     def __len__(self) -> int:
         return self._samples
 
@@ -269,6 +274,7 @@ class MixtureDataset(Dataset[Any]):
         kinds = {d.dtype for d in self.datasets} if self._sequence_length is not None else set()
         self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
         self.collated = all(getattr(dataset, "collated", False) for dataset in self.datasets)
+        self.prefetch = "thread" if all(getattr(d, "prefetch", None) == "thread" for d in self.datasets) else None
         self.has_state = any(map(is_stateful, self.datasets))
 
     @property

@@ -5,6 +5,7 @@ Each iterator keeps a `Place`, which counts what was yielded and nothing that wa
 
 from __future__ import annotations
 
+import atexit
 import copy
 import pickle
 import queue
@@ -14,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from runner.data.draws import Draws, as_array
 from runner.data.fetch import Indices, MapFetcher, StreamFetcher, is_stateful, locate
@@ -192,14 +193,48 @@ class InlineStream(Epoch):
         return [copy.deepcopy(self._fetcher.state())]
 
 
-def _prefetch(fetcher: MapFetcher, todo: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
+class Prefetcher(threading.Thread):
     """The prefetching thread; it knows nothing of the iterator, which may go away at any time."""
-    while (task := todo.get()) is not None:
-        indices, keys = task
-        try:
-            done.put((fetcher.fetch(indices, keys), None))
-        except BaseException as error:  # noqa: BLE001 (raised again where the batch is asked for)
-            done.put((None, error))
+
+    # By the identity of a dataset, which need not bear two threads, as those of two iterators of a loader would be.
+    _locks: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+    _running: ClassVar[weakref.WeakSet[Prefetcher]] = weakref.WeakSet()
+
+    def __init__(self, fetcher: MapFetcher) -> None:
+        super().__init__(name="prefetch", daemon=True)
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._fetcher = fetcher
+        self._lock = self._locks.setdefault(id(fetcher.dataset), threading.Lock())
+        self._ended = False
+        self._running.add(self)
+        self.start()
+
+    def run(self) -> None:
+        while (task := self.todo.get()) is not None:
+            indices, keys = task
+            with self._lock:
+                if self._ended:
+                    return
+                try:
+                    self.done.put((self._fetcher.fetch(indices, keys), None))
+                except BaseException as error:  # noqa: BLE001 (raised again where the batch is asked for)
+                    self.done.put((None, error))
+
+    def end(self) -> None:
+        """Fetch nothing more, whatever was asked for."""
+        self._ended = True
+        self.todo.put(None)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """An interpreter that shuts down under a thread that is in the middle of torch's code aborts."""
+        for thread in list(cls._running):
+            thread.end()
+            thread.join()
+
+
+atexit.register(Prefetcher.end_all)
 
 
 class Threaded(Epoch):
@@ -211,15 +246,13 @@ class Threaded(Epoch):
     def __init__(self, source: Source, fetcher: MapFetcher, ahead: int, place: Place, *rest: Any) -> None:
         super().__init__(place, *rest)
         self._source = source
-        self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = Prefetcher(fetcher)
         self._waiting: list[tuple[Indices, int, int, dict[str, Any] | None]] = []
         self._ahead = ahead
         self._drawn = place.samples
         self._yielded = place.batches
         self._order = source.draws.state()
-        threading.Thread(target=_prefetch, args=(fetcher, self._todo, self._done), daemon=True).start()
-        weakref.finalize(self, self._todo.put, None).atexit = False
+        weakref.finalize(self, self._thread.end).atexit = False
         self._fill()
 
     def _fill(self) -> None:
@@ -232,12 +265,12 @@ class Threaded(Epoch):
             self._drawn += count
             base = self.place.base
             self._waiting.append((indices, first, count, draws.state() if draws.is_stateful else None))
-            self._todo.put((indices, lambda i=indices, f=first - base, n=count: source.keys(i, f, n)))
+            self._thread.todo.put((indices, lambda i=indices, f=first - base, n=count: source.keys(i, f, n)))
 
     def _next(self) -> Any:
         if not self._waiting:
             raise StopIteration
-        batch, error = self._done.get()
+        batch, error = self._thread.done.get()
         indices, first, count, order = self._waiting.pop(0)
         self._fill()
         self._yielded += 1
@@ -252,7 +285,8 @@ class Threaded(Epoch):
 
     def close(self) -> None:
         self.broken = self.broken or not self.finished
-        self._todo.put(None)
+        self._thread.end()
+        self._thread.join()  # what comes next may change the dataset
 
 
 class _Sent:

@@ -218,11 +218,15 @@ class StatefulDataLoader(DataLoader[T_co]):
         return WorkerMap(source, fetcher, workers, place, self._ended, None)
 
     def _by_thread(self, fetcher: MapFetcher) -> bool:
-        """Whether a thread fetches ahead instead of processes, since the dataset gathers whole batches."""
+        """Whether a thread fetches ahead instead of processes.
+
+        Only where the dataset says so: one that draws from the global random generators would draw from those that
+        the training uses, at any moment, and no run would be the same again.
+        """
         asks_for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None or self.timeout
         if asks_for_processes or not fetcher.collated or self._own_collate:
             return False
-        return getattr(self.dataset, "prefetch", "thread") == "thread"
+        return getattr(self.dataset, "prefetch", None) == "thread"
 
     def _open_stream(self, state: State | None) -> Epoch:
         place, ahead = self._place(state), self._seed(state)

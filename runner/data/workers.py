@@ -233,7 +233,10 @@ class WorkerStart:
         object.__setattr__(info, "dataset", side.fetcher.dataset)  # what the user's code expects to find there
         restartable.set_ranks(*side.ranks)
         ignore_signals(side.closing)
-        threading.Thread(target=watch, args=(os.getppid(), side.closing), daemon=True).start()
+        parent = os.getppid()
+        if parent == 1 and side.parent != 1:  # the parent was killed before this process could look
+            os._exit(0)
+        threading.Thread(target=watch, args=(parent, side.closing), daemon=True).start()
         if self.user is not None:
             self.user(worker)
 

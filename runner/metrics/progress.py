@@ -17,7 +17,7 @@ class ProgressBar:
 
     On a terminal a bar, redrawn ten times a second at most; elsewhere (a log file, a scheduler's output) a line for
     the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn before the
-    first `update`.
+    first `update`. A terminal that is gone, or a log on a full disk, is no reason to stop.
 
     Args:
         total: the step at which the run is finished.
@@ -56,22 +56,26 @@ class ProgressBar:
         self._shown_at = now
         left = duration(self._seconds_left(step, now))
         if self._terminal:
-            self._draw(step, f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
+            with contextlib.suppress(OSError):
+                self._draw(step, f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
         else:
             self._print(f"step {step}/{self.total}  loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
 
     def say(self, message: str) -> None:
         """Show one line that stays."""
-        if self._bar is not None:
-            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
-        else:
+        bar = self._bar  # another thread may close it
+        if bar is None:
             self._print(message)
+            return
+        with contextlib.suppress(OSError):
+            bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """End the bar and leave it as it is; closing twice is no error."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         first, began = self._began or (step, now)
@@ -91,7 +95,7 @@ class ProgressBar:
         self._bar.update(self._task, completed=step, text=text, refresh=True)
 
     def _print(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone: no reason to stop
+        with contextlib.suppress(OSError):
             print(message, file=self.stream, flush=True)
 
 
