@@ -182,3 +182,12 @@ def test_a_line_that_was_cut_short_does_not_swallow_the_next(tmp_path: Path) -> 
     append_line(path, {"attempt": 3})
     append_line(path, {"attempt": 4})
     assert list(read_lines(path)) == [{"attempt": 1}, {"attempt": 3}, {"attempt": 4}]
+
+
+def test_a_cause_that_is_heard_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    log = opened(run)
+    log.end("finished", 0)
+    log.note(cause="preempted")
+    assert not run.attempt.exists()
+    assert [line["cause"] for line in read_lines(run.attempts)] == ["finished"]

@@ -15,6 +15,7 @@ from runs import ROOT
 from torch import nn
 
 from runner.checkpoint import TrainStateManager, commit, restore_train_state, store
+from runner.checkpoint.background import Background
 from runner.errors import CheckpointError, SupersededError, UserError
 
 
@@ -391,3 +392,18 @@ def test_a_save_right_after_the_start_waits_for_the_import_under_way(tmp_path: P
     command = [sys.executable, "-c", FIRST_SAVE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "warm up"), done.stderr
+
+
+def test_the_background_thread_outlives_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the next save would wait for ever."""
+    background = Background()
+
+    def broken() -> None:
+        raise OSError("the terminal is gone")
+
+    done = threading.Event()
+    for action in (broken, done.set):
+        background.submit(action)
+        background.join()
+    assert done.is_set()
+    assert "the terminal is gone" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -274,3 +275,17 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="timeout"):
         Lease.acquire(tmp_path / "lease", {}, 0.0)
+
+
+def test_a_lease_that_a_full_disk_cut_short_is_not_left_behind(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a holder of whom nobody knows anything, and be waited for."""
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("runner.lease.os.write", full)
+    with pytest.raises(UserError, match="No space left"):
+        Lease.acquire(directory, {}, 1.0)
+    assert list(directory.iterdir()) == []

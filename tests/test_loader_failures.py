@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -31,6 +34,7 @@ from runner.data import (
 )
 from runner.data.randomness import NoSampleError
 from runner.data.restartable import LoaderError, LoaderStateError
+from runner.data.workers import WorkerStart
 from runner.errors import UserError
 from runner.lease import process_state
 
@@ -468,3 +472,96 @@ def test_a_data_pipe_with_several_workers_is_refused() -> None:
     assert [batch.tolist() for batch in StatefulDataLoader(Pipe(), batch_size=3)] == [[0, 1, 2], [3, 4]]
     with pytest.raises(LoaderError, match="num_workers=2 for the data pipe Pipe"):
         StatefulDataLoader(Pipe(), num_workers=2)
+
+
+class OneHandle(Gathered):
+    """Reads its samples by one place in a file, as a handle has: it does not bear two threads."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.at = 0
+
+    def __getitems__(self, indices: Any) -> Any:
+        rows = []
+        for index in np.asarray(indices):
+            self.at = int(index)
+            time.sleep(0.0002)
+            rows.append(self.data[self.at])
+        return {"x": np.stack(rows)}
+
+
+def test_two_prefetching_threads_are_never_in_one_dataset() -> None:
+    dataset = OneHandle(200)
+    loader = StatefulDataLoader(dataset, batch_size=10, num_workers=2)
+    older = iter(loader)
+    for round_ in range(4):
+        batches = iter(loader)
+        for number in range(3):
+            for iterator, first in ((batches, number), (older, round_ * 3 + number)):
+                expected = torch.from_numpy(dataset.data[first * 10 : first * 10 + 10])
+                assert torch.equal(next(iterator)["x"], expected)
+        loader.end_epoch()
+        assert torch.equal(next(iter(loader))["x"], torch.from_numpy(dataset.data[:10]))
+
+
+AT_EXIT = """
+import numpy as np, torch
+from torch.utils.data import Dataset
+from runner.data import StatefulDataLoader
+
+class Slow(Dataset):
+    collated, prefetch = True, "thread"
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+    def __getitems__(self, indices):
+        for _ in range(200):
+            torch.rand(200, 200) @ torch.rand(200, 200)
+        return {"x": np.asarray(indices)}
+
+iterator = iter(StatefulDataLoader(Slow(), batch_size=2, num_workers=2))
+next(iterator)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_order_while_a_batch_is_fetched_ahead() -> None:
+    """An interpreter that goes while a thread is inside torch aborts, and the status of the run is lost."""
+    for _ in range(3):
+        command = [sys.executable, "-c", AT_EXIT]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=HERE.parent, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("prefetch", ["thread", None])
+def test_a_thread_fetches_only_where_the_dataset_says_that_it_may(prefetch: str | None) -> None:
+    """One that draws from the global generators would draw between the training's own draws, at any moment."""
+    dataset = Gathered()
+    dataset.prefetch = prefetch  # type: ignore[assignment]
+    before = children()
+    iterator = iter(StatefulDataLoader(dataset, batch_size=4, num_workers=1))
+    next(iterator)
+    assert bool(children() - before) == (prefetch is None)
+    mixed = MixtureDataset([Gathered(), dataset], ["a", "b"])
+    assert mixed.prefetch == prefetch
+
+
+def test_a_worker_whose_parent_was_killed_at_once_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would watch for the end of the process that took its parent's place, which never comes."""
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    side = types.SimpleNamespace(worker=-1, ranks=(0, 1), closing=threading.Event(), parent=12345, fetcher=None)
+    side.fetcher = types.SimpleNamespace(dataset=None)
+    info = types.SimpleNamespace(dataset=side)
+    monkeypatch.setattr("runner.data.workers.get_worker_info", lambda: info)
+    monkeypatch.setattr("runner.data.workers.ignore_signals", lambda closing: None)
+    monkeypatch.setattr("runner.data.workers.os.getppid", lambda: 1)
+    monkeypatch.setattr("runner.data.workers.os._exit", leave)
+    with pytest.raises(SystemExit):
+        WorkerStart(None)(0)

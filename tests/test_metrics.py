@@ -489,3 +489,24 @@ def test_a_quiet_bar_shows_messages_only() -> None:
 def test_numbers_are_short() -> None:
     assert [quantity(n) for n in (7, 999, 1500, 2.5e6, 3e9)] == ["7", "999", "1.5k", "2.5M", "3.0G"]
     assert [duration(s) for s in (None, 5.9, 65, 3725)] == ["?", "0:05", "1:05", "1:02:05"]
+
+
+class Gone(Screen):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    flush = property(lambda self: self.write)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_that_is_gone_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Gone()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    bar = ProgressBar(3, stream=screen, clock=clock(1.0))
+    for step in (1, 2, 3):
+        bar.update(step, 1.0, 900.0)
+        bar.say("words")
+    bar.close()

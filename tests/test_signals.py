@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from runs import ROOT
 
 HEAD = """
@@ -43,6 +44,18 @@ flag.settle()  # nothing to wait for
 os.kill(os.getpid(), signal.SIGUSR1)
 flag.settle()
 """
+# After all that atexit calls, the interpreter takes its modules apart, and the default handlers are back.
+AT_THE_END = """
+class Late:
+    def __init__(self):
+        self.os, self.sleep = os, time.sleep
+
+    def __del__(self):
+        self.os.write(1, b"ending\\n")
+        self.sleep(1.0)
+
+late = Late()
+"""
 
 
 def start(code: str) -> subprocess.Popen[str]:
@@ -71,3 +84,14 @@ def test_a_signal_to_a_forked_child_is_none_to_its_parent() -> None:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert output == "heard SIGUSR1\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_signal_while_the_interpreter_ends_does_not_change_its_status(signum: signal.Signals) -> None:
+    """A scheduler that signals twice must not make a failure of a run that has finished."""
+    with start(AT_THE_END) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ending\n"
+        os.kill(process.pid, signum)
+        process.communicate(timeout=60)
+    assert process.returncode == 0

@@ -218,3 +218,18 @@ def test_an_adaptive_cadence_says_what_it_chose(tmp_path: Path) -> None:
     assert "Young/Daly optimum" in output
     assert "saving every" in run.status()["cadence"]
     assert any("save" in json.loads(line) for line in (run.path / "timings.jsonl").read_text().splitlines())
+
+
+def test_a_save_in_flight_is_finished_and_counted_when_the_training_fails(tmp_path: Path) -> None:
+    """Else each attempt would leave the books without its checkpoint, and three of them were a crash loop."""
+    fault = tmp_path / "fault"
+    fault.write_text("fail")
+    overrides = [*TINY, PACED, "+train.loss.fail_at=6", "train.steps=20", "checkpoint.every_steps=5"]
+    run = Run(tmp_path / "run", [*overrides, "eval.every_steps=100"])
+    run.env = {**run.hold(100), "FAIL_FILE": str(fault), "FSYNC_SLEEP_S": "0.3"}
+    run.start()
+    status, output = run.wait()
+    assert status == 1, output
+    (attempt,) = run.attempts()
+    assert (attempt["cause"], attempt["end_step"], attempt["checkpoint_step"]) == ("crash", 5, 5)
+    assert [path.name for path in run.checkpoints()] == ["step_00000005"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from runner import turn
-from runner.errors import ExitStatus, LockedError, StoppedError
+from runner import command, turn
+from runner.config import compose
+from runner.errors import ExitStatus, LockedError, StoppedError, UserError
 from runner.job import LocalJob
 from runner.lease import Lease
 from runner.run_dir import RunDir
@@ -84,3 +85,37 @@ def test_a_signal_ends_the_wait_and_the_job_sees_to_its_coming_back(
         turn.take(run, job, TIMEOUT_S, lambda _: monkeypatch.setattr(STOP, "signum", signal.SIGTERM))
     assert job.left == ["preempted"]
     assert caught.value.status == ExitStatus.INTERRUPTED
+
+
+def test_a_command_holds_its_run_from_the_look_to_the_attempt(run: RunDir) -> None:
+    with turn.reserved(run, TIMEOUT_S, print):
+        with pytest.raises(LockedError):
+            Lease.acquire(run.lease, None, TIMEOUT_S)
+        lease = turn.take(run, LocalJob(), TIMEOUT_S, print)
+    lease.check()  # the attempt's own from then on
+    lease.release()
+    with turn.reserved(run, TIMEOUT_S, print):
+        pass  # nothing came of it
+    Lease.acquire(run.lease, None, TIMEOUT_S).release()
+
+
+def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(tmp_path: Path) -> None:
+    """Both have looked before either wrote."""
+    place = f"run.dir={tmp_path / 'run'}"
+    first, second = compose([place, "seed=1"]), compose([place, "seed=2"])
+    run, launched = RunDir(tmp_path / "run"), []
+
+    class Launcher:
+        in_process, dry_run = True, False
+
+        def launch(self, run_dirs: list[Path], attempt: str) -> int:
+            with pytest.raises(LockedError):
+                command._here(second, self)
+            launched.append(run.config.read_text())
+            return 0
+
+    assert command._here(first, Launcher()) == 0
+    with pytest.raises(UserError, match="seed: 1 -> 2 cannot be changed"):
+        command._here(second, Launcher())
+    assert launched == [first.text]
+    assert run.config.read_text() == first.text
