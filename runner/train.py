@@ -124,18 +124,33 @@ def _recorded(run: RunDir, job: Job, world: World, config: Config, lease: Lease 
         from runner.session import Session
 
         session = Session.open(run, config, world, log, lease)
-        if session.train(config.train.steps):
+        done = session.train(config.train.steps)
+        world.on_main(lambda: _check_held(lease))
+        if done:
             STOP.settle()  # a signal at the last moment changes nothing any more
             return _finish(run, config, log)
         return _leave(run, job, world, log, session.step)
     except SupersededError:
         raise  # the newer incarnation keeps the books now
     except UserError as error:
+        _check_held(lease)
         _end(log, "crash loop" if error.status == ExitStatus.CRASH_LOOP else "failed", error.status, str(error))
         raise
     except Exception as error:  # noqa: BLE001 a bug in a user's model, say: its traceback is shown
-        _end(log, "crash", ExitStatus.FAILED, _crashed(error, job, world))
+        reason = _crashed(error, job, world)
+        _check_held(lease)
+        _end(log, "crash", ExitStatus.FAILED, reason)
         return ExitStatus.FAILED
+
+
+def _check_held(lease: Lease | None) -> None:
+    """Leave the books to the newer incarnation where there is one.
+
+    Raises:
+        SupersededError: there is.
+    """
+    if lease is not None:
+        lease.check()
 
 
 def _crashed(error: Exception, job: Job, world: World) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from runner import train
 from runner.attempts import AttemptLog
 from runner.config import compose
-from runner.errors import CrashLoopError, ExitStatus
+from runner.errors import CrashLoopError, ExitStatus, UserError
 from runner.files import append_line, read_lines
+from runner.lease import this_process
 from runner.run_dir import RunDir
 from runner.signals import STOP, STOP_SIGNALS, StopFlag
 
@@ -191,3 +193,28 @@ def test_a_cause_that_is_heard_after_the_end_changes_nothing(tmp_path: Path) -> 
     log.note(cause="preempted")
     assert not run.attempt.exists()
     assert [line["cause"] for line in read_lines(run.attempts)] == ["finished"]
+
+
+@pytest.mark.parametrize("failure", [None, ValueError("a bug"), UserError("a mistake")])
+def test_an_attempt_that_was_succeeded_leaves_the_books_alone(
+    tmp_path: Path, flag: Any, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    """However it ends: they are the newer one's."""
+    job = compose([f"run.dir={tmp_path / 'run'}"])
+    run = RunDir(job.run_dir)
+    run.path.mkdir()
+    run.config.write_text(job.text)
+
+    def succeeded(steps: int) -> bool:
+        (run.lease / "00000009.json").write_text(json.dumps({**this_process(), "pid": 1}))
+        run.attempt.write_text('{"attempt": 2}')
+        if failure is not None:
+            raise failure
+        return True
+
+    session = types.SimpleNamespace(train=succeeded, step=5)
+    monkeypatch.setattr("runner.session.Session.open", lambda *parts: session)
+    assert train.attempt(run.path) == ExitStatus.SUPERSEDED
+    assert not run.finished.exists()
+    assert not run.attempts.exists()
+    assert json.loads(run.attempt.read_text()) == {"attempt": 2}
