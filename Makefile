@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 BIN = $(VENV)/bin
 
-.PHONY: run test fast check bench clean
+.PHONY: run test fast check docs bench clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m runner $(ARGS)
@@ -13,14 +13,19 @@ run: $(VENV)/.run
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "" -n 2 $(ARGS)
 
-# What `pytest -q` runs: seconds, no killing, no Slurm.
+# About a minute: no killing, no Slurm.
 fast: $(VENV)/.test
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if command -v shellcheck >/dev/null; then shellcheck .ci/run launch/*.sh; else echo "shellcheck is not installed: shell scripts were not checked"; fi
+
+# The documentation site, in build/site; any warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # Ratios against peers and limits; run it on an otherwise idle machine. ARGS="loader" runs one of them.
 bench: $(VENV)/.bench
@@ -33,6 +38,10 @@ $(VENV)/.run: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.test

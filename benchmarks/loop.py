@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from runner import build
-from runner.attempts import AttemptLog
-from runner.config import compose
+from runner.config.composition import compose
+from runner.config.schema import Config
 from runner.data import DistributedSampler
 from runner.data.datasets import collate
-from runner.distributed import World
-from runner.job import LocalJob
 from runner.models.loss import next_token_loss
-from runner.run_dir import RunDir
-from runner.schema import Config
-from runner.session import Session
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.paths import RunDir
+from runner.system.distributed import World
+from runner.training import build
+from runner.training.job import LocalJob
+from runner.training.session import Session
 
 TURNS, STEPS = 21, 10
 
@@ -66,11 +66,9 @@ def ours(config: Config, run: RunDir, save_every: int | None = None) -> tuple[Ca
     trainer = session.trainer
 
     def step() -> None:
-        if trainer.order.enter_step(trainer.step):
-            trainer._iterator = None
-        trainer._train_step()
+        trainer.advance()
         if save_every and trainer.step % save_every == 0:
-            trainer._save(wait=False)
+            trainer.save(wait=False)
 
     return step, session
 
@@ -94,7 +92,7 @@ def main() -> None:
             for name, step in loops.items():
                 turns[name].append(timed(step))
         for opened in (session, saving_session):
-            opened.recorder.close()
+            opened.close()
     tokens = STEPS * config.train.batch_size * config.data.sequence_length
     for name, seconds in turns.items():
         print(f"{name:10} {tokens / statistics.median(seconds):10.0f} tokens/s")

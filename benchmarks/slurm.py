@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / each) for each in ("", "slurm")]
+sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / each) for each in ("support", "launch/slurm")]
 
 from cluster import INSTALL, Cluster, missing, running  # noqa: E402  # the tests' own modules
 from jobs import COMMON, Job  # noqa: E402
@@ -46,7 +46,7 @@ def one_round(job: Job) -> tuple[float, float, float]:
     saved = max(each.stat().st_mtime for each in job.checkpoints())
     left = job.attempts()[-1]["ended"]
     before = job.step()
-    job.comes_back()
+    job.wait_for_requeue()
     restarted = time.time()
     return saved - signalled, left - saved, wait_for_step(job, before + 1) - restarted
 

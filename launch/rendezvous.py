@@ -1,7 +1,7 @@
-"""How the ranks of a Slurm job find each other: the environment that torchrun would set, from Slurm's.
+"""How the ranks of a Slurm job find each other: the environment that torchrun would set, derived from Slurm's.
 
-`python -m launch.rendezvous` prints a free port; the batch script runs it on the first node, where rank 0
-will listen, so that every rank is told the same one.
+`python -m launch.rendezvous` prints a free port. The batch script runs it on the first node, where rank 0 will listen,
+so that all ranks are passed the same port.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import zlib
 
 from launch import scheduler
 
-# Below those that the kernel hands out by itself.
+# Below the ports that the kernel hands out by itself.
 PORTS = range(12_000, 32_000)
 
 
 def export() -> None:
-    """Set RANK, WORLD_SIZE and LOCAL_RANK; MASTER_ADDR and MASTER_PORT unless the batch script did.
+    """Set RANK, WORLD_SIZE and LOCAL_RANK, and MASTER_ADDR and MASTER_PORT unless the batch script has set them.
 
-    Without the batch script's port one follows from the job and its restart, the same for all ranks.
+    A port that the batch script did not choose follows from the job id and the restart count, the same on all ranks.
     """
     os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0")
     os.environ["WORLD_SIZE"] = os.environ.get("SLURM_NTASKS", "1")
-    # With one GPU bound to each task every rank sees its own alone, as number 0.
+    # With one GPU bound to each task, every rank sees only its own, as number 0.
     bound = os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     os.environ["LOCAL_RANK"] = "0" if bound else os.environ.get("SLURM_LOCALID", "0")
     if not os.environ.get("MASTER_ADDR"):
@@ -35,7 +35,7 @@ def export() -> None:
 
 
 def restart_count() -> int:
-    """How often Slurm has started this job again."""
+    """How often Slurm has restarted this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -46,13 +46,17 @@ def first_host() -> str:
     try:
         host = scheduler.ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()[0]
         socket.getaddrinfo(host, None)
-    except (OSError, KeyError, IndexError):  # the nodes' names need not be known to the resolver
+    except (OSError, KeyError, IndexError):  # the resolver need not know the nodes' names
         return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     return host
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens."""
+    """A port of this machine on which nobody listens.
+
+    Raises:
+        OSError: all ports of `PORTS` are in use.
+    """
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as listener:
             try:

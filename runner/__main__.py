@@ -1,47 +1,109 @@
-"""`python -m runner [overrides]`: compose, check, hand the runs to the launcher.
+"""`python -m runner [overrides]` trains; `python -m runner COMMAND ...` runs a command.
 
-python -m runner data=mixture sampler.temperature=0.7
-python -m runner -m launcher=slurm seed=1,2,3
-python -m runner --help
+A first word without `=` is a command (`runner.cli.commands.COMMANDS`): the module `runner.cli.COMMAND`, whose
+`main(arguments)` returns the exit status. Each imports what it needs, so that none waits for torch or Hydra in vain.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import pairwise
 
-from runner.errors import UserError
-from runner.signals import STOP
+from runner.cli.commands import COMMANDS, WITH_SETTINGS
+from runner.cli.help import config_dirs, text
+from runner.errors import ExitStatus, UserError, nearest
+from runner.system.signals import STOP
 
-# Flags that show something and start nothing: a Ctrl-C may end them at once.
 HELP = ("-h", "--help")
-SHOWING = ("--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
+# Flags that print something and start nothing: Ctrl-C may end them at once.
+PRINTS = ("--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
+# Flags that take the next word as their value.
+TAKES_VALUE = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir", "-cn", "--config-name")
 
 
 def main() -> int:
     """Exit status of the command in `sys.argv`; see `runner.errors.ExitStatus`."""
-    if any(argument in HELP for argument in sys.argv[1:]):
-        from runner import usage
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has seen enough (`| head`)
+        from runner.system import files
 
-        print(usage.text(usage.config_dirs(sys.argv[1:])), end="")
-        return 0
-    shows = any(argument.partition("=")[0] in SHOWING for argument in sys.argv[1:])
-    if not shows:
-        STOP.install()  # before the imports, which take longest: a signal meanwhile counts
-    # `python -m` has it there already; the command `runner` finds classes beside the user's as well.
+        os.dup2(files.open_fd(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitStatus.FINISHED)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run what `arguments` describe; the exit status. Mistakes are printed here, for all commands."""
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        from runner.cli.console import print_errors
+
+        return print_errors(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as a shell reports it
+    except SystemExit as end:  # argparse has printed a command's help
+        return end.code if isinstance(end.code, int) else 0
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    word = arguments[0] if arguments else ""
+    if word == "help":  # `runner help status` is `runner status --help`
+        return _dispatch([*arguments[1:], "--help"])
+    if not word or word[0] in "-+~" or "=" in word:
+        return _train(arguments)
+    if word not in COMMANDS:
+        raise UserError(
+            f"unknown command {word!r}{nearest(word, COMMANDS)}: the commands are {', '.join(COMMANDS)}; "
+            "settings are written key=value"
+        )
+    if word in WITH_SETTINGS:
+        _find_own_classes()
+    if word == "resume" and not set(HELP) & set(arguments):
+        STOP.install()
+    return int(import_module(f"runner.cli.{word}").main(arguments[1:]))
+
+
+def _train(arguments: Sequence[str]) -> int:
+    """Start, resume or show the runs that the overrides describe."""
+    _refuse_late_command(arguments)
+    if set(HELP) & set(arguments):
+        print(text(config_dirs(arguments)), end="")
+        return int(ExitStatus.FINISHED)
+    if any(argument.partition("=")[0] in PRINTS for argument in arguments):
+        _find_own_classes()
+        from runner.cli.show import show
+
+        return show(arguments)
+    STOP.install()  # before the imports, which take longest: a signal meanwhile counts
+    _find_own_classes()
+    from runner.cli.start import start
+
+    return start(arguments)
+
+
+def _find_own_classes() -> None:
+    """Look for the classes that a config names in the current directory too, as `python -m` does, not the script."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    from runner.command import parse, show, start
 
-    try:
-        arguments = parse(sys.argv[1:])
-        return show(arguments) if shows else start(arguments)
-    except KeyboardInterrupt:  # while something was shown: runs have a flag instead
-        return 130
-    except UserError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        return int(error.status)
+
+def _refuse_late_command(arguments: Sequence[str]) -> None:
+    """`runner --json status`: a command comes first.
+
+    Raises:
+        UserError: one comes later.
+    """
+    for number, (before, word) in enumerate(pairwise(arguments), start=1):
+        if word in COMMANDS and before not in TAKES_VALUE:
+            rest = " ".join([*arguments[:number], *arguments[number + 1 :]])
+            raise UserError(f"the command {word!r} must come first: python -m runner {word} {rest}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What ends a run on purpose: mistakes of the user, and the exit statuses.
-
-Nothing here imports torch, hydra or numpy.
-"""
+"""Exit statuses, and the errors that are shown to the user as one line. Imports no torch, hydra or numpy."""
 
 from __future__ import annotations
 
@@ -11,30 +8,30 @@ from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of `python -m runner`; a script or a scheduler may rely on them."""
+    """Exit statuses of `python -m runner`; scripts and schedulers may rely on them."""
 
     FINISHED = 0
     FAILED = 1  # the training itself failed (a non-finite loss, a bug in a model)
-    USAGE = 2  # a mistake in the command, the config or the data, found before training
-    CRASH_LOOP = 70  # restarted too often without a step of progress
+    USAGE = 2  # an error in the command, the config or the data, found before training
+    CRASH_LOOP = 70  # restarted too often without progress
     LOCKED = 73  # another process works in this run directory
-    SUPERSEDED = 74  # a newer incarnation of this run took over; this one wrote nothing more
-    INTERRUPTED = 75  # asked to stop by a signal: saved and left, the same command goes on
+    SUPERSEDED = 74  # a newer attempt holds the lease; this one wrote nothing more
+    INTERRUPTED = 75  # stopped by a signal: rerun the command to resume from the last checkpoint
 
 
 class UserError(Exception):
-    """A mistake that its user can mend: shown as one line, without a traceback.
+    """An error that the user can fix: printed as one line, without a traceback.
 
-    The message names the value, what is allowed and the remedy.
+    The message names the value, what is allowed, and the remedy.
     """
 
     status = ExitStatus.USAGE
     everywhere = False
-    """Whether every rank of the job raises this same error, so that one of them may speak for all."""
+    """Whether every rank of the job raises the same error, so that rank 0 alone reports it."""
 
 
 class TrainingError(UserError):
-    """Training cannot go on (a non-finite loss, say); the last checkpoint is still good."""
+    """Training cannot continue, because of a non-finite loss for example; the last checkpoint is still valid."""
 
     status = ExitStatus.FAILED
     everywhere = True
@@ -46,6 +43,12 @@ class CheckpointError(UserError):
     status = ExitStatus.FAILED
 
 
+class FileError(UserError):
+    """A file cannot be read or written."""
+
+    status = ExitStatus.FAILED
+
+
 class LockedError(UserError):
     """Another process holds this run directory."""
 
@@ -53,15 +56,21 @@ class LockedError(UserError):
 
 
 class StoppedError(UserError):
-    """A signal came before the attempt could begin; the same command goes on."""
+    """A signal came before the attempt could begin; rerun the command."""
 
     status = ExitStatus.INTERRUPTED
 
 
 class SupersededError(UserError):
-    """A newer incarnation of this run holds the run directory; the older one must stop writing."""
+    """A newer attempt holds the lease of the run directory; the older one must stop writing."""
 
     status = ExitStatus.SUPERSEDED
+
+
+class PeerError(UserError):
+    """Another rank of this job failed, ended, or does not answer: the cause is in that rank's output, not here."""
+
+    status = ExitStatus.FAILED
 
 
 class CrashLoopError(UserError):

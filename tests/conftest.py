@@ -7,7 +7,8 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["jobs"]  # the cluster and the runs that its tests compare with: one each for all modules
+# Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs.
+pytest_plugins = ["cli_fixtures", "jobs"]
 
 settings.register_profile(
     "runner",

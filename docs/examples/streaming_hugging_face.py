@@ -13,15 +13,17 @@ from runner.data import ranks
 
 
 class PackedText(IterableDataset[Any]):
-    """Texts end to end, cut into sequences of `length` tokens with their next-token labels.
+    """Concatenated texts, split into sequences of `length` tokens with their next-token labels.
+
+    The state is that of the stream and the tokens that were read but not yet yielded. The stream must have at least
+    as many files as there are workers over all ranks, since each worker reads files of its own.
 
     Args:
-        stream: a `datasets.IterableDataset`, as of `load_dataset(..., streaming=True)`: it has a
-            `state_dict` of its own, which says where in which file it is.
+        stream: a `datasets.IterableDataset`, as `load_dataset(..., streaming=True)` returns; its own `state_dict`
+            holds its position.
         encode: text -> tokens.
-
-    A worker needs a file of its own: give the stream at least as many as there are workers over all
-    ranks. The state is that of the stream and the tokens that were read and not yet given.
+        length: tokens per sequence.
+        field: name of the text in a document.
     """
 
     def __init__(self, stream: Any, encode: Callable[[str], list[int]], length: int, field: str = "text") -> None:
@@ -35,7 +37,7 @@ class PackedText(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         rank, world_size = ranks()
-        # The ranks are told apart here; `datasets` itself gives each worker process its own files.
+        # This splits by rank; `datasets` itself assigns files to the worker processes.
         self.source = split_dataset_by_node(self.stream, rank=rank, world_size=world_size)
         if self.pending is not None:
             self.source.load_state_dict(self.pending)
@@ -46,7 +48,7 @@ class PackedText(IterableDataset[Any]):
                 window = torch.tensor(self.rest[: self.length + 1])
                 self.rest = self.rest[self.length :]
                 yield {"input_ids": window[:-1], "labels": window[1:]}
-        self.source, self.rest = None, []  # the next epoch begins at the top
+        self.source, self.rest = None, []  # the next epoch begins at the start
 
     def state_dict(self) -> dict[str, Any]:
         stream = self.pending if self.source is None else self.source.state_dict()

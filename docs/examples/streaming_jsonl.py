@@ -1,4 +1,4 @@
-"""Lines of JSON, from any number of files, split over ranks and workers, going on where they were."""
+"""JSON lines from any number of files, split over ranks and workers, resuming at a byte offset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.data import shard
 
 
 class JsonLines(IterableDataset[Any]):
-    """Each shard reads every `shards`-th line; a resume seeks to the byte where it was."""
+    """Each shard yields every `shards`-th line; a resume seeks to the saved byte offset."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
         self.files = [Path(file) for file in files]
@@ -29,7 +29,7 @@ class JsonLines(IterableDataset[Any]):
                     if (self.line - 1) % shards == number:
                         yield json.loads(text)
             self.file, self.byte = self.file + 1, 0
-        self.file = self.byte = self.line = 0  # the next epoch begins at the top
+        self.file = self.byte = self.line = 0  # the next epoch begins at the start
 
     def state_dict(self) -> dict[str, int]:
         return {"file": self.file, "byte": self.byte, "line": self.line}

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, row group by row group, which can be shared out anew over other ranks and workers."""
+"""Rows of Parquet files, split by row group; a resume may redistribute them over other ranks and workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runner.data import shard
 
 
 class ParquetRows(IterableDataset[Any]):
-    """A row group is read by one shard.
+    """Each row group is read by one shard.
 
-    What is left is a list of [file, row group, first row]. It is in the state, so that the row groups that all
-    shards have left can be dealt to another number of them: `aggregate_state_dict` collects them,
-    `deaggregate_state_dict` deals them.
+    The state lists what remains to be read, as [file, row group, first row], so that it can be redistributed over
+    another number of shards: `aggregate_state_dict` collects the remaining parts of all shards,
+    `deaggregate_state_dict` assigns them to the new ones.
     """
 
     def __init__(self, files: Sequence[str | Path], columns: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ class ParquetRows(IterableDataset[Any]):
                 else:
                     del self.left[0]
                 yield row
-        self.left = None  # the next epoch has all of them again
+        self.left = None  # the next epoch reads all of them again
 
     def state_dict(self) -> dict[str, Any]:
         return {"left": None if self.left is None else [list(part) for part in self.left]}

@@ -1,4 +1,4 @@
-"""Samples in tar files, in the manner of WebDataset: the members that share a stem are one sample."""
+"""Samples in tar files, as in WebDataset: members with the same stem are one sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.data import shard
 
 
 class TarSamples(IterableDataset[Any]):
-    """Each shard reads whole files, every `shards`-th of them; a resume skips within one file only."""
+    """Each shard reads every `shards`-th file; a resume skips within one file only."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
         self.files = [Path(file) for file in files]
@@ -23,9 +23,9 @@ class TarSamples(IterableDataset[Any]):
         number, shards = shard()
         mine = self.files[number::shards]
         while self.file < len(mine):
-            for place, sample in enumerate(samples(mine[self.file])):
-                if place >= self.sample:
-                    self.sample = place + 1
+            for index, sample in enumerate(samples(mine[self.file])):
+                if index >= self.sample:
+                    self.sample = index + 1
                     yield sample
             self.file, self.sample = self.file + 1, 0
         self.file = 0
@@ -38,7 +38,7 @@ class TarSamples(IterableDataset[Any]):
 
 
 def samples(file: Path) -> Iterator[dict[str, Any]]:
-    """`{"key": "0001", "txt": b"...", "cls": b"..."}` for each stem of a tar file."""
+    """`{"key": "0001", "txt": b"...", "cls": b"..."}` for each stem in a tar file."""
     current: dict[str, Any] = {}
     with tarfile.open(file) as tar:
         for member in tar:

@@ -1,59 +1,57 @@
-"""The kinds of fault. Each waits for its moment, strikes, and checks what the run answers.
+"""The kinds of fault. Each waits for its trigger, injects itself, and checks what the run does.
 
-A kind is a class with a name; `@kind` registers it, and `--faults`, `--help` and the report know it.
+A kind is a class with a name; `@kind` registers it, which adds it to `--faults`, the help and the report.
 """
 
 from __future__ import annotations
 
 import random
 import signal
-from typing import TYPE_CHECKING, ClassVar, cast
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar, cast
 
+from runner.chaos.plan import PlannedFault
+from runner.chaos.slurm_target import SlurmTarget
+from runner.chaos.stage import Stage, TooLateError, UnansweredError
+from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
-from runner.checkpoint import store
 from runner.errors import CheckpointError, ExitStatus
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from runner.chaos.drill import Stage
-    from runner.chaos.plan import Planned
-    from runner.chaos.slurm import SlurmVictim
 
 SMALLEST_LIMIT = 8192  # bytes of a file that may always be written: the status still fits
 
 
-class TooLateError(Exception):
-    """The run was finished before the fault could strike."""
+class Fault(ABC):
+    """One kind of fault.
 
-
-class UnansweredError(Exception):
-    """The run did not answer as it should; the message says what it did instead."""
-
-
-class Fault:
-    """One kind of fault."""
+    Attributes:
+        name: for `--faults` and the report.
+        about: what is done to the run.
+        requires: what the run must do.
+        triggers: when it may be injected into a process on this machine.
+        job_triggers: the same for a Slurm job, if different.
+    """
 
     name: ClassVar[str]
     about: ClassVar[str]
-    expects: ClassVar[str]
-    moments: ClassVar[tuple[str, ...]] = ("step",)
-    moments_of_a_job: ClassVar[tuple[str, ...] | None] = None  # where they are others
+    requires: ClassVar[str]
+    triggers: ClassVar[tuple[str, ...]] = ("step",)
+    job_triggers: ClassVar[tuple[str, ...] | None] = None
     on_this_machine: ClassVar[bool] = True
     in_a_job: ClassVar[bool] = False
 
-    def at(self, local: bool) -> tuple[str, ...]:
-        """The moments at which it may strike a process of this machine, or a job."""
-        return self.moments if local or self.moments_of_a_job is None else self.moments_of_a_job
+    def triggers_for(self, local: bool) -> tuple[str, ...]:
+        """When it may be injected into a process on this machine, or into a job."""
+        return self.triggers if local or self.job_triggers is None else self.job_triggers
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        """Inject the fault and return what the run answered, in words.
+    @abstractmethod
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        """Inject the fault; what the run did, in words.
 
         Raises:
-            TooLateError: the run was finished first.
-            UnansweredError: the run answered otherwise than it should.
+            TooLateError: the run finished first.
+            UnansweredError: the run did not do what the fault requires.
         """
-        raise NotImplementedError
 
 
 KINDS: dict[str, Fault] = {}
@@ -65,159 +63,161 @@ def kind(cls: type[Fault]) -> type[Fault]:
     return cls
 
 
-class Stop(Fault):
-    """A signal that asks the run to leave."""
+class StopSignal(Fault):
+    """A signal that asks the run to stop."""
 
     signum: ClassVar[signal.Signals]
-    expects = "saves, leaves with status 75, loses no step"
-    moments: ClassVar[tuple[str, ...]] = ("start", "step", "step", "evaluation", "save")
+    requires = "saves, exits with status 75, loses no step"
+    triggers: ClassVar[tuple[str, ...]] = ("start", "step", "step", "evaluation", "save")
     in_a_job = True
 
     def ask(self, stage: Stage) -> None:
-        """Ask the run to leave."""
-        stage.victim.send(self.signum)
+        """Ask the run to stop."""
+        stage.target.send(self.signum)
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        stage.hold(planned)
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        stage.freeze_at(planned)
         self.ask(stage)
-        stage.victim.resume()
+        stage.target.unfreeze()
         status = stage.wait_for_end()
         if status == ExitStatus.FINISHED:
             raise TooLateError
         if status != ExitStatus.INTERRUPTED:
-            raise UnansweredError(f"ended with status {status} instead of 75: {stage.victim.tail()}")
-        line = stage.closed()
+            raise UnansweredError(f"ended with status {status} instead of 75: {stage.target.tail()}")
+        line = stage.last_ended()
         if line.get("steps_lost") != 0:
             raise UnansweredError(
-                f"left at step {line.get('end_step')} with its state saved at step {line.get('checkpoint_step')}"
+                f"exited at step {line.get('end_step')} with its state saved at step {line.get('checkpoint_step')}"
             )
-        stage.goes_on_from(int(line["end_step"]))
-        return f"left with status 75 and its state of step {line['end_step']}"
+        stage.must_resume_at(int(line["end_step"]))
+        return f"exited with status 75, its state saved at step {line['end_step']}"
 
 
 @kind
-class Sigterm(Stop):
+class Sigterm(StopSignal):
     name, about, signum = "sigterm", "SIGTERM: a preemption, a shutdown", signal.SIGTERM
 
 
 @kind
-class Sigint(Stop):
+class Sigint(StopSignal):
     name, about, signum = "sigint", "SIGINT: Ctrl-C", signal.SIGINT
 
 
 @kind
-class Sigusr1(Stop):
+class Sigusr1(StopSignal):
     name, about, signum = "sigusr1", "SIGUSR1: a scheduler's warning", signal.SIGUSR1
 
 
 @kind
-class Sigusr2(Stop):
+class Sigusr2(StopSignal):
     name, about, signum = "sigusr2", "SIGUSR2: the time limit is near", signal.SIGUSR2
 
 
 @kind
-class Requeue(Stop):
+class Requeue(StopSignal):
     """By an administrator, or by Slurm where a preemption has no grace time."""
 
-    name, about = "requeue", "scontrol requeue: the job is put back at once"
-    moments = ("step", "evaluation")
+    name, about = "requeue", "scontrol requeue: the job is requeued at once"
+    triggers = ("step", "evaluation")
     on_this_machine = False
 
     def ask(self, stage: Stage) -> None:
-        cast("SlurmVictim", stage.victim).requeue()
+        cast(SlurmTarget, stage.target).requeue()
 
 
 @kind
-class Cancel(Stop):
-    """By its user; the same command submits it again."""
+class Cancel(StopSignal):
+    """By its user; rerunning the command submits it again."""
 
-    name, about = "cancel", "scancel: the job is taken out of the queue"
-    moments = ("step", "evaluation")
+    name, about = "cancel", "scancel: the job is cancelled"
+    triggers = ("step", "evaluation")
     on_this_machine = False
 
     def ask(self, stage: Stage) -> None:
-        cast("SlurmVictim", stage.victim).cancel()
+        cast(SlurmTarget, stage.target).cancel()
 
 
 @kind
 class Sigkill(Fault):
     name = "sigkill"
-    about = "SIGKILL while it starts, in a step, in an evaluation"
-    expects = "goes on from the newest checkpoint, which is whole"
-    moments: ClassVar[tuple[str, ...]] = ("start", "step", "step", "evaluation")
-    moments_of_a_job = ("after a save",)  # three kills in a row without one stop a job: a crash loop
+    about = "SIGKILL during startup, in a step, in an evaluation"
+    requires = "resumes from the newest checkpoint, which is intact"
+    triggers: ClassVar[tuple[str, ...]] = ("start", "step", "step", "evaluation")
+    job_triggers = ("after a save",)  # three kills in a row without a save stop a job: a crash loop
     in_a_job = True
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        stage.hold(planned)
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        stage.freeze_at(planned)
         kill(stage)
         found = newest(stage)
-        stage.goes_on_from(found)
-        return f"goes on from step {found}"
+        stage.must_resume_at(found)
+        return f"resumes at step {found}"
 
 
 @kind
 class SigkillSave(Sigkill):
     name = "sigkill-save"
     about = "SIGKILL while the files of a checkpoint are written"
-    moments = ("save",)
+    triggers = ("save",)
     in_a_job = False
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        answer = super().strike(stage, planned)
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        answer = super().inject(stage, planned)
         left = len(stage.watch.saves())
-        return f"{answer}, {left} half-written left behind" if left else f"{answer}, the save was just over"
+        return f"{answer}, {left} partial left behind" if left else f"{answer}, the save had just ended"
 
 
 @kind
 class SigkillRename(SigkillSave):
     name = "sigkill-rename"
     about = "SIGKILL when a checkpoint lacks only its final name"
-    moments = ("rename",)
+    triggers = ("rename",)
 
 
 @kind
 class DiskFull(Fault):
     name = "disk-full"
-    about = "writes are refused for a while (RLIMIT_FSIZE stands in for a full disk)"
-    expects = "goes on training, harms no checkpoint, saves again when it can"
-    moments = ("room left",)
+    about = "writes are refused for a while (RLIMIT_FSIZE in place of a full disk)"
+    requires = "keeps training, harms no checkpoint, saves again when it can"
+    triggers = ("room left",)
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        stage.hold(planned)
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        stage.freeze_at(planned)
         before = stage.committed()
-        said = len(stage.watch.faults())
+        reported = len(stage.watch.warnings())
         limit = self._limit(stage)
-        stage.victim.limit_files(limit)
-        stage.victim.resume()
-        ended = stage.wait_for_or_end(lambda: len(stage.watch.faults()) > said)
-        if ended is not None or not stage.victim.freeze():
+        stage.target.limit_files(limit)
+        stage.target.unfreeze()
+        ended = stage.wait_for_or_end(lambda: len(stage.watch.warnings()) > reported)
+        if ended is not None or not stage.target.freeze():
             raise self.ended(stage)
-        fault = stage.watch.faults()[-1]
-        # Retention may have deleted an old one after a save that was under way before the limit came.
-        harmed = [path.name for path in before if path.exists() and store.fault_of(_candidate(path)) is not None]
+        warning = stage.watch.warnings()[-1]
+        # Retention may have deleted an old one after a save that was in progress when the limit came.
+        harmed = [path.name for path in before if path.exists() and _is_corrupt(path)]
         if harmed or newest(stage) < max(map(_step, before)):
             raise UnansweredError(f"{', '.join(harmed) or 'the newest checkpoint'} can no longer be used")
         reached, last = stage.watch.step(), max(stage.run.checkpoint_steps())
-        stage.victim.limit_files(None)
-        stage.victim.resume()
+        stage.target.limit_files(None)
+        stage.target.unfreeze()
         status = stage.wait_for_or_end(lambda: max(stage.run.checkpoint_steps(), default=0) > last)
         if status:
             raise self.ended(stage)
         saved = max(stage.run.checkpoint_steps())
-        return f"no file beyond {limit} bytes: “{shortened(fault)}”; trained on from step {reached}, saved step {saved}"
+        return (
+            f"no file above {limit} bytes: “{shortened(warning)}”; kept training at step {reached}, saved step {saved}"
+        )
 
     @staticmethod
     def ended(stage: Stage) -> Exception:
         """What it means that training ended: a run that cannot make its very last save is right to fail."""
-        status = stage.victim.ended()
+        status = stage.target.ended()
         if stage.watch.step() >= stage.steps:
             return TooLateError()
-        return UnansweredError(f"training ended with status {status}: {stage.victim.tail()}")
+        return UnansweredError(f"training ended with status {status}: {stage.target.tail()}")
 
     @staticmethod
     def _limit(stage: Stage) -> int:
-        """Half of the largest file of a checkpoint, so that a save is cut in the middle of it."""
+        """Half of the largest file of a checkpoint, so that a save fails in the middle of it."""
         newest_one = max(stage.committed(), key=_step)
         largest = max(path.stat().st_size for path in newest_one.iterdir())
         return max(largest // 2, SMALLEST_LIMIT) if largest > SMALLEST_LIMIT else 0
@@ -227,97 +227,97 @@ class DiskFull(Fault):
 class Flip(Fault):
     name = "flip"
     about = "SIGKILL, then one byte of the newest checkpoint is changed"
-    expects = "sets it aside as .corrupt and uses the one before"
-    moments = ("two checkpoints",)
+    requires = "sets it aside as .corrupt and uses the one before"
+    triggers = ("two checkpoints",)
     in_a_job = True
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        stage.hold(planned)
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        stage.freeze_at(planned)
         kill(stage)
-        doomed = stage.run.checkpoints / store.step_name(newest(stage))
-        where = flip(doomed, random.Random(f"flip {planned.number} {planned.fraction}"))
+        corrupt = stage.run.checkpoints / checkpoint_dir.step_name(newest(stage))
+        where = flip(corrupt, random.Random(f"flip {planned.number} {planned.fraction}"))
         before = newest(stage)
-        stage.goes_on_from(before)
-        stage.ensure()
+        stage.must_resume_at(before)
+        stage.ensure_running()
         if stage.wait_for_or_end(stage.made_steps):
-            raise UnansweredError(f"the next attempt ended with status {stage.victim.ended()}: {stage.victim.tail()}")
-        if not list(doomed.parent.glob(f"{doomed.name}.corrupt*")):
-            raise UnansweredError(f"{doomed.name} was not set aside ({where})")
-        return f"{where}: {doomed.name} set aside, went on from step {before}"
+            raise UnansweredError(f"the next attempt ended with status {stage.target.ended()}: {stage.target.tail()}")
+        if not list(corrupt.parent.glob(f"{corrupt.name}.corrupt*")):
+            raise UnansweredError(f"{corrupt.name} was not set aside ({where})")
+        return f"{where}: {corrupt.name} set aside, resumed at step {before}"
 
 
 @kind
 class Twice(Fault):
     name = "twice"
-    about = "the same command again while it runs"
-    expects = "turns the second away, the first is unharmed"
-    moments = ("start",)
+    about = "the command is entered again while it runs"
+    requires = "refuses the second process, the first is unharmed"
+    triggers = ("start",)
     in_a_job = True
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        stage.ensure()
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        stage.ensure_running()
         stage.wait_for(stage.owned)
-        at, number = stage.watch.step(), stage.watch.holder()[0]
-        second = stage.also(stage.victim.another())
+        step, fence = stage.watch.step(), stage.watch.holder()[0]
+        second = stage.add(stage.target.another())
         second.begin()
         status = stage.wait_for_end(second)
         if status == ExitStatus.FINISHED and stage.run.finished.exists():
             raise TooLateError
-        if status not in stage.victim.refusals or stage.watch.holder()[0] not in (0, number):
-            raise UnansweredError(f"the second was not turned away but ended with status {status}: {second.tail()}")
-        ended = stage.wait_for_or_end(lambda: stage.made_steps() and stage.watch.step() > at)
+        if status not in stage.target.refusals or stage.watch.holder()[0] not in (0, fence):
+            raise UnansweredError(f"the second was not refused but ended with status {status}: {second.tail()}")
+        ended = stage.wait_for_or_end(lambda: stage.made_steps() and stage.watch.step() > step)
         if ended:
-            raise UnansweredError(f"the first ended with status {ended}: {stage.victim.tail()}")
-        return f"the second was turned away with status {status}, the first went on"
+            raise UnansweredError(f"the first ended with status {ended}: {stage.target.tail()}")
+        return f"the second was refused with status {status}, the first kept training"
 
 
 @kind
 class Frozen(Fault):
     name = "frozen"
-    about = "SIGSTOP, another takes over, SIGCONT: the older wakes up"
-    expects = "the older leaves with status 74 and commits nothing"
-    moments = ("step", "save", "rename")
+    about = "SIGSTOP, another process takes over, SIGCONT: the older one wakes up"
+    requires = "the older exits with status 74 and commits nothing"
+    triggers = ("step", "save", "rename")
 
-    def strike(self, stage: Stage, planned: Planned) -> str:
-        stage.hold(planned)
-        older, fence = stage.victim, stage.watch.holder()[0]
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        stage.freeze_at(planned)
+        older, fence = stage.target, stage.watch.holder()[0]
         before = stage.committed(fence)
-        stage.goes_on_from(newest(stage))
+        stage.must_resume_at(newest(stage))
         stage.replace(older.another())
-        stage.ensure()
+        stage.ensure_running()
         stage.wait_for_or_end(lambda: stage.owned() and stage.made_steps())
-        older.resume()
+        older.unfreeze()
         status = stage.wait_for_end(older)
-        if status == ExitStatus.FINISHED and stage.struck[0] >= stage.steps:
+        if status == ExitStatus.FINISHED and stage.injected_at[0] >= stage.steps:
             raise TooLateError  # it had made its last step and saved it: there was nothing left to take over
         if status != ExitStatus.SUPERSEDED:
             raise UnansweredError(f"the older ended with status {status} instead of 74: {older.tail()}")
         if written := stage.committed(fence) - before:
             raise UnansweredError(f"the older committed {', '.join(sorted(path.name for path in written))}")
-        return "another took over; the older left with status 74 and committed nothing"
+        return "another took over; the older exited with status 74 and committed nothing"
 
 
 def kill(stage: Stage) -> None:
-    """SIGKILL to the run, which must die of it."""
-    stage.victim.send(signal.SIGKILL)
+    """Send SIGKILL to the run, which must end by it."""
+    stage.target.send(signal.SIGKILL)
     status = stage.wait_for_end()
     if status == ExitStatus.FINISHED:
         raise TooLateError
     if status != -signal.SIGKILL:
-        raise UnansweredError(f"ended with status {status}, not by SIGKILL: {stage.victim.tail()}")
+        raise UnansweredError(f"ended with status {status}, not by SIGKILL: {stage.target.tail()}")
 
 
 def newest(stage: Stage) -> int:
     """Step of the newest checkpoint, every byte of which was read; 0 if there is none yet."""
     try:
-        found = store.newest(stage.run.checkpoints)
+        found = checkpoint_dir.newest(stage.run.checkpoints)
     except CheckpointError as error:
         raise UnansweredError(str(error)) from None
     return found.step if found else 0
 
 
 def flip(checkpoint: Path, draw: random.Random) -> str:
-    """Change one byte of a file of `checkpoint`; say which."""
+    """Change one byte of a file of `checkpoint`; which one, in words."""
     path = draw.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
     offset = draw.randrange(path.stat().st_size)
     with open(path, "r+b") as file:
@@ -337,8 +337,9 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _candidate(path: Path) -> store.Candidate:
+def _is_corrupt(path: Path) -> bool:
     try:
-        return store.Candidate(path, _step(path), manifests.read(path))
-    except manifests.DamagedError as damage:
-        return store.Candidate(path, _step(path), None, str(damage))
+        manifests.verify(path, manifests.read(path))
+    except manifests.CorruptionError:
+        return True
+    return False

@@ -1,4 +1,4 @@
-"""Both loss curves over each other, and where the faults struck. Needs matplotlib (the extra `plot`)."""
+"""Plots the loss with and without faults, and where faults were injected. Needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from runner.chaos.drill import Outcome
+from runner.chaos.plan import Outcome
 from runner.metrics.tables import rows
-from runner.run_dir import RunDir
+from runner.rundir.paths import RunDir
 
 
 def draw_png(reference: RunDir, killed: Sequence[RunDir], outcomes: Sequence[Outcome]) -> bytes | None:
-    """The picture as PNG; None where matplotlib is not installed or there is nothing to draw.
+    """The plots as PNG; None if matplotlib is not installed or there is nothing to plot.
 
-    The reference is a broad pale line, each run under faults a thin dark one on top: where they are the
-    same, the thin one runs in the middle of the broad one. Above, a row of marks for each kind of fault.
+    The reference is a broad pale line, each run under faults a thin dark one on top: where they are equal, the thin
+    line is in the middle of the broad one. Above them, a row of markers for each kind of fault.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return None
@@ -46,7 +46,7 @@ def _losses(run: RunDir) -> tuple[list[int], list[float]]:
 
 
 def _mark(marks: Any, axes: Any, killed: Sequence[RunDir], outcomes: Sequence[Outcome]) -> None:
-    """A mark for each fault, in the row of its kind; a dotted line where it struck."""
+    """A marker for each fault, in the row of its kind; a dotted line at its step."""
     kinds = sorted({outcome.kind for outcome in outcomes}, reverse=True)
     colors = {run.path.name: f"C{number + 1}" for number, run in enumerate(killed)}
     for outcome in outcomes:

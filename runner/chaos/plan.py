@@ -1,4 +1,4 @@
-"""Which fault strikes when: a pure function of the seed."""
+"""Which fault is injected when, as a pure function of the seed; and what came of it."""
 
 from __future__ import annotations
 
@@ -6,63 +6,94 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Faults come in this part of a run: at its very end none would be noticed.
+# Faults come in this part of a run: nothing would notice one at its very end.
 BUSY = 0.8
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedFault:
     """One fault of the plan.
 
-    `step`: it strikes at its moment once so many steps are complete. `fraction` in [0, 1): how far into
-    the start of an attempt, where the moment is `start`; which byte, where one is flipped.
+    Attributes:
+        number: counted from 1.
+        kind: the name of the kind of fault.
+        trigger: the name of the trigger that is waited for.
+        step: the trigger counts only once this many steps are complete.
+        fraction: in [0, 1): how far into the start of an attempt, if the trigger is `start`; which byte, if one is
+            flipped.
     """
 
     number: int
     kind: str
-    moment: str
+    trigger: str
     step: int
     fraction: float
 
 
-def make_plan(moments: Mapping[str, Sequence[str]], count: int, steps: int, seed: int) -> list[Planned]:
+@dataclass
+class Outcome:
+    """What came of one injected fault.
+
+    Attributes:
+        step, attempt: where the run was when the fault was injected.
+        answer: what the run did, in words.
+        answered: whether that is what the fault requires.
+        resumes_at: the step at which the next attempt has to resume; None if there is none.
+        steps_lost: steps from there to `step`, which are trained again.
+    """
+
+    number: int
+    kind: str
+    trigger: str
+    run: str
+    step: int
+    attempt: int | None
+    answer: str
+    answered: bool
+    resumes_at: int | None = None
+    steps_lost: int = 0
+
+
+def make_plan(triggers: Mapping[str, Sequence[str]], count: int, steps: int, seed: int) -> list[PlannedFault]:
     """`count` faults in order of their steps, each kind at least once if `count` allows.
 
     Args:
-        moments: the kinds to choose from, and the moments each may strike at.
+        triggers: the kinds to choose from, each with its possible triggers.
         count: how many faults.
         steps: length of the run.
         seed: the same seed gives the same plan.
     """
     draw = random.Random(f"plan {seed}")
-    kinds = list(moments)
+    kinds = list(triggers)
     draw.shuffle(kinds)
     chosen = kinds[:count] + draw.choices(kinds, k=max(0, count - len(kinds)))
     draw.shuffle(chosen)
-    at = targets(draw, count, steps)
     return [
-        Planned(number, kind, draw.choice(list(moments[kind])), step, draw.random())
-        for number, (kind, step) in enumerate(zip(chosen, at, strict=True), start=1)
+        PlannedFault(number, kind, draw.choice(list(triggers[kind])), step, draw.random())
+        for number, (kind, step) in enumerate(zip(chosen, spread(draw, count, steps), strict=True), start=1)
     ]
 
 
-def replan(left: Sequence[Planned], steps: int, seed: int, again: int) -> list[Planned]:
-    """The faults for which a run was too short, spread over another run of the same length.
+def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: int) -> list[PlannedFault]:
+    """The faults that a run was too short for, spread over another run of the same length.
 
     Args:
-        again: how often this was done; each time the faults come earlier.
+        left: the faults that were not injected.
+        steps: length of the run.
+        seed: the same seed gives the same plan.
+        round_number: how often this was done; each time the faults come earlier.
     """
-    draw = random.Random(f"plan {seed} again {again}")
+    draw = random.Random(f"plan {seed} again {round_number}")
     order = list(left)
     draw.shuffle(order)
-    at = targets(draw, len(order), max(2, int(steps * 0.7**again)))
+    at = spread(draw, len(order), max(2, int(steps * 0.7**round_number)))
     return [
-        Planned(fault.number, fault.kind, fault.moment, step, fault.fraction)
+        PlannedFault(fault.number, fault.kind, fault.trigger, step, fault.fraction)
         for fault, step in zip(order, at, strict=True)
     ]
 
 
-def targets(draw: random.Random, count: int, steps: int) -> list[int]:
+def spread(draw: random.Random, count: int, steps: int) -> list[int]:
     """`count` steps in ascending order, one in each part of the busy time of a run of `steps` steps."""
     last = max(1, int(steps * BUSY))
     return [min(last, max(1, round((index + draw.random()) * last / count))) for index in range(count)]

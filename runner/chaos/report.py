@@ -1,4 +1,4 @@
-"""What the drill has found: as a table on the terminal, and as a report in Markdown, HTML or JSON."""
+"""The result of a drill: a table on the terminal, and a report in Markdown, HTML or JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from runner.chaos.compare import Comparison
-from runner.chaos.drill import Outcome
 from runner.chaos.faults import KINDS
 from runner.chaos.picture import draw_png
-from runner.chaos.plan import Planned
+from runner.chaos.plan import Outcome, PlannedFault
 from runner.errors import UserError
-from runner.files import write_atomic
-from runner.run_dir import RunDir
+from runner.rundir.paths import RunDir
+from runner.system.files import write_atomic
 
-COLUMNS = ("fault", "struck", "at step", "steps lost", "what the run answered")
+COLUMNS = ("fault", "injected", "at step", "steps lost", "what the run did")
+DETAILS = ("#", "fault", "trigger", "run", "step", "steps lost", "what the run did")
 RIGHT, WRONG = "✓", "✗"
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
@@ -34,22 +34,22 @@ STYLE = (
 
 @dataclass
 class Result:
-    """All that the drill has found out."""
+    """Everything that a drill has found."""
 
     command: str
     config: str  # the run's readable name
     settings: list[str]  # what was changed in the configuration
     seed: int
-    plan: list[Planned]
+    plan: list[PlannedFault]
     outcomes: list[Outcome]
     comparisons: dict[str, Comparison]  # by the name of the run under faults
-    troubles: list[str]  # whatever else is wrong
+    errors: list[str]  # whatever else went wrong
     reference: RunDir
     killed: list[RunDir]
 
     @property
-    def missing(self) -> list[Planned]:
-        """What was planned and could not be injected."""
+    def missing(self) -> list[PlannedFault]:
+        """Planned faults that could not be injected."""
         done = {outcome.number for outcome in self.outcomes}
         return [fault for fault in self.plan if fault.number not in done]
 
@@ -59,30 +59,30 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Identical, and every fault injected and answered as it should be."""
+        """Identical, every fault was injected, and the run did what each requires."""
         answered = all(outcome.answered for outcome in self.outcomes)
-        return self.identical and answered and not self.missing and not self.troubles
+        return self.identical and answered and not self.missing and not self.errors
 
     @property
-    def lost(self) -> int:
-        """Steps made more than once, because of all faults."""
-        return sum(outcome.lost for outcome in self.outcomes)
+    def steps_lost(self) -> int:
+        """Steps trained more than once, because of all faults."""
+        return sum(outcome.steps_lost for outcome in self.outcomes)
 
     def verdict(self) -> list[str]:
-        """The verdict in a line, then what speaks against it, a line each."""
+        """The verdict in one line, then one line for each reason against it."""
         lines = [f"{run}: {first}" for run, found in self.comparisons.items() for first in map(str, found.differences)]
         lines += [f"fault {o.number}, {o.kind} at step {o.step}: {o.answer}" for o in self.outcomes if not o.answered]
         if self.missing:
             kinds = ", ".join(fault.kind for fault in self.missing)
-            lines.append(f"{len(self.missing)} faults were not injected, the run was over first: {kinds}")
-        lines += self.troubles
+            lines.append(f"{len(self.missing)} faults were not injected because the run finished first: {kinds}")
+        lines += self.errors
         if self.identical:
             one = list(self.comparisons.values())
             compared = (
                 f"{sum(found.records for found in one)} records of metrics, {sum(found.tensors for found in one)} "
                 f"tensors ({sum(found.values for found in one)} values)"
             )
-            first = f"identical bit for bit: {compared}; {len(self.outcomes)} faults, {self.lost} steps made again"
+            first = f"bit-identical: {compared}; {len(self.outcomes)} faults, {self.steps_lost} steps trained again"
         else:
             first = "not identical" if self.comparisons else "not compared"
         return [first, *lines]
@@ -110,24 +110,24 @@ class Result:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """A row for each kind of fault; see `COLUMNS`."""
+    """One row for each kind of fault; see `COLUMNS`."""
     found: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.kind == kind]
         steps = ", ".join(f"{outcome.step}{_when(outcome)}" for outcome in own)
         wrong = [outcome.answer for outcome in own if not outcome.answered]
-        answer = f"{WRONG} {wrong[0]}" if wrong else f"{RIGHT} {KINDS[kind].expects}"
+        answer = f"{WRONG} {wrong[0]}" if wrong else f"{RIGHT} {KINDS[kind].requires}"
         count = f"{len(own)}×" + (f", {len(wrong)} wrong" if wrong else "")
-        found.append((kind, count, steps, str(sum(outcome.lost for outcome in own)), answer))
+        found.append((kind, count, steps, str(sum(outcome.steps_lost for outcome in own)), answer))
     return found
 
 
 def _when(outcome: Outcome) -> str:
-    return f" ({outcome.moment})" if outcome.moment in ("start", "evaluation", "save", "rename") else ""
+    return f" ({outcome.trigger})" if outcome.trigger in ("start", "evaluation", "save", "rename") else ""
 
 
 def show(result: Result, console: Console) -> None:
-    """The table and the verdict."""
+    """Print the table and the verdict."""
     table = Table(*COLUMNS, title="Faults injected", title_justify="left")
     for column in table.columns[:-1]:
         column.max_width = 24
@@ -141,10 +141,10 @@ def show(result: Result, console: Console) -> None:
 
 
 def write(result: Result, path: Path) -> list[Path]:
-    """Write the report, and for Markdown the picture beside it; the files written.
+    """Write the report, and for Markdown the plots beside it; the files written.
 
     Raises:
-        UserError: the file system refuses.
+        UserError: a file cannot be written.
     """
     picture = None if path.suffix == ".json" else draw_png(result.reference, result.killed, result.outcomes)
     beside = path.with_suffix(".png")
@@ -161,7 +161,7 @@ def write(result: Result, path: Path) -> list[Path]:
                 written.append(beside)
             write_atomic(path, as_markdown(result, beside.name if picture is not None else None))
     except OSError as error:
-        raise UserError(f"--report {path} cannot be written ({error.strerror}): give another file") from None
+        raise UserError(f"--report {path} cannot be written ({error.strerror}): choose another file") from None
     return written
 
 
@@ -170,24 +170,24 @@ def _facts(result: Result) -> list[str]:
         f"Command: `{result.command}`",
         f"Reference: `{result.reference.path}`",
         "Under faults: " + ", ".join(f"`{run.path}`" for run in result.killed),
-        *(f"Set for the drill: {words}" for words in result.settings),
+        *(f"Set for the drill: {note}" for note in result.settings),
     ]
 
 
 def as_markdown(result: Result, picture: str | None) -> str:
-    """The report as Markdown; `picture`: the name of the file beside it."""
+    """The report as Markdown; `picture`: the file name of the plots beside it."""
     first, *rest = result.verdict()
     lines = [f"# {result.config} under faults", "", f"**{first}**", "", *(f"- {line}" for line in rest)]
-    lines += ["", *([f"![Losses of both runs]({picture})", ""] if picture else [])]
+    lines += ["", *([f"![Losses with and without faults]({picture})", ""] if picture else [])]
     lines += [_markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS)), *map(_markdown_row, rows(result.outcomes))]
-    lines += ["", "| # | fault | moment | run | step | steps lost | answer |", "|---|---|---|---|---|---|---|"]
+    lines += ["", _markdown_row(DETAILS), _markdown_row(["---"] * len(DETAILS))]
     lines += [_markdown_row([str(cell) for cell in _single(outcome)]) for outcome in result.outcomes]
     return "\n".join([*lines, "", *(f"- {fact}" for fact in _facts(result)), ""])
 
 
 def _single(outcome: Outcome) -> tuple[Any, ...]:
     answer = f"{RIGHT if outcome.answered else WRONG} {outcome.answer}"
-    return outcome.number, outcome.kind, outcome.moment, outcome.run, outcome.step, outcome.lost, answer
+    return outcome.number, outcome.kind, outcome.trigger, outcome.run, outcome.step, outcome.steps_lost, answer
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
@@ -195,22 +195,21 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def as_html(result: Result, picture: bytes | None) -> str:
-    """The report as one HTML file with the picture inside."""
+    """The report as one HTML file that contains the plots."""
     first, *rest = result.verdict()
     title = html.escape(f"{result.config} under faults")
     image = base64.b64encode(picture).decode() if picture else ""
     singles = [[str(cell) for cell in _single(outcome)] for outcome in result.outcomes]
-    head = ("#", "fault", "moment", "run", "step", "steps lost", "answer")
     return "\n".join(
         [
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>',
             f"<h1>{title}</h1>",
             f'<p class="{"good" if result.good else "bad"}"><strong>{html.escape(first)}</strong></p>',
             _html_list(rest),
-            f'<img alt="Losses of both runs" src="data:image/png;base64,{image}">' if picture else "",
+            f'<img alt="Losses with and without faults" src="data:image/png;base64,{image}">' if picture else "",
             _html_table(COLUMNS, rows(result.outcomes)),
-            "<h2>One by one</h2>",
-            _html_table(head, singles),
+            "<h2>Every fault</h2>",
+            _html_table(DETAILS, singles),
             _html_list([fact.replace("`", "") for fact in _facts(result)]),
             "</html>\n",
         ]

@@ -1,4 +1,4 @@
-"""What can be seen of a run from outside, by its files: cheap enough to ask a thousand times a second."""
+"""What can be observed of a run from outside, by its files: cheap enough to be polled a thousand times a second."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from runner.files import read_json
-from runner.lease import current
-from runner.run_dir import RunDir
+from runner.rundir import lease
+from runner.rundir.paths import RunDir
+from runner.system import files
 
-TAIL = 1 << 14  # bytes; the last records of metrics.jsonl are in there
+TAIL = 1 << 14  # bytes; holds the last records of metrics.jsonl
 _SAVING = re.compile(r"step_\d+\.tmp-\d+-\d+")
 
 
 class Watch:
-    """Looks at one run directory."""
+    """Observes one run directory."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -25,7 +25,7 @@ class Watch:
         self._records: list[dict[str, Any]] = []
 
     def last_records(self) -> list[dict[str, Any]]:
-        """The last record of metrics.jsonl, and before it the last one of a step if it is another."""
+        """The last record of metrics.jsonl, preceded by the last one of a training step if that is another."""
         try:
             with open(self.run.metrics, "rb") as file:
                 state = os.fstat(file.fileno())
@@ -40,23 +40,22 @@ class Watch:
         return self._records
 
     def step(self) -> int:
-        """Steps complete, as far as the metrics say."""
+        """Steps complete, according to the metrics."""
         return max((int(record["step"]) for record in self.last_records()), default=0)
 
     def evaluating(self, every: int) -> bool:
-        """Whether a step that is evaluated is complete and its evaluation is not."""
+        """Whether a step is complete whose evaluation is due and is not."""
         records = self.last_records()
         return bool(records and every and "loss" in records[-1] and records[-1]["step"] % every == 0)
 
     def holder(self) -> tuple[int, dict[str, Any]]:
-        """Number and words of the holder of the run; (0, {}) if there is none."""
-        number, holder = current(self.run.lease) or (0, {})
+        """Fencing number and identity of the lease's holder; (0, {}) if there is none."""
+        number, holder = lease.read_holder(self.run.lease) or (0, {})
         return (0, {}) if holder.get("released") else (number, holder)
 
     def attempt(self) -> dict[str, Any]:
-        """What the attempt under way says of itself."""
-        found = read_json(self.run.attempt)
-        return found if isinstance(found, dict) else {}
+        """The record of the attempt in progress; empty if there is none."""
+        return files.read_object(self.run.attempt)
 
     def saves(self) -> list[Path]:
         """Temporary directories of checkpoints that are being written."""
@@ -67,12 +66,12 @@ class Watch:
         return [self.run.checkpoints / name for name in names if _SAVING.fullmatch(name)]
 
     def renames(self) -> list[Path]:
-        """Those of them that have all their files and only lack their final name."""
+        """Those of `saves` that have all their files and lack only their final name."""
         return [path for path in self.saves() if os.path.exists(path / "manifest.json")]
 
-    def faults(self) -> list[str]:
-        """Faults that this attempt has survived and said so."""
-        return list((read_json(self.run.status) or {}).get("faults") or [])
+    def warnings(self) -> list[str]:
+        """Errors that this attempt has survived and reported."""
+        return list(files.read_object(self.run.status).get("warnings") or [])
 
 
 def _last_records(data: bytes) -> list[dict[str, Any]]:

@@ -1,17 +1,19 @@
-"""One thread that runs one thing at a time, kept between saves: starting a thread waits for it to run."""
+"""One thread that runs one action at a time, kept between saves because starting a thread takes time."""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
+_log = logging.getLogger(__name__)
+
 
 class Background:
-    """Runs what is submitted, in a daemon thread that is made at the first use. What an action raises is shown."""
+    """Runs submitted actions in a daemon thread, which is created on first use. What an action raises is logged."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -19,27 +21,22 @@ class Background:
         self._idle.set()
         self._thread: threading.Thread | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether something runs or is about to."""
-        return not self._idle.is_set()
-
     def start(self) -> None:
-        """Make the thread now rather than at the first `submit`."""
+        """Create the thread now rather than at the first `submit`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
             self._thread.start()
-            # An interpreter that shuts down under a thread that is in the middle of torch's code aborts.
+            # An interpreter that shuts down while a thread is inside torch's code aborts.
             atexit.register(self.join)
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Run `action` as soon as possible; call only when not busy."""
+        """Run `action`. Must not be called before the last one has ended; see `join`."""
         self._idle.clear()
         self._queue.put(action)
         self.start()
 
     def join(self) -> None:
-        """Return when nothing runs."""
+        """Return when nothing is running."""
         self._idle.wait()
 
     def _serve(self) -> None:
@@ -47,9 +44,9 @@ class Background:
             action = self._queue.get()
             try:
                 action()
-            except Exception:  # noqa: BLE001 the thread must outlive it: the next save would wait for ever
-                with suppress(OSError):
-                    traceback.print_exc()
+            except Exception:  # noqa: BLE001 the thread must survive it, or the next save would wait forever
+                with suppress(Exception):  # and so must it survive what handles the message
+                    _log.exception("a save in the background failed unexpectedly")
             finally:
-                del action  # it holds a whole state
+                del action  # it references a whole state
                 self._idle.set()

@@ -1,4 +1,4 @@
-"""When to save: pure decisions, with the step and the clock handed in."""
+"""When to save: pure functions of the step and the time, which the caller passes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from dataclasses import dataclass, field
 from runner.errors import UserError
 
 LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit", "failed", "crash loop"})
-"""Ends of an attempt that may come without warning and cost the steps since the last save."""
+"""Causes of an end that may come without notice and lose the steps since the last save."""
 
 
 @dataclass
 class AdaptiveInterval:
-    """The interval between saves that loses the least time, from what was measured.
+    """The interval between saves that loses the least time, based on measurements.
 
-    Too rare, and a kill costs much work; too often, and saving does. J. T. Daly, "A higher order
-    estimate of the optimum checkpoint interval for restart dumps" (2006), eq. 37, with the visible cost
-    C of a save and the mean time M between losses, in seconds:
+    Rare saves lose much work at a kill, frequent ones take time themselves. J. T. Daly, "A higher order estimate of the
+    optimum checkpoint interval for restart dumps" (2006), eq. 37, with the time C that a save stalls training and the
+    mean time M between losses, in seconds:
 
         C < 2 M:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + C / (9 * 2M)) - C        (first factor: Young, 1974)
         else:     M
 
-    M is (running time + prior) / (losses + 1): with nothing observed yet it is the prior, and a prior
-    counts as one loss.
+    M is (running time + prior) / (losses + 1): before any observation it is the prior, which counts as one loss.
+
+    Args:
+        min_s: lower bound of the interval, in seconds.
+        max_s: upper bound of the interval, in seconds.
+        prior_s: expected time between losses before any is observed, in seconds.
+
+    Raises:
+        UserError: a setting is out of range.
     """
 
     min_s: float = 30.0
@@ -39,33 +46,33 @@ class AdaptiveInterval:
         if not 0 < self.min_s <= self.max_s < math.inf:
             raise UserError(
                 f"adaptive saving between {self.min_s} and {self.max_s} seconds: "
-                "give 0 < minimum <= maximum, both finite"
+                "set 0 < minimum <= maximum, both finite"
             )
         if not 0 < self.prior_s < math.inf:
-            raise UserError(f"expected time between preemptions {self.prior_s}: give seconds above 0")
+            raise UserError(f"expected time between preemptions {self.prior_s}: set seconds above 0")
 
     def observe_save(self, stall_s: float, write_s: float) -> None:
-        """One save that held the loop for `stall_s` seconds and was on disk after `write_s`."""
+        """Record a save that stalled training for `stall_s` seconds and was on disk after `write_s` seconds."""
         self._costs = [*self._costs[-7:], max(stall_s, 1e-6)]
         self._writes = [*self._writes[-7:], max(write_s, 0.0)]
 
     def observe_attempts(self, attempts: Iterable[tuple[float, str]]) -> None:
-        """All ended attempts of this run so far: (seconds it ran, cause of its end)."""
+        """Replace the record of this run's ended attempts: (seconds it ran, cause of its end) each."""
         ended = list(attempts)
         self._ran_s = sum(max(seconds, 0.0) for seconds, _ in ended)
         self._losses = sum(cause in LOST for _, cause in ended)
 
     @property
     def cost_s(self) -> float:
-        """Seconds that a save costs the loop: the median of the last eight; 1 before the first."""
+        """Seconds that a save stalls training: the median of the last eight; 1 before the first."""
         return sorted(self._costs)[len(self._costs) // 2] if self._costs else 1.0
 
     def mean_time_between_losses_s(self, elapsed_s: float = 0.0) -> float:
-        """M of the formula, in seconds, `elapsed_s` into the current attempt."""
+        """M of the formula, in seconds, `elapsed_s` seconds into the current attempt."""
         return (self._ran_s + elapsed_s + self.prior_s) / (self._losses + 1)
 
     def optimum_s(self, elapsed_s: float = 0.0) -> float:
-        """Daly's interval in seconds, before the bounds."""
+        """Daly's interval in seconds, before the bounds are applied."""
         cost, mean = self.cost_s, self.mean_time_between_losses_s(elapsed_s)
         if cost >= 2 * mean:
             return mean
@@ -73,12 +80,12 @@ class AdaptiveInterval:
         return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
     def interval_s(self, elapsed_s: float = 0.0) -> float:
-        """The interval to use: the optimum within the bounds, and never shorter than a write takes."""
+        """The interval to use, in seconds: the optimum within the bounds, but at least twice the longest write."""
         write = max(self._writes, default=0.0)
         return min(max(self.optimum_s(elapsed_s), self.min_s, 2 * write), max(self.max_s, 2 * write))
 
     def explain(self, elapsed_s: float = 0.0) -> str:
-        """What was chosen and why, in one line."""
+        """The interval and the reason for it, in one line."""
         cost = f"a save costs {self.cost_s:.3g} s" if self._costs else "no save measured yet (1 s assumed)"
         hours = (self._ran_s + elapsed_s) / 3600
         return (
@@ -89,14 +96,17 @@ class AdaptiveInterval:
 
 
 class Cadence:
-    """Says at each step boundary whether to save. Rank 0 asks, and tells the others.
+    """Decides at each step boundary whether to save. Rank 0 asks it and broadcasts the answer.
 
     Args:
-        every_steps: save when this many steps divide the step; None: not by steps.
-        every_minutes: save when this long has passed since the last save; None: not by the clock.
+        every_steps: save at every multiple of this step; None: not by steps.
+        every_minutes: save when this long has passed since the last save; None: not by time.
         adaptive: chooses the interval instead of `every_minutes`.
-        start_step: the step of the resume (or 0), which needs no save.
-        now: seconds on any monotonic clock, the same one that is handed in later.
+        start_step: the step of the resume (or 0), which is not saved again.
+        now: seconds on the monotonic clock that is also used later.
+
+    Raises:
+        UserError: a setting is out of range.
     """
 
     def __init__(
@@ -109,9 +119,9 @@ class Cadence:
         now: float = 0.0,
     ) -> None:
         if every_steps is not None and every_steps < 1:
-            raise UserError(f"checkpoint.every_steps={every_steps}: give 1 or more, or null for none by steps")
+            raise UserError(f"checkpoint.every_steps={every_steps}: set 1 or more, or null for none by steps")
         if every_minutes is not None and not 0 < every_minutes < math.inf:
-            raise UserError(f"checkpoint.every_minutes={every_minutes}: give more than 0, or null for none by time")
+            raise UserError(f"checkpoint.every_minutes={every_minutes}: set more than 0, or null for none by time")
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self.adaptive = adaptive
@@ -119,19 +129,12 @@ class Cadence:
         self._last_step = start_step
         self._last_time = now
 
-    def should_save(self, step: int, now: float, *, last: bool = False, asked: bool = False) -> bool:
-        """Whether to save after `step` complete steps at `now`.
-
-        Args:
-            last: this is the end of the run.
-            asked: a signal (or whatever is about to end the attempt) asks for it.
-        """
-        if step <= self._last_step:
-            return False
-        return last or asked or self._by_steps(step) or self._by_time(now)
+    def should_save(self, step: int, now: float) -> bool:
+        """Whether a save is due after `step` completed steps; the end of an attempt needs one in any case."""
+        return step > self._last_step and (self._by_steps(step) or self._by_time(now))
 
     def saved(self, step: int, now: float) -> None:
-        """A save of `step` was begun at `now`; one that failed counts too: the next cadence tries again."""
+        """Record that a save of `step` began at `now`; one that failed counts too, and the next one is due as usual."""
         self._last_step = step
         self._last_time = now
 

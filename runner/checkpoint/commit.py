@@ -1,7 +1,7 @@
-"""One checkpoint from nothing to committed: temporary directory, fsync, manifest, fence, rename, fsync.
+"""The commit of one checkpoint: temporary directory, fsync, manifest, fence, rename, fsync.
 
-Every change to the file system goes through a plain `os` call, so that tests can count and break each
-of them. Nothing here imports torch.
+Every change goes through a function of `runner.system.files` that does one thing, so that tests can count and break
+each of them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint import manifest as manifests
-from runner.checkpoint.manifest import CHUNK, FileRecord, Manifest
-from runner.checkpoint.store import remove_tree
-from runner.files import fsync_dir
+from runner.checkpoint.directory import remove_tree
+from runner.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest
+from runner.system import files
 
 DIRECTORY_MODE = 0o755
-FILE_MODE = 0o644  # less the umask; never writable by others, whatever the umask
+FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
 
 
 class HashingFile:
-    """A new file, written front to back, that knows its size and SHA-256 at the end.
+    """A new file, written front to back, whose size and SHA-256 are known at the end.
 
-    Small writes are collected into chunks. `close` makes the file durable.
+    Small writes are collected into blocks. `close` makes the file durable.
 
     Raises:
         OSError: the file exists, or the file system refuses.
@@ -33,19 +33,20 @@ class HashingFile:
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags, FILE_MODE)
+        self._fd = files.open_fd(path, flags, FILE_MODE)
         self._digest = hashlib.sha256()
         self._pending = bytearray()
         self._size = 0
-        self.fault: OSError | None = None
+        self.error: OSError | None = None
+        """What the file system refused, if it did: torch.save replaces it by an error of its own."""
 
     def write(self, data: Any) -> int:
         """Append bytes or any buffer; returns their number."""
         view = memoryview(data).cast("B")
         self._size += len(view)
-        if len(view) < CHUNK:
+        if len(view) < BLOCK_BYTES:
             self._pending += view
-            if len(self._pending) >= CHUNK:
+            if len(self._pending) >= BLOCK_BYTES:
                 self._drain()
         else:
             self._drain()
@@ -53,26 +54,26 @@ class HashingFile:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Nothing to do before `close`: who reads a file that is not committed?"""
+        """Does nothing: nobody reads the file before `close`."""
 
     def close(self) -> FileRecord:
-        """Write out, fsync, close; returns what the manifest says of the file."""
+        """Write what is pending, fsync and close; returns the file's entry in the manifest."""
         try:
             self._drain()
-            os.fsync(self._fd)
+            files.fsync_fd(self._fd)
         finally:
             self.abandon()
         return FileRecord(self._size, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Close without making durable."""
+        """Close without fsync, unless closed already."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            files.close_fd(fd)
 
     def _drain(self) -> None:
         if self._pending:
@@ -80,63 +81,73 @@ class HashingFile:
             self._put(memoryview(pending))
 
     def _put(self, view: memoryview) -> None:
-        """Hash and write in chunks that are still in the CPU's cache the second time."""
+        """Hash and write in blocks, which are still in the CPU's cache for the write."""
         try:
-            for start in range(0, len(view), CHUNK):
-                piece = view[start : start + CHUNK]
-                self._digest.update(piece)
-                while piece:
-                    piece = piece[os.write(self._fd, piece) :]
+            for start in range(0, len(view), BLOCK_BYTES):
+                block = view[start : start + BLOCK_BYTES]
+                self._digest.update(block)
+                while block:
+                    block = block[files.write_fd(self._fd, block) :]
         except OSError as error:
-            self.fault = error
+            self.error = error
             raise
 
 
 def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
-    """Make a new durable file with what `fill` writes into it."""
+    """Create a durable file with what `fill` writes into it.
+
+    Raises:
+        OSError: the file exists, or the file system refused.
+    """
     file = HashingFile(path)
     try:
         fill(file)
         return file.close()
     except RuntimeError:
-        if file.fault is not None:  # torch.save turns it into an error about positions in its archive
-            raise file.fault from None
+        if file.error is not None:  # torch.save turns it into an error about positions in its archive
+            raise file.error from None
         raise
     finally:
         file.abandon()
 
 
 class Transaction:
-    """The temporary directory of one checkpoint. `commit` makes it real, `abort` removes it."""
+    """The temporary directory of one checkpoint: `commit` gives it its final name, `abort` removes it.
 
-    def __init__(self, final: Path, fence: int, check_fence: Callable[[], None] | None) -> None:
+    Args:
+        final: path of the checkpoint once it is committed.
+        fence: this attempt's fencing number.
+        check_fence: raises SupersededError if a newer attempt holds the lease.
+    """
+
+    def __init__(self, final: Path, fence: int, check_fence: Callable[[], None]) -> None:
         self.final = final
         self.path = final.with_name(f"{final.name}.tmp-{fence}-{os.getpid()}")
-        self._check = check_fence or (lambda: None)
+        self._check_fence = check_fence
 
     def begin(self) -> None:
-        """Make the directory, then look whether this process may still write.
+        """Create the directory, then check the fence once more.
 
-        In this order: a newer incarnation takes its number first and sweeps afterwards, so either it
-        sees this directory or this process sees its number.
+        In this order: a newer attempt takes its fencing number first and sweeps afterwards, so either it sees this
+        directory or this process sees its number.
         """
-        self._check()
-        os.mkdir(self.path, DIRECTORY_MODE)
+        self._check_fence()
+        files.make_dir(self.path, DIRECTORY_MODE)
         try:
-            self._check()
+            self._check_fence()
         except BaseException:
             self.abort()
             raise
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, and give the directory its final name if the fence still stands."""
+        """Write the manifest, and rename the directory if this attempt still holds the lease."""
         write_file(self.path / manifests.NAME, lambda file: file.write(manifest.encode()))
-        fsync_dir(self.path)
-        self._check()
-        os.rename(self.path, self.final)
-        fsync_dir(self.final.parent)
+        files.fsync_dir(self.path)
+        self._check_fence()
+        files.rename(self.path, self.final)
+        files.fsync_dir(self.final.parent)
 
     def abort(self) -> None:
-        """Remove what was written; a leftover that cannot be removed is swept at the next start."""
+        """Remove the directory; what cannot be removed is swept by the next attempt."""
         with contextlib.suppress(OSError):
             remove_tree(self.path)

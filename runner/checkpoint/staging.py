@@ -1,20 +1,21 @@
-"""What a model and an optimizer hold, under names that no wrapper and no number of ranks changes.
+"""What a model and an optimizer hold, under names that do not depend on wrappers or on the number of ranks.
 
-The same names come out of a bare module, one in DistributedDataParallel, under FSDP2 (`fully_shard`) or
-`torch.compile`. An optimizer's state is keyed by parameter name instead of number. Tensors go to
-torch.distributed.checkpoint; the rest (hyperparameters, counters, module extras) into train_state.pt.
+The names are the same for a bare module, in DistributedDataParallel, under FSDP2 (`fully_shard`) and `torch.compile`.
+An optimizer's state is keyed by parameter name instead of index. Tensors go to torch.distributed.checkpoint, the rest
+(hyperparameters, counters, module extras) into train_state.pt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from runner.checkpoint.state import OptimizerState
 from runner.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -29,13 +30,17 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class Collected:
     """Everything a checkpoint needs of model and optimizer, by reference.
 
-    `tensors`: by flat name. `nested`: the same as torch.distributed.checkpoint wants them,
-    {"model": …, "optimizer": …}. `plain`: the entries `optimizer` and `model_extra` of the train state.
+    Attributes:
+        tensors: all tensors, by flat name.
+        nested: the same in the form torch.distributed.checkpoint expects, {"model": ..., "optimizer": ...}.
+        model_extra: entries of the model's state dict that are not tensors; None if there are none.
+        optimizer: what the optimizer holds besides tensors; None without an optimizer.
     """
 
     tensors: Tensors
     nested: dict[str, Any]
-    plain: dict[str, Any] = field(default_factory=dict)
+    model_extra: dict[str, Any] | None
+    optimizer: OptimizerState | None = None
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -44,14 +49,14 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the parts that wrappers put in."""
+    """A parameter's name without the parts that wrappers insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-    """A module's persistent tensors, and whatever else its `state_dict` holds, by name."""
+    """A module's persistent tensors, and what else its `state_dict` holds, by name."""
     tensors: Tensors = {}
     extra: dict[str, Any] = {}
     for name, value in bare(model).state_dict().items():
@@ -60,10 +65,10 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
-    """The name of each parameter that the optimizer holds.
+    """The name of each of the optimizer's parameters.
 
     Raises:
-        CheckpointError: one of them is not the model's.
+        CheckpointError: one of them is not in the model.
     """
     names: dict[torch.Tensor, str] = {p: plain_name(name) for name, p in bare(model).named_parameters()}
     for group in optimizer.param_groups:
@@ -71,16 +76,20 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor
             if parameter not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not in "
-                    f"the model; make it a parameter of {type(bare(model)).__name__}, or it cannot be saved"
+                    f"the model and so cannot be saved; make it a parameter of {type(bare(model)).__name__}"
                 )
     return names
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> Collected:
-    """References to all tensors of `model` and `optimizer`, and the values beside them."""
+    """References to all tensors of `model` and `optimizer`, and what they hold besides.
+
+    Raises:
+        CheckpointError: the optimizer holds a parameter that is not in the model.
+    """
     tensors, extra = model_state(model)
     flat = {MODEL + name: tensor for name, tensor in tensors.items()}
-    collected = Collected(flat, {"model": tensors}, {"model_extra": extra} if extra else {})
+    collected = Collected(flat, {"model": tensors}, extra or None)
     if optimizer is not None:
         _collect_optimizer(collected, optimizer, parameter_names(model, optimizer))
     return collected
@@ -105,16 +114,11 @@ def _collect_optimizer(collected: Collected, optimizer: Optimizer, names: Mappin
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     collected.nested["optimizer"] = {"state": state}
-    collected.plain["optimizer"] = {
-        "class": type(optimizer).__name__,
-        "param_groups": groups,
-        "values": values,
-        "on_cpu": on_cpu,
-    }
+    collected.optimizer = OptimizerState(type(optimizer).__name__, groups, values, on_cpu)
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the shard of a DTensor, or the tensor itself."""
+    """This rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -124,9 +128,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostBuffers:
-    """Copies of tensors in host memory that is allocated once and used again by each save.
+    """Copies of tensors in host memory that is allocated once and reused by every save.
 
-    A fresh copy spends most of its time on page faults; page-locked memory lets a GPU copy by itself.
+    A copy into fresh memory spends most of its time on page faults; page-locked memory allows asynchronous copies from
+    a GPU.
     """
 
     def __init__(self) -> None:
@@ -134,19 +139,19 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Tensors:
-        """Copy `tensors`; the result is overwritten by the next call."""
+        """Copy `tensors` (this rank's shards); the next call overwrites the result."""
         sources = [shard(tensor) for tensor in tensors.values()]
-        kept = {name: self._fitting(name, source) for name, source in zip(tensors, sources, strict=True)}
-        self._buffers = kept
+        copies = {name: self._buffer(name, source) for name, source in zip(tensors, sources, strict=True)}
+        self._buffers = copies
         if any(not source.is_cpu for source in sources):
-            for buffer, source in zip(kept.values(), sources, strict=True):
+            for buffer, source in zip(copies.values(), sources, strict=True):
                 buffer.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
-        elif kept:
-            torch._foreach_copy_(list(kept.values()), sources)
-        return kept
+        elif copies:
+            torch._foreach_copy_(list(copies.values()), sources)
+        return copies
 
-    def _fitting(self, name: str, source: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype:
             return buffer
@@ -154,19 +159,19 @@ class HostBuffers:
         return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
 
 
-_Path = str | tuple[Any, Any]  # a name, or (the path of what it is in, its key); spelled out for an error only
+_Path = str | tuple[Any, Any]  # a name, or (path of the container, key); formatted only for an error
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 
 
 def snapshot(value: Any, path: _Path = "train state") -> Any:
-    """A copy of plain values and tensors (to the CPU) that later changes of the original do not reach.
+    """A copy of plain values and tensors (on the CPU) that later changes of the original do not affect.
 
-    What comes out can be loaded with `weights_only=True`: numpy's scalars become numbers, and anything
-    that would need code to be loaded is refused now, not when the checkpoint is needed.
+    The copy can be loaded with `weights_only=True`: numpy's scalars become numbers, and anything that needs code to be
+    loaded is refused now rather than at the resume.
 
     Raises:
-        CheckpointError: naming the entry and its type.
+        CheckpointError: `value` contains something else; names the entry and its type.
     """
     if type(value) in _ATOMS:
         return value
@@ -174,30 +179,30 @@ def snapshot(value: Any, path: _Path = "train state") -> Any:
         return local(value).to("cpu", copy=True)
     if isinstance(value, (list, tuple)):
         plain = tuple if isinstance(value, tuple) else list
-        if _ATOMS.issuperset(map(type, value)):  # a random generator's has hundreds
+        if _ATOMS.issuperset(map(type, value)):  # the state of a random generator has hundreds of them
             return plain(value)
         return plain([snapshot(item, (path, number)) for number, item in enumerate(value)])
     if isinstance(value, Mapping):
         return {
-            key if type(key) in _ATOMS else snapshot(key, f"a key of {_spelled(path)}"): snapshot(item, (path, key))
+            key if type(key) in _ATOMS else snapshot(key, f"a key of {_formatted(path)}"): snapshot(item, (path, key))
             for key, item in value.items()
         }
     return _as_plain(value, path)
 
 
-def _spelled(path: _Path) -> str:
-    return path if isinstance(path, str) else f"{_spelled(path[0])}[{path[1]!r}]"
+def _formatted(path: _Path) -> str:
+    return path if isinstance(path, str) else f"{_formatted(path[0])}[{path[1]!r}]"
 
 
 def _as_plain(value: Any, path: _Path) -> Any:
-    """A number or string that comes as something more: a numpy scalar, an enum."""
+    """The number or string behind a numpy scalar, or an instance of a subclass."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return snapshot(value.item(), path)
     for plain in (int, float, str):
         if isinstance(value, plain):  # an enum, say
             return plain(value)
     raise CheckpointError(
-        f"{_spelled(path)} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, "
-        "strings and tensors, in dicts, lists and tuples; turn it into these in state_dict (an array with "
+        f"{_formatted(path)} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint holds only "
+        "numbers, strings and tensors, in dicts, lists and tuples; convert it in state_dict (an array with "
         "torch.from_numpy)"
     )

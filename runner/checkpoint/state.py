@@ -1,36 +1,24 @@
-"""What a run must remember besides weights: step, tokens, random generators, scheduler, data position.
+"""What a run must remember besides tensors: step, tokens, random generators, scheduler, data position.
 
-Everything here loads with `torch.load(weights_only=True)`: numbers, strings, tensors, and dicts, lists
-and tuples of them.
+`TrainState` is the content of train_state.pt and knows its keys; `extra` adds more. All of it can be loaded with
+`torch.load(weights_only=True)`: numbers, strings, tensors, and dicts, lists and tuples of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from runner.errors import CheckpointError, UserError, nearest
+from runner.system.distributed import current_ranks
 
-TrainState = dict[str, Any]
-
-RESERVED = (
-    "step",
-    "tokens_seen",
-    "rng",
-    "scheduler",
-    "dataloader",
-    "version",
-    "rng_by_rank",
-    "dataloader_by_rank",
-    "optimizer",
-    "model_extra",
-)
-"""Keys of a train state that `extra` may not use."""
+StateDict = dict[str, Any]
 
 
 class Stateful(Protocol):
@@ -40,24 +28,107 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def get_rng_state() -> dict[str, Any]:
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer holds besides tensors; parameters are named as in the model.
+
+    Attributes:
+        class_name: the optimizer's class.
+        param_groups: the options of each group, and the names of its parameters as `params`.
+        values: entries of the state that are not tensors, by parameter and key.
+        on_cpu: `<parameter>.<key>` of each tensor that is on the CPU, wherever its parameter is.
+    """
+
+    class_name: str
+    param_groups: list[dict[str, Any]]
+    values: dict[str, dict[str, Any]]
+    on_cpu: list[str]
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What train_state.pt holds. Each field but `extra` is a key; entries that are None are left out.
+
+    Attributes:
+        step: completed optimizer steps.
+        tokens_seen: tokens trained on so far, over all ranks.
+        rng: random generators of this rank (in the file: of rank 0), see `get_rng_state`.
+        scheduler: state of the learning-rate scheduler.
+        dataloader: state of this rank's dataloader (in the file: of rank 0's).
+        rng_by_rank: `rng` of every rank.
+        dataloader_by_rank: `dataloader` of every rank, if there were several.
+        optimizer: what the optimizer holds besides tensors.
+        model_extra: entries of the model's state dict that are not tensors.
+        version: format version of the checkpoint.
+        extra: further entries, which are keys beside the others.
+    """
+
+    step: int
+    tokens_seen: int
+    rng: StateDict
+    scheduler: StateDict | None = None
+    dataloader: StateDict | None = None
+    rng_by_rank: list[StateDict] | None = None
+    dataloader_by_rank: list[StateDict] | None = None
+    optimizer: OptimizerState | None = None
+    model_extra: StateDict | None = None
+    version: int | None = None
+    extra: StateDict = field(default_factory=dict)
+
+    def to_dict(self) -> StateDict:
+        """The state as plain dicts."""
+        entries = {name: getattr(self, name) for name in RESERVED if getattr(self, name) is not None}
+        if self.optimizer is not None:
+            entries["optimizer"] = dict(vars(self.optimizer))
+        return {**entries, **self.extra}
+
+    @staticmethod
+    def from_dict(state: Mapping[str, Any], where: str) -> TrainState:
+        """The inverse of `to_dict`.
+
+        Args:
+            state: a train state.
+            where: what `state` is, for messages.
+
+        Raises:
+            CheckpointError: an entry is missing.
+        """
+        require(state, ("step", "tokens_seen", "rng"), where)
+        entries = {name: state[name] for name in RESERVED if name in state}
+        if "optimizer" in entries:
+            names = [each.name for each in fields(OptimizerState)]
+            require(entries["optimizer"], names, f"the entry 'optimizer' of {where}")
+            entries["optimizer"] = OptimizerState(**{name: entries["optimizer"][name] for name in names})
+        return TrainState(**entries, extra={key: value for key, value in state.items() if key not in RESERVED})
+
+
+RESERVED = tuple(each.name for each in fields(TrainState) if each.name != "extra")
+"""Keys of a train state that `extra` may not use."""
+
+
+def require(state: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    """Check that `state` has all `keys`.
+
+    Raises:
+        CheckpointError: naming the missing key, and what is there.
+    """
+    for key in keys:
+        if key not in state:
+            there = ", ".join(map(repr, state)) or "nothing"
+            raise CheckpointError(f"{where} has no {key!r}, only {there}; it was saved without it")
+
+
+def get_rng_state() -> StateDict:
     """The states of this process's global random generators.
 
     Returns:
-        `python` (the tuple of `random.getstate`), `numpy` (the legacy global generator as a dict of
-        numbers and one int64 tensor), `torch_cpu` (uint8 tensor) and, where there is CUDA,
-        `torch_cuda` (uint8 tensor of the current device: each rank keeps its own).
+        `python` (the tuple of `random.getstate`), `numpy` (the legacy global generator as a dict of numbers and one
+        int64 tensor), `torch_cpu` (uint8 tensor) and, where there is CUDA, `torch_cuda` (uint8 tensor of the current
+        device: each rank keeps its own).
     """
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
+    state: StateDict = {
         "python": random.getstate(),
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached_gaussian": float(cached),
-        },
+        "numpy": _numpy_state(np.random.get_state(legacy=True)),
         "torch_cpu": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -65,17 +136,30 @@ def get_rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global random generators back; a generator that `state` does not name is left alone.
+def _numpy_state(legacy: Any) -> StateDict:
+    """numpy's tuple as plain values and a tensor."""
+    kind, keys, position, has_gauss, cached = legacy
+    return {
+        "kind": str(kind),
+        "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "cached_gaussian": float(cached),
+    }
 
-    `numpy` may be the dict of `get_rng_state` or the tuple of `np.random.get_state()`; `torch_cuda` one
-    tensor or a list with one for each device.
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set the global random generators; one that `state` does not name keeps its state.
+
+    Args:
+        state: from `get_rng_state`. `numpy` may also be the tuple of `np.random.get_state()`, and `torch_cuda` a list
+            with one tensor per device.
 
     Raises:
-        CheckpointError: a key is unknown or a value is not the state of such a generator.
+        CheckpointError: a key is unknown, or a value is not the state of such a generator.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"the random generators' state is {state!r}: give what get_rng_state() returned")
+        raise CheckpointError(f"the state of the random generators is {state!r}: pass what get_rng_state() returned")
     known = ("python", "numpy", "torch_cpu", "torch_cuda")
     for name in state:
         if name not in known:
@@ -93,18 +177,18 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_own_device(state["torch_cuda"]))
     except (TypeError, ValueError, KeyError, RuntimeError, IndexError) as error:
         raise CheckpointError(
-            f"the random generators' state cannot be used ({error}); "
+            f"the state of the random generators cannot be used ({error}); "
             "save it with get_rng_state of this version of Python, numpy and torch"
         ) from error
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, at every depth: what `random.setstate` wants."""
+    """Lists as tuples, at every depth, which `random.setstate` requires."""
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _numpy_legacy(state: Any) -> Any:
-    """`np.random.set_state`'s argument from either form."""
+    """The argument of `np.random.set_state`, from either form."""
     if not isinstance(state, Mapping):
         return tuple(state)
     keys = torch.as_tensor(state["keys"]).numpy().astype(np.uint32)
@@ -112,7 +196,7 @@ def _numpy_legacy(state: Any) -> Any:
 
 
 def _own_device(state: Any) -> torch.Tensor:
-    """The state for the current device, out of one tensor or a list by device."""
+    """The state for the current device, from one tensor or a list by device."""
     chosen = state
     if isinstance(state, (list, tuple)):
         chosen = state[torch.cuda.current_device() % len(state)]
@@ -121,27 +205,20 @@ def _own_device(state: Any) -> torch.Tensor:
     return chosen.cpu()
 
 
-def rng_for_rank(by_rank: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """The random state of `rank`, out of those saved by each rank of a run of another size perhaps.
+def rng_for_rank(by_rank: list[StateDict], rank: int) -> StateDict:
+    """The random generators of `rank`, from those of every rank of a run that may have had fewer.
 
-    A rank that was there gets its own back. A rank that is new gets generators seeded with
-    SHA-256("rank", its number, the saved torch state of rank 0): the same however often it is resumed,
-    different for every rank and every checkpoint.
+    A rank that existed at the save gets its own back. A new rank gets generators seeded with SHA-256("rank", its
+    number, the saved torch state of rank 0): the same at every resume from that checkpoint, different for every rank
+    and every checkpoint.
     """
     if rank < len(by_rank):
         return by_rank[rank]
     base = by_rank[0]["torch_cpu"].numpy().tobytes()
     seed = int.from_bytes(hashlib.sha256(b"rank %d " % rank + base).digest()[:8], "little")
-    legacy: Any = np.random.RandomState(seed % 2**32).get_state(legacy=True)
-    state = {
+    state: StateDict = {
         "python": random.Random(seed).getstate(),
-        "numpy": {
-            "kind": "MT19937",
-            "keys": torch.from_numpy(np.asarray(legacy[1]).astype(np.int64)),
-            "position": int(legacy[2]),
-            "has_gauss": 0,
-            "cached_gaussian": 0.0,
-        },
+        "numpy": _numpy_state(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
         "torch_cpu": torch.Generator().manual_seed(seed).get_state(),
     }
     if torch.cuda.is_available():
@@ -155,38 +232,39 @@ def build_train_state(
     scheduler: Stateful | None = None,
     dataloader: Stateful | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> TrainState:
-    """The state of a run after `step` complete steps, as it goes into train_state.pt.
+) -> StateDict:
+    """The state of a run after `step` completed steps, as it goes into train_state.pt.
 
     Args:
-        step: optimizer steps complete.
+        step: completed optimizer steps.
         tokens_seen: tokens trained on so far, over all ranks.
-        scheduler, dataloader: whose `state_dict()` is kept under that name; a training run always
-            passes its dataloader.
-        extra: further entries, standing beside the others.
+        scheduler: its `state_dict()` becomes the entry `scheduler`.
+        dataloader: its `state_dict()` becomes the entry `dataloader`; a training run always passes its dataloader.
+        extra: further entries, beside the others.
 
     Raises:
         UserError: `extra` uses a reserved key, or the scheduler or the dataloader has no `state_dict`.
     """
-    state: TrainState = {"step": int(step), "tokens_seen": int(tokens_seen), "rng": get_rng_state()}
-    if scheduler is not None:
-        state["scheduler"] = _state_of("scheduler", scheduler)
-    if dataloader is not None:
-        state["dataloader"] = _state_of("dataloader", dataloader)
-    for key, value in (extra or {}).items():
+    for key in extra or {}:
         if key in RESERVED:
             raise UserError(
                 f"extra train state may not be called {key!r}: reserved are {', '.join(RESERVED)}; rename it"
             )
-        state[key] = value
-    return state
+    return TrainState(
+        step=int(step),
+        tokens_seen=int(tokens_seen),
+        rng=get_rng_state(),
+        scheduler=None if scheduler is None else _state_of("scheduler", scheduler),
+        dataloader=None if dataloader is None else _state_of("dataloader", dataloader),
+        extra=dict(extra or {}),
+    ).to_dict()
 
 
-def _state_of(name: str, thing: Stateful) -> dict[str, Any]:
+def _state_of(name: str, thing: Stateful) -> StateDict:
     if not callable(getattr(thing, "state_dict", None)):
         raise UserError(
-            f"the {name} is a {type(thing).__name__}, which has no state_dict(): a run could not go on where it was; "
-            "give one that has state_dict and load_state_dict"
+            f"the {name} is a {type(thing).__name__}, which has no state_dict(), so a run could not be resumed: "
+            "pass one that has state_dict and load_state_dict"
         )
     return thing.state_dict()
 
@@ -195,60 +273,47 @@ def restore_train_state(
     state: Mapping[str, Any],
     scheduler: Stateful | None = None,
     dataloader: Stateful | None = None,
-) -> tuple[int, int, dict[str, Any]]:
-    """Put scheduler, dataloader and the random generators back to where `state` was taken.
+) -> tuple[int, int, StateDict]:
+    """Restore scheduler, dataloader and the random generators from `state`.
 
-    The generators come last: restoring a dataloader may draw from them. With several ranks, each
-    gets its own generators and its own part of the dataloader's state; see `rng_for_rank`.
+    The generators are restored last: restoring a dataloader may draw from them. With several ranks, each gets its own
+    generators and its own part of the dataloader's state; see `rng_for_rank`.
+
+    Args:
+        state: what `TrainStateManager.load` or `build_train_state` returned; empty at a fresh start.
+        scheduler: restored if passed.
+        dataloader: restored if passed.
 
     Returns:
-        (step, tokens_seen, extra); an empty state is a fresh start: (0, 0, {}).
+        (step, tokens_seen, extra); (0, 0, {}) for an empty state.
 
     Raises:
-        CheckpointError: something is asked for that `state` does not hold.
+        CheckpointError: `state` has no entry for something that is to be restored.
     """
     if not state:
         return 0, 0, {}
-    rank, world = rank_and_world()
+    saved = TrainState.from_dict(state, "the train state")
+    rank, world_size = current_ranks()
     if scheduler is not None:
-        scheduler.load_state_dict(_entry(state, "scheduler"))
+        require(state, ("scheduler",), "the train state")
+        scheduler.load_state_dict(state["scheduler"])
     if dataloader is not None:
-        _restore_dataloader(dataloader, state, rank, world)
-    if "rng_by_rank" in state:
-        set_rng_state(rng_for_rank(state["rng_by_rank"], rank))
-    elif "rng" in state:
-        set_rng_state(state["rng"])
-    extra = {key: value for key, value in state.items() if key not in RESERVED}
-    return int(_entry(state, "step")), int(_entry(state, "tokens_seen")), extra
+        require(state, ("dataloader",), "the train state")
+        by_rank = saved.dataloader_by_rank or [state["dataloader"]]
+        dataloader.load_state_dict(_dataloader_state(dataloader, by_rank, rank, world_size))
+    set_rng_state(rng_for_rank(saved.rng_by_rank, rank) if saved.rng_by_rank else saved.rng)
+    return int(saved.step), int(saved.tokens_seen), saved.extra
 
 
-def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of ranks; (0, 1) without torch.distributed."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
-
-
-def _entry(state: Mapping[str, Any], key: str) -> Any:
-    try:
-        return state[key]
-    except KeyError:
-        raise CheckpointError(
-            f"the train state has no {key!r}, only {', '.join(map(repr, state))}; it was saved without it"
-        ) from None
-
-
-def _restore_dataloader(dataloader: Any, state: Mapping[str, Any], rank: int, world: int) -> None:
-    """Give `dataloader` its part of what all ranks saved; loaders that know how spread it over a new world."""
-    by_rank = state.get("dataloader_by_rank") or [_entry(state, "dataloader")]
-    if world == len(by_rank):
-        own = by_rank[rank]
-    elif hasattr(dataloader, "deaggregate_state_dict"):
-        own = dataloader.deaggregate_state_dict(dataloader.aggregate_state_dict(by_rank), rank, world)
-    else:
-        raise CheckpointError(
-            f"the checkpoint holds the data position of {len(by_rank)} ranks and this run has {world}; "
-            f"{type(dataloader).__name__} cannot spread it (it has no deaggregate_state_dict): "
-            f"resume with {len(by_rank)} ranks"
-        )
-    dataloader.load_state_dict(own)
+def _dataloader_state(dataloader: Any, by_rank: list[StateDict], rank: int, world_size: int) -> StateDict:
+    """The part of `rank` in what all ranks saved; a loader that can splits it anew for another world size."""
+    if world_size == len(by_rank):
+        return by_rank[rank]
+    if hasattr(dataloader, "deaggregate_state_dict"):
+        split: StateDict = dataloader.deaggregate_state_dict(dataloader.aggregate_state_dict(by_rank), rank, world_size)
+        return split
+    raise CheckpointError(
+        f"the checkpoint holds the data position of {len(by_rank)} ranks, this run has {world_size}, and "
+        f"{type(dataloader).__name__} cannot split it anew (it has no deaggregate_state_dict): "
+        f"resume with {len(by_rank)} ranks"
+    )

@@ -1,8 +1,8 @@
-"""Writes tensors in the format of torch.distributed.checkpoint, from copies, with checksums.
+"""Writes tensors in the format of torch.distributed.checkpoint, with checksums.
 
-torch's planner decides which rank writes which piece (replicas are shared out, not written twice), and
-the files can be read by any tool that reads its format. Importing torch.distributed.checkpoint takes a
-second or two: this module does it in `warm_up` or at the first save, not when it is imported.
+torch's planner decides which rank writes which chunk (replicas are divided among ranks, not written twice), and any
+tool that reads its format can read the files. Importing torch.distributed.checkpoint takes a second or two, so this
+module does it in `warm_up` or at the first save.
 """
 
 from __future__ import annotations
@@ -16,28 +16,34 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.archive import METADATA
 from runner.checkpoint.commit import HashingFile, write_file
-from runner.checkpoint.exchange import Exchange
 from runner.checkpoint.manifest import FileRecord
+from runner.checkpoint.reader import METADATA
 from runner.checkpoint.staging import Collected, Tensors, local
+from runner.system.distributed import World
 
 _IMPORTING = threading.Lock()
 
 
 def warm_up() -> None:
-    """Import what the first save needs; good to do in the background while the first steps run.
+    """Import what the first save needs; best done in the background during the first steps.
 
-    Two threads that import the modules of one package at once, in another order, would wait for each other; Python
-    then lets one of them go on with a module that is not there yet.
+    Two threads that import modules of one package at once, in different orders, would wait for each other; Python then
+    lets one of them continue with a module that is not complete.
     """
     with _IMPORTING:
         import torch.distributed.checkpoint  # noqa: F401
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who writes what: the items of this rank, and (rank 0) the metadata of the whole."""
+class WritePlan:
+    """Which rank writes which chunk.
+
+    Attributes:
+        signature: what the plan was made for, see `signature_of`.
+        items: the planner's items for this rank.
+        metadata: on rank 0, the metadata of all tensors.
+    """
 
     signature: Any
     items: tuple[Any, ...]
@@ -45,7 +51,7 @@ class Plan:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Flat names of the tensors of which this rank writes a piece."""
+        """Flat names of the tensors of which this rank writes a chunk."""
         return frozenset(item.index.fqn for item in self.items)
 
 
@@ -56,36 +62,33 @@ def signature_of(tensors: Tensors) -> Any:
     )
 
 
-def make_plan(collected: Collected, signature: Any, exchange: Exchange) -> Plan:
-    """Agree with all ranks on who writes what. Looks at shapes only, not at values."""
+def make_plan(collected: Collected, signature: Any, world: World) -> WritePlan:
+    """Agree with all ranks on who writes what; reads no values."""
     warm_up()
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner()
-    planner.set_up_planner(collected.nested, None, exchange.is_main)
-    plans = exchange.gather(planner.create_local_plan())
+    planner.set_up_planner(collected.nested, None, world.is_main)
+    plans = world.gather_on_main(planner.create_local_plan())
+    metadata: Any = None
 
-    def globally() -> tuple[list[Any], Any]:
-        return planner.create_global_plan(plans)
+    def assign() -> list[Any]:
+        nonlocal metadata
+        assigned, metadata = planner.create_global_plan(plans)
+        return assigned
 
-    shared, metadata = exchange.together(globally, only_main=True)
-    items = tuple(shared[exchange.rank].items)
-    return Plan(signature, items, metadata if exchange.is_main else None)
-
-
-def file_name(rank: int) -> str:
-    """The file of one rank's pieces."""
-    return f"__{rank}_0.distcp"
+    items = tuple(world.run_on_main(assign)[world.rank].items)
+    return WritePlan(signature, items, metadata)
 
 
-def write_pieces(
-    directory: Path, rank: int, plan: Plan, tensors: Tensors
+def write_chunks(
+    directory: Path, rank: int, plan: WritePlan, tensors: Tensors
 ) -> tuple[dict[str, FileRecord], list[tuple[Any, Any]]]:
-    """Write this rank's pieces into one durable file.
+    """Write the chunks of `rank` into one durable file.
 
     Returns:
-        The file's record by name (none if this rank has nothing to write), and each piece's place for
-        the metadata.
+        The file's record by name (empty if the rank has nothing to write), and the location of each chunk for the
+        metadata.
 
     Raises:
         OSError: the file system refused.
@@ -94,8 +97,8 @@ def write_pieces(
 
     if not plan.items:
         return {}, []
-    name = file_name(rank)
-    places = []
+    name = f"__{rank}_0.distcp"
+    locations = []
 
     def fill(file: HashingFile) -> None:
         for item in plan.items:
@@ -104,12 +107,12 @@ def write_pieces(
             if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             torch.save(tensor, file)  # type: ignore[arg-type]
-            places.append((item.index, _StorageInfo(name, start, file.tell() - start)))
+            locations.append((item.index, _StorageInfo(name, start, file.tell() - start)))
 
-    return {name: write_file(directory / name, fill)}, places
+    return {name: write_file(directory / name, fill)}, locations
 
 
-def write_metadata(directory: Path, plan: Plan, places: list[tuple[Any, Any]]) -> FileRecord:
-    """Write `.metadata`: which piece of which tensor is where."""
-    metadata = replace(plan.metadata, storage_data=dict(places), storage_meta=None, version="1.0.0")
+def write_metadata(directory: Path, plan: WritePlan, locations: list[tuple[Any, Any]]) -> FileRecord:
+    """Write `.metadata`: which chunk of which tensor is where."""
+    metadata = replace(plan.metadata, storage_data=dict(locations), storage_meta=None, version="1.0.0")
     return write_file(directory / METADATA, lambda file: pickle.dump(metadata, file))

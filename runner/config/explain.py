@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's messages as one line each: the key, its value, what is allowed.
+"""Hydra's and OmegaConf's errors as one line each: the key, its value, what is allowed.
 
 A composition stops at its first error. `Diagnosis` composes again, one override at a time, to find them all.
 """
@@ -9,7 +9,7 @@ import contextlib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -17,39 +17,45 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
-from yaml import YAMLError
 
+from runner.config.frozen import READ_ERRORS
+from runner.config.schema import Config
 from runner.errors import UserError, nearest
-from runner.schema import Config
 
-# What a composition may raise: Hydra lets some mistakes through to Python and to the YAML reader.
-ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, YAMLError)
-NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a dictionary"}
+# What a composition may raise.
+ERRORS = (HydraException, *READ_ERRORS)
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a dictionary"}
 
-
-# Settings of Hydra's own that say where and how an app runs, and what stands in their place here. Others (its
-# logging, say) are about things that are not done here at all, and harm nobody.
-INSTEAD = {
-    "hydra.run": "the run directory is run.dir=..., or run.root=... and run.name=...",
-    "hydra.sweep": "run directories are made in run.root=...",
-    "hydra.launcher": "choose where it runs by launcher=local or launcher=slurm",
-    "hydra.sweeper": "a sweep is -m and values with commas (seed=1,2), or hydra.sweeper.params in an experiment",
-    "hydra.mode": "a sweep is started with -m",
+# Hydra's settings of where and how an application runs, and what replaces them here. Its other settings (of logging,
+# for example) have no effect either, but nobody would miss it.
+REPLACED = {
+    "hydra.run": "set the run directory with run.dir=..., or run.root=... and run.name=...",
+    "hydra.sweep": "run directories are created in run.root=...",
+    "hydra.launcher": "choose where the run executes with launcher=local or launcher=slurm",
+    "hydra.sweeper": "a sweep is -m with comma-separated values (seed=1,2), or hydra.sweeper.params in an experiment",
+    "hydra.mode": "start a sweep with -m",
 }
 
 
 def unused_setting(override: str) -> str | None:
-    """One line for a setting of Hydra's own that would have no effect."""
+    """One line for a setting of Hydra's own that would have no effect; None for any other."""
     key = override.partition("=")[0].lstrip("+~").replace("/", ".")
-    instead = INSTEAD.get(".".join(key.split(".")[:2]))
+    instead = REPLACED.get(".".join(key.split(".")[:2]))
     return f"{override} has no effect here: {instead}" if instead else None
 
 
-def _hint(key: str) -> Any:
+def expected(key: str) -> str:
+    """A description of what the schema allows for the dotted `key`; empty where it allows anything."""
+    hint, optional = _without_none(_type_of(key))
+    description = _description(hint)
+    return f"{description} or null" if description and optional else description
+
+
+def _type_of(key: str) -> Any:
     """The type that the schema gives the dotted `key`; None where it gives none."""
     hint: Any = Config
     for name in key.split("."):
-        hint = _required(hint)[0]
+        hint = _without_none(hint)[0]
         if is_dataclass(hint):
             hint = typing.get_type_hints(hint).get(name)
         elif typing.get_origin(hint) is dict:
@@ -59,34 +65,27 @@ def _hint(key: str) -> Any:
     return hint
 
 
-def expected(key: str) -> str:
-    """What the schema allows for the dotted `key`, in words; empty where it allows anything."""
-    hint, optional = _required(_hint(key))
-    words = _words(hint)
-    return f"{words} or null" if words and optional else words
-
-
-def _required(hint: Any) -> tuple[Any, bool]:
-    """The type without `None`, and whether it had it."""
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """The type without `None`, and whether it allowed `None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         return kinds[0], True
     return hint, False
 
 
-def _words(hint: Any) -> str:
+def _description(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     origin = typing.get_origin(hint)
     if origin is list:
         return "a list such as [a,b]"
-    return NAMES.get(origin or hint, "a dictionary" if is_dataclass(hint) else "")
+    return TYPE_NAMES.get(origin or hint, "a dictionary" if is_dataclass(hint) else "")
 
 
-def _options_of(key: str, config: DictConfig | None) -> list[str]:
-    """The names that stand where the last part of the dotted `key` does."""
+def _siblings(key: str, config: DictConfig | None) -> list[str]:
+    """The valid names for the last part of the dotted `key`."""
     parent = key.rpartition(".")[0]
-    hint = _hint(parent) if parent else Config
+    hint = _type_of(parent) if parent else Config
     if isinstance(hint, type) and is_dataclass(hint):
         return [field.name for field in fields(hint)]
     node = OmegaConf.select(config, parent) if config is not None else None
@@ -98,17 +97,19 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
 
     Args:
         error: what Hydra or OmegaConf raised.
-        override: the override that caused it, if it is known.
-        config: a composition without that override, to name its options.
+        override: the override that caused it, if known.
+        config: a composition without that override, to list its options.
     """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     where = f"{override}: " if override else ""
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read ({_first_line(error)}): write key=value, quote what has spaces"
+        return (
+            f"{error.override!r} cannot be parsed ({_first_line(error)}): write key=value, and quote values with spaces"
+        )
     if isinstance(error, MissingConfigException):
         return _missing(error, override)
     if str(error).startswith("Ambiguous value") or "requires --multirun" in str(error):
-        return f"{where}several values make a sweep: add -m; a list is written key=[a,b]"
+        return f"{where}several values are a sweep, which needs -m; write a list as key=[a,b]"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return _unknown(cause, override, config)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -127,12 +128,12 @@ def _first_line(error: Exception) -> str:
 def _missing(error: MissingConfigException, override: str | None) -> str:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     if not group:
-        return f"--config-name {option}: no such config; give the name of a .yaml file, without the ending"
+        return f"--config-name {option}: no such config; pass the name of a .yaml file without the extension"
     asked_in = re.match(r"In '(.+?)': ", str(error))
     file = asked_in.group(1) if asked_in else None
     where = f"{file}.yaml: " if file and file != "config" else ""
-    if override and not override.lstrip("+~").startswith(group):
-        where = f"{override}: "
+    if override:
+        where = "" if override.lstrip("+~").startswith(group) else f"{override}: "
     options = sorted(str(name) for name in error.options or [])
     if not options:
         return f"{where}{group}={option}: there is no config group {group}"
@@ -145,7 +146,7 @@ def _missing(error: MissingConfigException, override: str | None) -> str:
 def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictConfig | None) -> str:
     key = str(cause.full_key or (override or "").partition("=")[0].lstrip("+~"))
     parent, _, name = key.rpartition(".")
-    options = _options_of(key, config)
+    options = _siblings(key, config)
     close = nearest(name, options)
     if not close and config is not None:
         close = _elsewhere(name, config)
@@ -153,12 +154,12 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
     if options:
         line += f"; there {'is' if len(options) == 1 else 'are'} {', '.join(options)}"
     if "_target_" in options and override:
-        line += f"; an argument that its class takes besides is given as +{override.lstrip('+')}"
+        line += f"; to pass its class another argument, write +{override.lstrip('+')}"
     return line
 
 
 def _elsewhere(name: str, config: DictConfig) -> str:
-    """` (did you mean 'train.steps'?)` for a name that stands in another place."""
+    """` (did you mean 'train.steps'?)` for a name that exists in another section."""
     found = [
         f"{group}.{name}"
         for group in sorted(field.name for field in fields(Config))
@@ -179,67 +180,63 @@ def _invalid(key: str, override: str | None, cause: OmegaConfBaseException) -> s
 
 
 class Diagnosis:
-    """Finds every fault among overrides that do not compose.
+    """Finds every config error among overrides that do not compose.
 
     Args:
-        groups: names of the config groups.
-        compose: overrides -> Hydra's config, or its error.
-        check: Hydra's config -> the faults of its values, or an error.
+        group_of: override -> the config group that it chooses an option of, or None.
+        compose: overrides -> Hydra's config; raises one of `ERRORS`.
+        check: Hydra's config -> the errors of its values; raises one of `ERRORS`, or UserError for missing values.
     """
 
     def __init__(
         self,
-        groups: Iterable[str],
+        group_of: Callable[[str], str | None],
         compose: Callable[[Sequence[str]], DictConfig],
         check: Callable[[DictConfig], list[str]],
     ) -> None:
-        self.groups = set(groups)
+        self.group_of = group_of
         self.compose = compose
         self.check = check
 
-    def faults(self, overrides: Sequence[str], error: Exception) -> list[str]:
-        """One line for each fault; `error` is what all `overrides` together gave."""
+    def config_errors(self, overrides: Sequence[str], error: Exception) -> list[str]:
+        """One line for each error; `error` is what all `overrides` together raised."""
         try:
-            config = self._tried([])
+            config = self._try([])
         except ERRORS as broken:
             return [explain(broken if not overrides else error, None, None)]
         found: list[str] = []
         kept: list[str] = []
         failed: set[str] = set()
-        for override in sorted(overrides, key=lambda text: self._group(text) is None):
-            if self._owner(override) in failed or ("experiment" in failed and self._group(override) is None):
-                continue  # a fault here may only follow from the choice that failed
+        for override in sorted(overrides, key=lambda text: self.group_of(text) is None):
+            if self._section(override) in failed or ("experiment" in failed and self.group_of(override) is None):
+                continue  # an error here may only follow from the choice that failed
             try:
-                config = self._tried([*kept, override])
+                config = self._try([*kept, override])
                 kept.append(override)
             except ERRORS as wrong:
                 found.append(explain(wrong, override, config))
-                failed |= {group for group in [self._group(override)] if group}
-        return (found + self._checks(kept, failed)) or [explain(error, None, config)]
+                failed |= {group for group in [self.group_of(override)] if group}
+        return (found + self._value_errors(kept, failed)) or [explain(error, None, config)]
 
-    def _checks(self, kept: Sequence[str], failed: set[str]) -> list[str]:
-        """Faults of the values in what does compose, but for what may follow from a failed choice."""
+    def _value_errors(self, kept: Sequence[str], failed: set[str]) -> list[str]:
+        """Errors of the values in what does compose, except those that may follow from a failed choice."""
         unsure = failed | ({"data", "sampler", "phases", "model", "optimizer"} if failed else set())
         try:
             found = self.check(self.compose(kept))
         except UserError as missing:
             found = str(missing).splitlines()
-        return [fault for fault in found if _head(fault) not in unsure]
+        return [line for line in found if _head(line) not in unsure]
 
-    def _tried(self, overrides: Sequence[str]) -> DictConfig:
-        """The composition of `overrides`; what is still missing in it may be given by the next one."""
+    def _try(self, overrides: Sequence[str]) -> DictConfig:
+        """Compose and check `overrides`; a value that is missing may be set by the next one."""
         config = self.compose(overrides)
         with contextlib.suppress(UserError):
             self.check(config)
         return config
 
-    def _group(self, override: str) -> str | None:
-        key = override.partition("=")[0].lstrip("+~").partition("@")[0]
-        return key if key.partition("/")[0] in self.groups else None
-
-    def _owner(self, override: str) -> str:
-        """The group that the value set by `override` belongs to; empty for the choice of a group."""
-        return "" if self._group(override) else _head(override.lstrip("+~"))
+    def _section(self, override: str) -> str:
+        """The section of the config that `override` sets a value in; empty for the choice of an option."""
+        return "" if self.group_of(override) else _head(override.lstrip("+~"))
 
 
 def _head(text: str) -> str:

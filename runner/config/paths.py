@@ -1,4 +1,4 @@
-"""Relative paths in a config count from where the command is given, wherever the job then runs."""
+"""Relative paths in a config are resolved against the directory of the command, wherever the job then runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def anchored(path: str, base: Path) -> str:
 def anchor(plain: dict[str, Any], base: Path) -> None:
     """Make the paths of a resolved config absolute, in place.
 
-    In a class of this package every value under a name in `PATH_KEYS` is a path. In a class of the user's it
-    may be something else (the name of a data set on a hub): there it is one if it exists.
+    For a class of this package every value under a name in `PATH_KEYS` is a path. For a class of the user's it may
+    be something else (the name of a dataset on a hub), so there it is a path only if that exists.
     """
     run, data = plain["run"], plain["data"]
     run["root"] = anchored(run["root"], base)
@@ -27,27 +27,27 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
     if data["cache_dir"] is not None:
         data["cache_dir"] = anchored(data["cache_dir"], base)
     for node in (data["sources"], data["eval_sources"], data["loader"]):
-        _anchor_node(node, base, own=False)
+        _anchor_node(node, base, shipped=False)
 
 
-def _anchor_node(node: Any, base: Path, own: bool) -> None:
+def _anchor_node(node: Any, base: Path, shipped: bool) -> None:
     if isinstance(node, list):
         for item in node:
-            _anchor_node(item, base, own)
+            _anchor_node(item, base, shipped)
     if not isinstance(node, dict):
         return
-    own = str(node["_target_"]).startswith("runner.") if "_target_" in node else own
+    shipped = str(node["_target_"]).startswith("runner.") if "_target_" in node else shipped
     for key, value in node.items():
         if key not in PATH_KEYS:
-            _anchor_node(value, base, own)
+            _anchor_node(value, base, shipped)
         elif isinstance(value, str):
-            node[key] = _path(value, base, own)
+            node[key] = _path(value, base, shipped)
         elif isinstance(value, list):
-            node[key] = [_path(item, base, own) if isinstance(item, str) else item for item in value]
+            node[key] = [_path(item, base, shipped) if isinstance(item, str) else item for item in value]
 
 
-def _path(value: str, base: Path, own: bool) -> str:
+def _path(value: str, base: Path, shipped: bool) -> str:
     if "://" in value:
         return value
     path = anchored(value, base)
-    return path if own or Path(path).exists() else value
+    return path if shipped or Path(path).exists() else value

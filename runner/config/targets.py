@@ -1,7 +1,7 @@
-"""Whether what a config names by `_target_` is there, found out before a run directory is made.
+"""Nodes with `_target_`: checked before a run directory is created, and turned into objects.
 
-A class that can be seen in the source of its module is not imported for that: importing torch, or a module of
-the user's, takes seconds. One that cannot (made on import, or not there at all) is.
+The check does not import a class that it finds in the source of its module: importing torch, or a module of the
+user's, takes seconds. It imports only what it does not find there (created on import, or missing).
 """
 
 from __future__ import annotations
@@ -10,22 +10,89 @@ import importlib.util
 import pkgutil
 import symtable
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from runner.errors import nearest
+from runner.errors import UserError, nearest
+
+HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
 
-def target_faults(plain: dict[str, Any]) -> list[str]:
-    """A line for each `_target_` in a resolved config that names nothing that could be called."""
-    # A launcher with a Python of its own has other modules than this one.
+def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) -> Any:
+    """The object that the config's `key` describes by `_target_`, called with these arguments as well.
+
+    Raises:
+        UserError: there is no such class, its arguments do not fit, or it refused them.
+    """
+    make = bind(key, node)
+    target = node.get("_target_")
+    try:
+        return make(*arguments, **more)
+    except TypeError as error:
+        raise UserError(f"{key} ({target}): {error}: check the options under {key}") from error
+    except UserError as error:
+        raise type(error)(f"{key}: {error}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{key} ({target}): {error}") from error
+
+
+def bind(key: str, node: dict[str, Any]) -> Callable[..., Any]:
+    """The callable that the config's `key` names by `_target_`, with the node's other values as its arguments.
+
+    Hydra's keys keep their meaning (`_args_`, `_recursive_`, and `_partial_` of inner nodes), but Hydra only looks up
+    the target: arguments are passed as the plain values that they are, and nothing in them is interpolated again.
+
+    Raises:
+        UserError: the target cannot be imported, or an inner node cannot be instantiated.
+    """
+    values = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
+    positional = node.get("_args_", [])
+    if node.get("_recursive_", True):
+        values = {name: _instantiated(f"{key}.{name}", value) for name, value in values.items()}
+        positional = _instantiated(f"{key}._args_", positional)
+    return partial(_looked_up(key, node.get("_target_")), *positional, **values)
+
+
+def _instantiated(key: str, node: Any) -> Any:
+    """`node` with the object for each inner node that has a `_target_`."""
+    if isinstance(node, list):
+        return [_instantiated(f"{key}.{index}", value) for index, value in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    if "_target_" in node:
+        return bind(key, node) if node.get("_partial_", False) else instantiate(key, node)
+    return {name: _instantiated(f"{key}.{name}", value) for name, value in node.items()}
+
+
+def _looked_up(key: str, target: Any) -> Callable[..., Any]:
+    from hydra import utils
+    from hydra.errors import InstantiationException
+
+    # Hydra 1.4 warns unless the caller states which targets it allows: here any, since configs name users' classes.
+    every_target = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+    allowed = {"_execution_whitelist_": every_target} if every_target else {}
+    try:
+        return utils.instantiate({"_target_": target, "_partial_": True}, **allowed)  # type: ignore[no-any-return]
+    except InstantiationException as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(f"{key}._target_={target} cannot be used: {str(cause).splitlines()[0]}") from error
+
+
+def target_errors(plain: dict[str, Any]) -> list[str]:
+    """A line for each `_target_` in a resolved config that names nothing callable."""
+    # A launcher with its own Python has other modules than this one.
     checked = {"launcher": plain["launcher"]} if plain["launcher"].get("python") else plain
-    return [f"{key}._target_={target}: {fault}" for key, target in _targets(checked) if (fault := _fault(target))]
+    return [
+        f"{key}._target_={target}: {error}" for key, target in _targets(checked) if (error := _target_error(target))
+    ]
 
 
 def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, target) of every node that will be made."""
+    """(dotted key, target) of every node that will be instantiated."""
     if isinstance(node, list):
         node = dict(enumerate(node))
     if not isinstance(node, dict):
@@ -37,39 +104,37 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _targets(part, f"{key}.{name}" if key else str(name))
 
 
-def _fault(target: Any) -> str | None:
-    """Why `target` cannot be had, or None."""
+def _target_error(target: Any) -> str | None:
+    """Why `target` is unusable, or None."""
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
-        return "give the dotted name of a class or function, such as my_package.my_module.MyClass"
-    return _fault_of_name(target)
+        return "write the dotted name of a class or function, such as my_package.my_module.MyClass"
+    return None if _is_defined_in_source(target) else _import_error(target)
 
 
-def _fault_of_name(target: str) -> str | None:
-    if _is_seen(target):
-        return None
+def _import_error(target: str) -> str | None:
     try:
         found = pkgutil.resolve_name(target)
     except ModuleNotFoundError as error:
-        return f"{error}; modules are looked for in the current directory and wherever else Python looks"
+        return f"{error}; modules are searched in the current directory and on Python's path"
     except AttributeError as error:
-        return f"{error}{_hint(target)}; give the name of a class or function in it"
+        return f"{error}{_nearest_name(target)}; name a class or function in it"
     except Exception as error:  # noqa: BLE001 a module may raise anything when it is imported
         return f"it cannot be imported ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    return None if callable(found) else f"it is a {type(found).__name__}: give the dotted name of a class or function"
+    return None if callable(found) else f"it is a {type(found).__name__}: name a class or function"
 
 
-def _hint(target: str) -> str:
-    """The nearest name beside `target`, in a module that could be imported."""
+def _nearest_name(target: str) -> str:
+    """A suggestion from the module of `target`, if that could be imported."""
     module, _, name = target.rpartition(".")
     return nearest(name, vars(sys.modules[module])) if module in sys.modules else ""
 
 
-def _is_seen(target: str) -> bool:
-    """Whether a statement of a module binds `target`, without running any of it."""
+def _is_defined_in_source(target: str) -> bool:
+    """Whether a statement of a module binds `target`, found without running the module."""
     names = target.split(".")
     try:
         spec, depth = importlib.util.find_spec(names[0]), 1
-        while spec and depth < len(names) and (inner := _inner(spec, names[depth])):
+        while spec and depth < len(names) and (inner := _submodule(spec, names[depth])):
             spec, depth = inner, depth + 1
         if spec is None or depth == len(names):
             return False
@@ -80,7 +145,6 @@ def _is_seen(target: str) -> bool:
     return symbol.is_assigned() or symbol.is_imported()
 
 
-def _inner(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """The module `name` in `package`, if it is one."""
+def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
     where = package.submodule_search_locations
     return PathFinder.find_spec(f"{package.name}.{name}", where) if where is not None else None

@@ -1,6 +1,6 @@
-"""Data: sources, samplers and the loader that resumes them.
+"""Sources, samplers, and a data loader that resumes exactly.
 
-The names below are imported on first use, so that `import runner.data` costs no torch.
+The names below are imported on first use, so that `import runner.data` does not import torch.
 """
 
 from __future__ import annotations
@@ -11,40 +11,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.data.datasets import MixtureDataset
     from runner.data.elastic import ElasticSampler
-    from runner.data.loader import StatefulDataLoader
-    from runner.data.randomness import sample_rng
-    from runner.data.restartable import RestartableDataLoader, ranks, shard
+    from runner.data.loading.loader import StatefulDataLoader
+    from runner.data.loading.protocols import BatchRecord, LoaderStateError, RestartableDataLoader, ranks, shard
+    from runner.data.loading.randomness import sample_rng
+    from runner.data.order.weights import SamplerError, SamplerStateError
     from runner.data.sampler import DistributedSampler, MixtureSampler
 
 __all__ = [
+    "BatchRecord",
     "DistributedSampler",
     "ElasticSampler",
+    "LoaderStateError",
     "MixtureDataset",
     "MixtureSampler",
     "RestartableDataLoader",
+    "SamplerError",
+    "SamplerStateError",
     "StatefulDataLoader",
     "ranks",
     "sample_rng",
     "shard",
 ]
 
-_HOME = {
+_MODULES = {
+    "BatchRecord": "loading.protocols",
     "DistributedSampler": "sampler",
     "ElasticSampler": "elastic",
+    "LoaderStateError": "loading.protocols",
     "MixtureDataset": "datasets",
     "MixtureSampler": "sampler",
-    "RestartableDataLoader": "restartable",
-    "StatefulDataLoader": "loader",
-    "ranks": "restartable",
-    "sample_rng": "randomness",
-    "shard": "restartable",
+    "RestartableDataLoader": "loading.protocols",
+    "SamplerError": "order.weights",
+    "SamplerStateError": "order.weights",
+    "StatefulDataLoader": "loading.loader",
+    "ranks": "loading.protocols",
+    "sample_rng": "loading.randomness",
+    "shard": "loading.protocols",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

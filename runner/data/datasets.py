@@ -1,9 +1,9 @@
-"""Map-style datasets: fixed-length samples from arrays of tokens, and several sources side by side.
+"""Map-style datasets: fixed-length samples from arrays of tokens, and mixtures of several sources.
 
-A *source* is a dataset with a name. A *sample* of tokens is a dict of `input_ids` and `labels`, int64 tensors of
-shape (T,), where the label of a token is the token after it. A *collated* dataset (`collated = True`) answers
-`__getitems__(indices)` with one whole batch, a dict of tensors of shape (B, ...), which costs one numpy gather;
-any other map-style dataset works beside it, sample by sample.
+A *source* is a dataset with a name. A token *sample* is a dict of `input_ids` and `labels`, int64 tensors of shape
+(T,), where the label of a token is the next token. In a *collated* dataset (`collated = True`), `__getitems__(indices)`
+returns a finished batch, a dict of tensors of shape (B, ...), at the cost of one numpy gather. Any other map-style
+dataset works as well, sample by sample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from runner.data.fetch import is_stateful
+from runner.data.loading.fetch import is_stateful
 from runner.errors import UserError
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -28,14 +28,14 @@ Batch = dict[str, Tensor]
 
 
 class DataError(UserError, ValueError):
-    """The data are not what they were said to be; the message names the source or the file."""
+    """The data are missing, malformed, or not as configured. The message names the source or the file."""
 
 
 class TokenArray:
-    """One 1-D array of tokens, in memory or memory-mapped, and its samples of `sequence_length`.
+    """One 1-D array of tokens, in memory or memory-mapped, and its samples of `sequence_length` tokens.
 
-    A memory map is pickled as its path and opened again, so that a loader's worker process shares its pages
-    and never receives a copy.
+    A memory map is pickled as its path and reopened, so that worker processes share its pages instead of receiving a
+    copy.
     """
 
     def __init__(self, tokens: Tokens, sequence_length: int) -> None:
@@ -43,7 +43,7 @@ class TokenArray:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
                 f"{self.where}: an array of shape {tokens.shape} and type {tokens.dtype} is not tokens: "
-                "give a 1-D array of integers"
+                "pass a 1-D array of integers"
             )
         self.sequence_length = sequence_length
         self._set(tokens)
@@ -51,10 +51,10 @@ class TokenArray:
     def _set(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.samples = max(0, (len(tokens) - 1) // self.sequence_length)
-        # The base class costs less than np.memmap in every indexing; the map stays alive as its base.
+        # np.ndarray is cheaper to index than its subclass np.memmap, which stays alive as its base.
         plain = tokens.view(np.ndarray)
         step = plain.strides[0] if plain.ndim else 0
-        # Row i covers tokens [i*T, i*T + T]: a gather of rows is one call, four times as fast as an index matrix.
+        # Row i covers tokens [i*T, i*T + T]: gathering rows is one call, four times as fast as an index matrix.
         self.windows: Tokens = np.lib.stride_tricks.as_strided(
             plain,
             shape=(self.samples, self.sequence_length + 1),
@@ -73,7 +73,7 @@ class TokenArray:
         self._set(open_map(**state["map"]) if "map" in state else state["tokens"])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Length, type and a checksum of both ends (4 KiB each): cheap, and another array differs."""
+        """Length, dtype and a checksum of the first and last 2,048 tokens: identifies the array cheaply."""
         ends = np.concatenate([self.tokens[:2048], self.tokens[-2048:]])
         return {
             "tokens": len(self.tokens),
@@ -83,13 +83,13 @@ class TokenArray:
 
 
 def describe(tokens: Tokens) -> str:
-    """The file behind a memory map, or a word for an array in memory."""
+    """The file of a memory map, or "tokens in memory"."""
     name = getattr(tokens, "filename", None)
     return str(name) if name else "tokens in memory"
 
 
 def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
-    """What `open_map` needs to open the same part of the same file; None for what is not such a map."""
+    """Arguments with which `open_map` reopens the same part of the same file; None if `tokens` is no such map."""
     if not isinstance(tokens, np.memmap) or getattr(tokens, "filename", None) is None or tokens.mode == "c":
         return None
     root: Any = tokens
@@ -97,7 +97,7 @@ def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
         root = root.base
     if not isinstance(root.base, mmap.mmap) or tokens.strides != root.strides:
         return None
-    # numpy keeps the offset of the whole map in every slice of it
+    # every slice of a map has the offset of the whole map
     behind = tokens.__array_interface__["data"][0] - root.__array_interface__["data"][0]
     return {
         "path": str(tokens.filename),
@@ -108,32 +108,32 @@ def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
 
 
 def open_map(path: str, dtype: str, offset: int, count: int) -> Tokens:
-    """`count` numbers of `dtype` from byte `offset` of `path`, memory-mapped read-only.
+    """Memory-map `count` numbers of `dtype` from byte `offset` of `path`, read-only.
 
     Raises:
-        DataError: the file is missing, or shorter than it was.
+        DataError: the file is missing, or shorter than before.
     """
     try:
         return cast(Tokens, np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be opened again for {count} tokens of {dtype}: {error}") from error
+        raise DataError(f"{path}: cannot reopen {count} tokens of type {dtype} ({error}): restore the file") from error
 
 
 class TokenDataset(Dataset[Batch]):
-    """Samples of `sequence_length` tokens with next-token labels, from one or several arrays of tokens.
+    """Samples of `sequence_length` tokens with next-token labels, from one or more arrays of tokens.
 
-    Sample i of an array covers its tokens [i*T, i*T + T], so an array of n tokens has (n - 1) // T samples and no
-    label is ever missing. A sample never crosses from one array into the next.
+    Sample i of an array covers its tokens [i*T, i*T + T], so that an array of n tokens has (n - 1) // T samples and
+    every token has a label. A sample never crosses from one array into the next.
 
     Args:
         tokens: a 1-D integer array or memory map, or a sequence of them.
         sequence_length: T, at least 1.
-        vocab_size: tokens outside [0, vocab_size) are errors, found when a batch is fetched (opening reads
-            nothing); None: not checked.
-        name: what errors call this source when no file is behind it.
+        vocab_size: tokens outside [0, vocab_size) are errors, raised when they are fetched, because opening reads
+            nothing; None: not checked.
+        name: name of this source in errors, for arrays in memory.
 
     Raises:
-        DataError: an array is not 1-D integers, or all of them are too short for one sample.
+        DataError: an array does not consist of integers in one dimension, or no array is long enough for one sample.
     """
 
     collated = True
@@ -146,12 +146,12 @@ class TokenDataset(Dataset[Batch]):
         name: str | None = None,
     ) -> None:
         if sequence_length < 1:
-            raise DataError(f"sequence_length is {sequence_length}: at least 1")
+            raise DataError(f"sequence_length is {sequence_length}: it must be at least 1")
         if vocab_size is not None and vocab_size < 1:
-            raise DataError(f"vocab_size is {vocab_size}: at least 1, or null for no check")
+            raise DataError(f"vocab_size is {vocab_size}: it must be at least 1, or null to skip the check")
         arrays = [tokens] if isinstance(tokens, np.ndarray) else list(tokens)
         if not arrays:
-            raise DataError(f"{name or 'tokens'}: no array of tokens was given")
+            raise DataError(f"{name or 'tokens'}: no arrays of tokens: pass at least one")
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.name = name
@@ -162,18 +162,18 @@ class TokenDataset(Dataset[Batch]):
             longest = max(self.arrays, key=lambda array: len(array.tokens))
             raise DataError(
                 f"{self._where(longest)}: {len(longest.tokens)} tokens are too few for one sample of sequence_length "
-                f"{sequence_length}, which takes {sequence_length + 1}: give more text or a shorter sequence_length"
+                f"{sequence_length}, which takes {sequence_length + 1}: add data or reduce sequence_length"
             )
         kinds = {array.tokens.dtype for array in self.arrays}
         self.dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
-        # Whether a token of this type can lie outside the vocabulary at all, on either side.
+        # Whether tokens of this type can be outside the vocabulary at all.
         limits = np.iinfo(self.dtype)
         self._check_high = vocab_size is not None and limits.max >= vocab_size
         self._check_low = vocab_size is not None and limits.min < 0
 
     @property
     def prefetch(self) -> str | None:
-        """A thread may fetch ahead: nothing is random here, unless a subclass fetches otherwise."""
+        """`thread`: nothing here is random, so a thread may prefetch. None if a subclass overrides `__getitems__`."""
         return "thread" if is_plain_tokens(self) else None
 
     def __len__(self) -> int:
@@ -184,20 +184,33 @@ class TokenDataset(Dataset[Batch]):
         return {key: value[0] for key, value in batch.items()}
 
     def __getitems__(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
-        """One batch: `input_ids` and `labels`, int64 tensors of shape (len(indices), T).
+        """Fetch a batch.
+
+        Args:
+            indices: sample indices, shape (B,).
+
+        Returns:
+            `input_ids` and `labels`, int64 tensors of shape (B, T).
 
         Raises:
-            IndexError: an index is not in [0, len).
-            DataError: a token lies outside the vocabulary.
+            IndexError: an index is outside [0, len).
+            DataError: a token is outside the vocabulary.
         """
         wanted = np.asarray(indices, dtype=np.int64)
         check_bounds(wanted, self._samples, "dataset")
         return token_batch(self.gather(wanted))
 
     def gather(self, indices: npt.NDArray[np.int64]) -> Tokens:
-        """The windows of T + 1 tokens behind `indices`, shape (len(indices), T + 1), in the arrays' own type.
+        """The windows of T + 1 tokens of each sample, in the dtype of the arrays.
 
-        The indices must lie in [0, len), and are not checked.
+        Args:
+            indices: int64 of shape (B,), within [0, len): not checked.
+
+        Returns:
+            Tokens of shape (B, T + 1).
+
+        Raises:
+            DataError: a token is outside the vocabulary.
         """
         windows = self.arrays[0].windows[indices] if len(self.arrays) == 1 else self._gather_arrays(indices)
         if self.vocab_size is not None and len(indices):
@@ -222,7 +235,7 @@ class TokenDataset(Dataset[Batch]):
         remedy = f"set data.vocab_size to at least {value + 1} or " if value >= 0 else ""
         return DataError(
             f"{self._where(self.arrays[number])}: token {value} at position {position} is not in the vocabulary "
-            f"(0 to {vocab_size - 1}): {remedy}give the tokens of this model's tokenizer"
+            f"(0 to {vocab_size - 1}): {remedy}use tokens of this model's tokenizer"
         )
 
     def _where(self, array: TokenArray) -> str:
@@ -230,7 +243,7 @@ class TokenDataset(Dataset[Batch]):
         return str(self.name) if named else array.where
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells these data from others without reading them whole; JSON-serialisable."""
+        """Identifies the data without reading all of it; JSON-serializable."""
         return {
             "sequence_length": self.sequence_length,
             "arrays": [array.fingerprint() for array in self.arrays],
@@ -238,18 +251,23 @@ class TokenDataset(Dataset[Batch]):
 
 
 class MixtureDataset(Dataset[Any]):
-    """Several named sources end to end: index i of the mixture is index i - cumulative_sizes[s] of source s.
+    """Concatenates named sources: index i of the mixture is index i - cumulative_sizes[s] of source s.
 
     A sample that is a dict gets `dataset_idx`, the number of its source; any other sample becomes
-    (sample, dataset_idx). When every source is collated the mixture is, too: a batch is gathered source by source
-    and put back into the order asked for, with `dataset_idx` of shape (B,), int64.
+    (sample, dataset_idx). If every source is collated, so is the mixture: a batch is gathered source by source and
+    restored to the requested order, with `dataset_idx` as an int64 tensor of shape (B,).
 
     Args:
         datasets: map-style datasets.
-        names: one name each, all different; weights and phases speak of sources by these names.
+        names: a unique name for each; weights and phases refer to sources by name.
+
+    Attributes:
+        cumulative_sizes: [0, n_0, n_0 + n_1, ...].
+        collated: whether `__getitems__` returns finished batches.
 
     Raises:
-        DataError: no source, unequal numbers, a name given twice, or a source that is empty or has no length.
+        DataError: no sources, a different number of names, a duplicate name, or a source that is empty or has no
+            length.
     """
 
     def __init__(self, datasets: Sequence[Any], names: Sequence[str]) -> None:
@@ -264,23 +282,18 @@ class MixtureDataset(Dataset[Any]):
             )
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
-            raise DataError(f"source name {twice[0]!r} is given twice: every source needs a name of its own")
+            raise DataError(f"duplicate source name {twice[0]!r}: every source needs a name of its own")
         sizes = [source_size(*pair) for pair in zip(self.names, self.datasets, strict=True)]
         self.cumulative_sizes: list[int] = [0, *np.cumsum(sizes).tolist()]
         self._starts = np.asarray(self.cumulative_sizes, dtype=np.int64)
         lengths = {d.sequence_length if is_plain_tokens(d) else None for d in self.datasets}
-        # Tokens of several sources are gathered in their own narrow type and widened once, all together.
+        # Tokens of several sources are gathered in their narrow dtype and widened to int64 once, all together.
         self._sequence_length = lengths.pop() if len(lengths) == 1 else None
         kinds = {d.dtype for d in self.datasets} if self._sequence_length is not None else set()
         self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
         self.collated = all(getattr(dataset, "collated", False) for dataset in self.datasets)
         self.prefetch = "thread" if all(getattr(d, "prefetch", None) == "thread" for d in self.datasets) else None
         self.has_state = any(map(is_stateful, self.datasets))
-
-    @property
-    def dataset_names(self) -> list[str]:
-        """`names`, as other loaders of mixtures call them."""
-        return self.names
 
     def __len__(self) -> int:
         return self.cumulative_sizes[-1]
@@ -306,13 +319,13 @@ class MixtureDataset(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int] | npt.NDArray[np.int64]], Batch]:
-        """Fetches a whole batch. There only when `collated`: otherwise a loader must fetch sample by sample, so
-        that each source sees which sample it is asked for (`runner.data.sample_rng`)."""
+        """Fetches a batch of indices of shape (B,). Exists only if `collated`: otherwise a loader must fetch sample by
+        sample, so that `runner.data.sample_rng` knows which sample is being fetched."""
         if not self.collated:
-            raise AttributeError("a mixture in which some source is not collated has no __getitems__")
-        return self._whole_batch
+            raise AttributeError("a mixture with a source that is not collated has no __getitems__")
+        return self._fetch_batch
 
-    def _whole_batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+    def _fetch_batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         wanted = np.asarray(indices, dtype=np.int64)
         sources = self.locate(wanted)
         first = int(sources[0]) if len(sources) else 0
@@ -326,7 +339,7 @@ class MixtureDataset(Dataset[Any]):
         return batch
 
     def _gather(self, wanted: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], sequence_length: int) -> Tokens:
-        """The windows of tokens of a batch whose sources are all token datasets."""
+        """Windows of tokens of shape (B, T + 1), where all sources are token datasets."""
         windows: Tokens | None = None
         for source in np.flatnonzero(np.bincount(sources)).tolist():
             rows = np.flatnonzero(sources == source)
@@ -358,7 +371,7 @@ class MixtureDataset(Dataset[Any]):
             if layout(part) != layout(batch):
                 raise DataError(
                     f"source {self.names[source]!r} gives {layout(part)}, source {self.names[int(sources.min())]!r} "
-                    f"{layout(batch)}: the sources of one mixture must agree"
+                    f"{layout(batch)}: all sources of a mixture must agree"
                 )
             for key, value in part.items():
                 batch[key][torch.from_numpy(rows)] = value
@@ -368,30 +381,30 @@ class MixtureDataset(Dataset[Any]):
         return DataError(f"source {self.names[source]!r}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the sources, as `dataset_0`, `dataset_1`, ...; {} for one that has none."""
+        """The states of the sources as `dataset_0`, `dataset_1`, ...; {} for a source without state."""
         return {
             f"dataset_{source}": dataset.state_dict() if is_stateful(dataset) else {}
             for source, dataset in enumerate(self.datasets)
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the sources their states back.
+        """Restore the states of the sources.
 
         Raises:
-            DataError: the state is of another number of sources.
+            DataError: the state was saved with another number of sources.
         """
         keys = [f"dataset_{source}" for source in range(len(self.datasets))]
         if sorted(state) != sorted(keys):
             raise DataError(
                 f"the saved state of this mixture has {', '.join(map(str, state)) or 'nothing'}, its sources are "
-                f"{', '.join(keys)}: give the sources that it was saved with"
+                f"{', '.join(keys)}: use the sources that it was saved with"
             )
         for key, dataset in zip(keys, self.datasets, strict=True):
             if is_stateful(dataset):
                 dataset.load_state_dict(state[key])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Name, size and, where a source offers one, the fingerprint of each source; JSON-serialisable."""
+        """Size and, if it has one, fingerprint of each source by name; JSON-serializable."""
         return {
             name: {"samples": len(dataset), **(dataset.fingerprint() if hasattr(dataset, "fingerprint") else {})}
             for name, dataset in zip(self.names, self.datasets, strict=True)
@@ -399,9 +412,9 @@ class MixtureDataset(Dataset[Any]):
 
 
 def check_bounds(indices: npt.NDArray[np.int64], size: int, what: str) -> None:
-    """Raises IndexError unless all `indices` lie in [0, size)."""
-    # Seen as unsigned, a negative index is a huge one: one comparison finds both kinds. `argmax` is a plain
-    # method, which takes half the time of a reduction.
+    """Raise IndexError unless all `indices` are in [0, size)."""
+    # As an unsigned number a negative index is huge, so one comparison finds both kinds. `argmax` takes half the time
+    # of `max`.
     unsigned = indices.view(np.uint64)
     if len(indices) and unsigned.item(unsigned.argmax()) >= size:
         bad = next(int(index) for index in indices if not 0 <= index < size)
@@ -409,7 +422,7 @@ def check_bounds(indices: npt.NDArray[np.int64], size: int, what: str) -> None:
 
 
 def token_batch(windows: Tokens) -> Batch:
-    """`input_ids` and `labels`, int64 of shape (B, T), from windows of tokens of shape (B, T + 1)."""
+    """`input_ids` and `labels`, int64 tensors of shape (B, T), from windows of tokens of shape (B, T + 1)."""
     return {
         "input_ids": torch.from_numpy(windows[:, :-1].astype(np.int64)),
         "labels": torch.from_numpy(windows[:, 1:].astype(np.int64)),
@@ -420,40 +433,44 @@ def source_size(name: str, dataset: Any) -> int:
     """Number of samples of a source.
 
     Raises:
-        DataError: it has none, or no length at all.
+        DataError: the source is empty or has no length.
     """
     try:
         size = len(dataset)
     except TypeError as error:
         raise DataError(
-            f"source {name!r} ({type(dataset).__name__}) has no length: a mixture takes map-style datasets"
+            f"source {name!r} ({type(dataset).__name__}) has no length: a mixture takes map-style datasets only"
         ) from error
     if size < 1:
-        raise DataError(f"source {name!r} is empty: give it data or leave it out of data.sources")
+        raise DataError(f"source {name!r} is empty: add data or remove it from data.sources")
     return size
 
 
 def is_plain_tokens(dataset: Any) -> bool:
-    """Whether it fetches batches as `TokenDataset` does: a subclass may do more than that."""
+    """Whether `dataset` fetches batches as `TokenDataset` does; a subclass may override it."""
     return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
 
 
 def layout(batch: Batch) -> str:
-    """`key (T,) int64` for every entry of a batch, the batch dimension left out."""
+    """`key (T,) int64` for every entry of a batch, without the batch dimension."""
     parts = (f"{key} {tuple(value.shape[1:])} {value.dtype}" for key, value in sorted(batch.items()))
     return ", ".join(parts).replace("torch.", "")
 
 
 def collate(samples: Any) -> Any:
-    """`collate_fn` for torch's own DataLoader over these datasets: a batch that is whole already stays as it is."""
+    """`collate_fn` for torch's DataLoader over these datasets: keeps finished batches, collates anything else."""
     return samples if isinstance(samples, dict) else default_collate(samples)
 
 
 def expand(paths: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:
-    """The files behind files, folders (everything in them that matches `pattern`) and globs, sorted within each.
+    """Expand files, folders and globs to a list of files.
+
+    Args:
+        paths: one path or several; the order is kept.
+        pattern: which files of a folder are taken; they are sorted by name.
 
     Raises:
-        DataError: a path does not exist, or a folder or glob holds no file.
+        DataError: a path does not exist, or a folder or glob has no matching file.
     """
     entries = [paths] if isinstance(paths, str | Path) else list(paths)
     files: list[Path] = []
@@ -466,11 +483,11 @@ def expand(paths: str | Path | Sequence[str | Path], pattern: str) -> list[Path]
         else:
             found = _glob(path)
         if not found:
-            wanted = f"holds no file that matches {pattern!r}" if path.is_dir() else "does not exist"
-            raise DataError(f"{path}: {wanted}: check the path, relative paths start at {Path.cwd()}")
+            problem = f"has no file that matches {pattern!r}" if path.is_dir() else "does not exist"
+            raise DataError(f"{path}: {problem}: check the path; relative paths start at {Path.cwd()}")
         files.extend(found)
     if not files:
-        raise DataError("no path was given: name files, folders or globs")
+        raise DataError("paths is empty: name files, folders or globs")
     return files
 
 

@@ -1,10 +1,10 @@
-"""The two seeded samplers: an epoch is a shuffle by torch's generator, seeded seed + epoch.
+"""The two seeded samplers: each epoch is shuffled by torch's generator, seeded with seed + epoch.
 
-Their sequences are fixed index for index, so that a run started elsewhere can be continued here.
-An epoch is held as one array (32-bit while the sizes allow), never as a Python list: torch.randperm
-draws the same numbers into 32-bit integers as into 64-bit ones, in half the memory.
+Their sequences are fixed index for index, so that a run started elsewhere can be continued here. An epoch is held as
+one array (32-bit where the sizes allow), never as a Python list: torch.randperm draws the same numbers into 32-bit
+integers as into 64-bit ones, in half the memory.
 
-For a data order that survives another number of ranks, see `runner.data.elastic_sampler`.
+For a data order that does not depend on the number of ranks, see `runner.data.elastic`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from runner.data.hashing import U64, derive, stream_key
-from runner.data.shares import (
+from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.weights import (
     SamplerError,
     SamplerStateError,
-    check_temperature,
     check_weights,
     integer,
     replicas_and_rank,
@@ -33,12 +32,12 @@ from runner.data.shares import (
 
 IndexArray: TypeAlias = NDArray[np.signedinteger[Any]]  # int32 while the sizes allow, else int64
 
-_CHUNK = 4096  # indices widened, or turned into Python integers, at a time
-_GATHER = 1 << 16  # indices gathered at a time when an order is applied in place
+_CHUNK = 4096  # indices widened to int64, or converted to Python integers, at a time
+_GATHER = 1 << 16  # indices gathered at a time when a permutation is applied in place
 
 
 def permutation(n: int, generator: torch.Generator) -> IndexArray:
-    """`torch.randperm(n)` as an array that owns its memory."""
+    """`torch.randperm(n)` as an array that owns its memory, shape (n,)."""
     order: IndexArray = np.empty(n, np.int32 if n < 2**31 else np.int64)
     torch.randperm(n, generator=generator, out=torch.from_numpy(order))
     return order
@@ -49,21 +48,21 @@ def _identity(n: int) -> IndexArray:
 
 
 def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) -> IndexArray:
-    """This rank's part `[rank::num_replicas]` of `order`, cut or padded by wrapping to equal parts."""
+    """This rank's part `[rank::num_replicas]` of `order`, truncated or padded by wrapping around to equal parts."""
     n = len(order)
     if drop_last or n % num_replicas == 0 or n == 0:
         part = order[rank : n // num_replicas * num_replicas : num_replicas]
     else:
         part = order[rank::num_replicas]
-        if len(part) < math.ceil(n / num_replicas):  # at most one more: the last round, wrapped
+        if len(part) < math.ceil(n / num_replicas):  # one more, wrapped around from the start
             last = (n // num_replicas * num_replicas + rank) % n
             part = np.append(part, order[last])
-    # A slice keeps the whole epoch alive; a copy of a small part lets it go (at most 1/8 more).
+    # A slice would keep the whole epoch in memory; the copy of a small part costs at most 1/8 more.
     return part.copy() if num_replicas >= 8 else part
 
 
 class _SeededSampler(Sampler[int], ABC):
-    """What both seeded samplers share: epoch, skip, arrays out of an epoch, state."""
+    """Common to both seeded samplers: epoch, skip, batches of indices, state."""
 
     num_samples: int
 
@@ -74,46 +73,59 @@ class _SeededSampler(Sampler[int], ABC):
         self.drop_last = drop_last
         self._epoch = 0
         self._skip = 0
-        self._opened: dict[str, Any] | None = None  # what the epoch under way was drawn with
-        self._loaded = False  # until an iteration begins: that epoch is a saved state's
+        self._drawn_with: dict[str, Any] | None = None  # what the current epoch was drawn with
+        self._state_loaded = False  # the current epoch is that of a loaded state, until an iteration begins
 
     @property
     def epoch(self) -> int:
+        """The epoch that the next iteration draws."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration shuffles for."""
+        """Set the epoch that the next iteration draws."""
         self._epoch = integer("epoch", epoch)
 
     def set_skip(self, skip: int) -> None:
-        """Leave out the first `skip` samples of this rank, once: in the next iteration only."""
+        """Leave out the first `skip` samples of this rank, in the next iteration only."""
         self._skip = integer("skip", skip, 0)
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch, whatever the skip."""
+        """Samples of this rank in a whole epoch, regardless of the skip."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
         return integers(self._take_order())
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
-        """The same sequence as `__iter__`, in int64 arrays of `batch_size` (a shorter last one unless
-        `drop_last`). Consumes the skip like `__iter__`."""
-        if batch_size < 1:
-            raise SamplerError(f"batch_size {batch_size}: it must be 1 or more")
-        return _batches(self._take_order(), batch_size, drop_last)
+        """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
+
+        Args:
+            batch_size: samples per array, at least 1.
+            drop_last: leave out a shorter last array.
+
+        Yields:
+            Dataset indices, int64 of shape (batch_size,).
+        """
+        return _batches(self._take_order(), integer("batch_size", batch_size, 1), drop_last)
 
     def positions(self, first: int, count: int) -> NDArray[np.int64]:
-        """Positions, counted over all ranks from the start of the epoch, of this rank's samples
-        [first, first + count)."""
+        """Positions within the epoch of this rank's samples [first, first + count), counted over all ranks from 0.
+
+        Returns:
+            int64 of shape (count,).
+        """
         return np.arange(first, first + count, dtype=np.int64) * self.num_replicas + self.rank
 
     def sample_keys(self, first: int, count: int) -> U64:
-        """A 64-bit identity (seed, epoch, position) for each of this rank's samples [first, first + count)."""
+        """A 64-bit identity, a hash of (seed, epoch, position), of each of the same samples.
+
+        Returns:
+            uint64 of shape (count,).
+        """
         return derive(stream_key(self.seed, "sample", self._epoch), self.positions(first, count))
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, seed, num_replicas, rank, and what else the order of the epoch under way depends on."""
+        """Epoch, seed, num_replicas, rank, and what else the order of the current epoch depends on."""
         return {
             "epoch": self._epoch,
             "seed": self.seed,
@@ -122,31 +134,31 @@ class _SeededSampler(Sampler[int], ABC):
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
             **self._sizes(),
-            **(self._drawn_with() if self._opened is None else self._opened),
+            **(self._draw_parameters() if self._drawn_with is None else self._drawn_with),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the epoch; the rank stays this process's own.
+        """Restore the epoch. The rank remains that of this process.
 
-        Other weights than the state's may hold from the start of an epoch on; to skip into an epoch that was
-        drawn with them is an error of the next iteration.
+        Weights may differ from the state's from the start of an epoch on. If they differ within the epoch, the next
+        iteration with a skip raises an error.
 
         Raises:
-            SamplerStateError: the state has another seed, size, number of replicas, shuffle or drop_last (a
-                skip would then land on other samples), or it has no epoch.
+            SamplerStateError: the state has no epoch, or another seed, size, number of replicas, shuffle or drop_last,
+                with which a skip would land on other samples.
         """
         if not isinstance(state, Mapping):
             raise SamplerStateError(
-                f"{type(self).__name__}: the saved state is {state!r}: give what state_dict() returned"
+                f"{type(self).__name__}: the saved state is {state!r}: pass what state_dict() returned"
             )
         own = {"seed": self.seed, "num_replicas": self.num_replicas, **self._sizes()}
         own |= {"shuffle": self.shuffle, "drop_last": self.drop_last}
         for name, value in own.items():
             if name in state and state[name] != value:
-                remedy = " (sampler=elastic can go on with any number)" if name == "num_replicas" else ""
+                remedy = " (sampler=elastic resumes with any number)" if name == "num_replicas" else ""
                 raise SamplerStateError(
                     f"{type(self).__name__}: the saved state has {name} {state[name]}, this sampler has {name} "
-                    f"{value}; the order would not be the same, so use the saved {name}{remedy}"
+                    f"{value}, which would change the order: use the saved {name}{remedy}"
                 )
         epoch = state.get("epoch")
         if not isinstance(epoch, int) or epoch < 0:
@@ -154,27 +166,32 @@ class _SeededSampler(Sampler[int], ABC):
                 f"{type(self).__name__}: the saved state has epoch {epoch!r}; expected an integer of 0 or more"
             )
         self._epoch = epoch
-        drawn_with = {name: state[name] for name in self._drawn_with() if name in state}
-        self._opened, self._loaded = drawn_with or None, True
+        drawn_with = {name: state[name] for name in self._draw_parameters() if name in state}
+        self._drawn_with, self._state_loaded = drawn_with or None, True
 
     @abstractmethod
     def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
-        """Dataset indices at positions of an epoch (default: the current one), over all ranks.
+        """Look up dataset indices within an epoch. Draws the whole epoch: not for the training loop.
 
-        Costs the start of that epoch: it is for checks and explanations, not for the loop.
+        Args:
+            positions: positions within the epoch, counted over all ranks, shape (count,).
+            epoch: default: the current one.
+
+        Returns:
+            int64 of shape (count,).
         """
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + self._epoch)
 
     def _take_order(self) -> IndexArray:
-        drawn_with, skip, self._skip = self._drawn_with(), self._skip, 0
-        if self._loaded and skip and self._opened not in (None, drawn_with):
+        parameters, skip, self._skip = self._draw_parameters(), self._skip, 0
+        if self._state_loaded and skip and self._drawn_with not in (None, parameters):
             raise SamplerStateError(
-                f"{type(self).__name__}: the saved state lies within an epoch drawn with {_words(self._opened)}, this "
-                f"sampler's weights give {_words(drawn_with)}; finish that epoch with the saved weights"
+                f"{type(self).__name__}: the saved state is within an epoch drawn with {_listed(self._drawn_with)}, "
+                f"this sampler's weights give {_listed(parameters)}: finish that epoch with the saved weights"
             )
-        self._opened, self._loaded = drawn_with, False
+        self._drawn_with, self._state_loaded = parameters, False
         return self._order()[skip:]
 
     @abstractmethod
@@ -183,26 +200,28 @@ class _SeededSampler(Sampler[int], ABC):
 
     @abstractmethod
     def _sizes(self) -> dict[str, Any]:
-        """What of the data the state belongs to."""
+        """The sizes that a state must have in common with this sampler."""
 
-    def _drawn_with(self) -> dict[str, Any]:
-        """What an epoch depends on that may be another in the next one."""
+    def _draw_parameters(self) -> dict[str, Any]:
+        """What an epoch depends on that may change with the next epoch."""
         return {}
 
 
 class DistributedSampler(_SeededSampler):
-    """Shuffles a dataset by seed + epoch and gives rank r every num_replicas-th sample from r on.
+    """Shuffles a dataset with seed + epoch; rank r takes every num_replicas-th sample, starting with the r-th.
+
+    The sequence is that of torch.utils.data.DistributedSampler with the same arguments.
 
     Args:
         dataset: anything with a length.
-        num_replicas, rank: default to torch.distributed's, else to 1 and 0.
+        num_replicas: number of ranks; default: of torch.distributed, or 1.
+        rank: this rank; default: of torch.distributed, or 0.
         shuffle: False keeps the order of the dataset.
         seed: of the shuffle; the epoch is added to it.
-        drop_last: cut the epoch to a multiple of num_replicas; False pads it by wrapping round,
-            as often as it takes.
+        drop_last: truncate the epoch to a multiple of num_replicas; False pads it by wrapping around.
 
     Raises:
-        SamplerError: a rank outside [0, num_replicas).
+        SamplerError: an invalid number of replicas, rank or seed.
     """
 
     def __init__(
@@ -218,7 +237,6 @@ class DistributedSampler(_SeededSampler):
         self.dataset = dataset
         self._size = len(dataset)
         self.num_samples = _per_rank(self._size, self.num_replicas, drop_last)
-        self.total_size = self.num_samples * self.num_replicas
 
     def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
         whole = self._whole(self._epoch if epoch is None else epoch)
@@ -237,23 +255,25 @@ class DistributedSampler(_SeededSampler):
 
 
 class MixtureSampler(_SeededSampler):
-    """Draws an epoch from several sources in proportion to p = w^(1/T) / sum.
+    """Draws each epoch from several sources, with shares p proportional to w^(1/T).
 
-    The budget of a rank is the sum over the sources of size // num_replicas (rounded up without
-    drop_last). A source's count is round(p * budget), corrected by one in descending order of p until
-    the counts make up the budget. A source that has fewer samples than its count repeats them.
+    The budget of a rank is the sum over all sources of size // num_replicas (rounded up without drop_last). The count
+    of a source is round(p * budget); counts are then corrected by one, in descending order of p, until they sum to the
+    budget. A source with fewer samples than its count repeats them.
 
     Args:
         cumulative_sizes: `MixtureDataset.cumulative_sizes`: [0, n_0, n_0 + n_1, ...].
-        weights: one per source; 0 leaves a source out at any temperature.
-        num_replicas, rank: default to torch.distributed's, else to 1 and 0.
-        shuffle, seed: as for DistributedSampler.
-        drop_last: cut each source to a multiple of num_replicas; False pads it by wrapping round.
-        temperature: above 1 evens the mixture out, below 1 sharpens it.
+        weights: w, one per source; 0 leaves a source out at any temperature.
+        num_replicas: number of ranks; default: of torch.distributed, or 1.
+        rank: this rank; default: of torch.distributed, or 0.
+        shuffle: False keeps the order of the sources and of their samples.
+        seed: of the shuffle; the epoch is added to it.
+        drop_last: truncate each source to a multiple of num_replicas; False pads it by wrapping around.
+        temperature: T; above 1 evens the mixture out, below 1 sharpens it.
 
     Raises:
-        SamplerError: weights that are negative, not finite, all 0 or not one per source; a source
-            with a positive count that has no sample for every rank.
+        SamplerError: weights are negative, not finite, all 0, or not one per source; or a source with a positive count
+            has too few samples to give every rank one.
     """
 
     def __init__(
@@ -276,33 +296,36 @@ class MixtureSampler(_SeededSampler):
         self.update_weights(weights, temperature)
 
     def update_weights(self, weights: Sequence[float], temperature: float = 1.0) -> None:
-        """Other weights and temperature, effective at the next `iter()`. The length stays the same.
+        """Change weights and temperature, effective at the next `iter()`. The length stays the same.
+
+        Args:
+            weights: one per source; a list, array or tensor.
+            temperature: as for the constructor.
 
         Raises:
-            SamplerError: as for the constructor; the sampler then keeps its weights.
+            SamplerError: as for the constructor; the sampler keeps its previous weights.
         """
         sizes = self._source_sizes
-        weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]  # of any array
+        weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
         if len(weights) != len(sizes):
             raise SamplerError(f"Expected {len(sizes)} weights (one per source), got {len(weights)}")
-        check_temperature(temperature)
-        check_weights(weights)
+        check_weights(weights, temperature)
         available = [_per_rank(size, self.num_replicas, self.drop_last) for size in sizes]
         counts = _apportion(shares(weights, temperature), sum(available))
         for source, (count, samples) in enumerate(zip(counts, available, strict=True)):
             if count and not samples:
                 raise SamplerError(
                     f"source {source} has {sizes[source]} samples for {self.num_replicas} replicas, so some ranks "
-                    f"would get none: set its weight to 0, or drop_last=False if it has any samples"
+                    "would get none: set its weight to 0, or drop_last=False if it has any samples"
                 )
         self.weights, self.temperature = weights, temperature
         self._counts = counts
-        self._loaded = False  # whoever changes the weights of a loaded state means the next iteration
+        self._state_loaded = False  # weights set after a state was loaded are meant for the next iteration
         self.num_samples = sum(counts)
 
     @property
     def counts(self) -> list[int]:
-        """Samples of this rank from each source in one epoch."""
+        """Samples of this rank from each source in an epoch."""
         return list(self._counts)
 
     def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
@@ -342,11 +365,11 @@ class MixtureSampler(_SeededSampler):
     def _sizes(self) -> dict[str, Any]:
         return {"sizes": list(self._source_sizes)}
 
-    def _drawn_with(self) -> dict[str, Any]:
+    def _draw_parameters(self) -> dict[str, Any]:
         return {"counts": list(self._counts)}
 
 
-def _words(values: Mapping[str, Any] | None) -> str:
+def _listed(values: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (values or {}).items())
 
 
@@ -355,7 +378,7 @@ def _per_rank(size: int, num_replicas: int, drop_last: bool) -> int:
 
 
 def _apportion(probabilities: Sequence[float], budget: int) -> list[int]:
-    """round(p * budget) each, corrected by one in descending order of p until they sum to budget."""
+    """round(p * budget) for each p, corrected by one in descending order of p until the sum is `budget`."""
     counts = [round(p * budget) for p in probabilities]
     difference = budget - sum(counts)
     by_share = sorted(range(len(counts)), key=lambda source: -probabilities[source])
@@ -365,7 +388,7 @@ def _apportion(probabilities: Sequence[float], budget: int) -> list[int]:
 
 
 def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:
-    """target = part repeated to its length, plus offset."""
+    """target = part, repeated to the length of target, plus offset."""
     for first in range(0, len(target), len(part)):
         window = target[first : first + len(part)]
         window[:] = part[: len(window)]
@@ -373,7 +396,7 @@ def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:
 
 
 def _gather(values: IndexArray, order: IndexArray) -> IndexArray:
-    """values[order], written over `order` piece by piece: no third array."""
+    """values[order], written over `order` in chunks, without a third array."""
     if order.dtype != values.dtype:
         return values[order]
     for first in range(0, len(order), _GATHER):
@@ -382,7 +405,7 @@ def _gather(values: IndexArray, order: IndexArray) -> IndexArray:
 
 
 def integers(order: IndexArray) -> Iterator[int]:
-    """`order` as Python integers, never all of them at once."""
+    """`order` as Python integers, converted in chunks."""
     for first in range(0, len(order), _CHUNK):
         yield from order[first : first + _CHUNK].tolist()
 
@@ -390,7 +413,7 @@ def integers(order: IndexArray) -> Iterator[int]:
 def _batches(order: IndexArray, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
     whole = len(order) // batch_size * batch_size
     step = max(_CHUNK // batch_size, 1) * batch_size
-    for first in range(0, whole, step):  # widened a chunk at a time: the rows of an array are its cheapest parts
+    for first in range(0, whole, step):  # widened in chunks: iterating over rows is the cheapest way to split an array
         yield from order[first : min(first + step, whole)].astype(np.int64).reshape(-1, batch_size)
     if whole < len(order) and not drop_last:
         yield order[whole:].astype(np.int64)

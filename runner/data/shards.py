@@ -1,4 +1,4 @@
-"""Token shards on disk, memory-mapped: opening them reads nothing but their headers."""
+"""Memory-mapped token shards on disk. Opening them reads only headers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from runner.data.datasets import DataError, TokenDataset, Tokens, expand
 class TokenShards(TokenDataset):
     """Samples from `.npy` and `.bin` files of tokens; see `TokenDataset` for what a sample is.
 
-    A sample never crosses from one shard into the next, so each shard leaves up to sequence_length tokens over.
+    A sample never crosses from one shard into the next, so up to sequence_length tokens at the end of a shard are
+    unused.
 
     Args:
-        paths: a file, a folder, a glob, or a list of them; the order of shards is that of the list, and the order of
-            names within a folder or glob.
+        paths: a file, a folder, a glob, or a list of them. Shards are in the order of the list, sorted by name within
+            a folder or glob.
         sequence_length: T, at least 1.
-        vocab_size: tokens outside [0, vocab_size) are errors, found when they are fetched; None: not checked.
-        dtype: type of the tokens in `.bin` files, which do not say it themselves: for example uint16, or >u2 for
-            the other byte order. A `.npy` file says it and must agree.
-        pattern: which files of a folder are shards; None: `*.bin` where dtype is given, else `*.npy`.
-        shards: how many files there must be; None: not checked.
+        vocab_size: tokens outside [0, vocab_size) are errors, raised when they are fetched; None: not checked.
+        dtype: dtype of the tokens in `.bin` files, which do not record it: for example uint16, or >u2 for big-endian
+            ones. A `.npy` file records its dtype, which must agree.
+        pattern: which files of a folder are shards; None: `*.bin` if dtype is set, else `*.npy`.
+        shards: expected number of files; None: not checked.
 
     Raises:
-        DataError: a shard is missing, cut short, of another type or shape, or there are too few tokens.
+        DataError: a shard is missing, truncated, of another dtype or shape, or there are too few tokens.
     """
 
     def __init__(
@@ -43,17 +44,17 @@ class TokenShards(TokenDataset):
         files = expand(paths, pattern or ("*.npy" if kind is None else "*.bin"))
         if shards is not None and len(files) != shards:
             raise DataError(
-                f"{len(files)} shards found where shards={shards} (first {files[0].name}, last {files[-1].name}): "
-                "complete the files or correct the number"
+                f"found {len(files)} shards, but shards={shards} (first {files[0].name}, last {files[-1].name}): "
+                "add the missing files or correct the number"
             )
         super().__init__([open_shard(file, kind) for file in files], sequence_length, vocab_size)
 
 
 def token_type(dtype: str | None) -> np.dtype[Any] | None:
-    """The integer type of this name.
+    """The integer dtype with this name.
 
     Raises:
-        DataError: it names none.
+        DataError: there is none.
     """
     if dtype is None:
         return None
@@ -62,29 +63,35 @@ def token_type(dtype: str | None) -> np.dtype[Any] | None:
     except TypeError:
         kind = np.dtype(object)
     if kind.kind not in "iu":
-        raise DataError(f"dtype={dtype!r} is no integer type: uint16, uint32, int32, or >u2 for the other byte order")
+        raise DataError(
+            f"dtype={dtype!r} is not an integer type: use uint16, uint32, int32, or >u2 for big-endian tokens"
+        )
     return kind
 
 
 def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
-    """One `.npy` or `.bin` file of tokens as a read-only memory map of shape (n,).
+    """Open a `.npy` or `.bin` file of tokens as a read-only memory map of shape (n,).
+
+    Args:
+        path: the file.
+        dtype: required for `.bin`; None or the same for `.npy`.
 
     Raises:
-        DataError: it is missing, cut short, not 1-D integers, or its type is not known or not as said.
+        DataError: the file is missing or truncated, or its dtype is unknown or another one.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if path.suffix == ".npy":
         return _open_npy(path, dtype)
     if path.suffix != ".bin":
-        raise DataError(f"{path}: not a token shard: name it .npy (an array) or .bin (bare tokens, dtype given)")
+        raise DataError(f"{path}: not a token shard: expected .npy (an array) or .bin (raw tokens, with dtype set)")
     if dtype is None:
-        raise DataError(f"{path}: a .bin file does not say its type: give dtype, for example dtype=uint16")
+        raise DataError(f"{path}: a .bin file does not record its dtype: set dtype, for example dtype=uint16")
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
         raise DataError(
             f"{path}: {size} bytes are not a whole number of {dtype.name} tokens ({dtype.itemsize} bytes each): "
-            "the file is cut short or dtype is wrong"
+            "the file is truncated, or dtype is wrong"
         )
     return cast(Tokens, np.memmap(path, dtype=dtype, mode="r"))
 
@@ -94,8 +101,8 @@ def _open_npy(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise DataError(
-            f"{path}: not a whole .npy file ({path.stat().st_size} bytes; {error}): copy it again"
+            f"{path}: not a complete .npy file ({path.stat().st_size} bytes; {error}): copy it again"
         ) from error
     if dtype is not None and tokens.dtype != dtype:
-        raise DataError(f"{path}: holds {tokens.dtype} tokens where dtype={dtype.name}: leave dtype out for .npy files")
+        raise DataError(f"{path}: has {tokens.dtype} tokens, but dtype={dtype.name}: leave dtype out for .npy files")
     return cast(Tokens, tokens)

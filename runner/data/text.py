@@ -1,7 +1,7 @@
 """Text as bytes (a vocabulary of 256), prepared once into a cache and memory-mapped from there.
 
-Texts are joined with a zero byte after each. Of every 20 blocks of the joined text the last is held out: split
-`eval` has those 5 %, split `train` the rest, and `all` both. What is held out depends on the text alone.
+Texts are concatenated, each followed by a zero byte. The last of every 20 blocks of the result is held out: split
+`eval` has those 5 %, split `train` the rest, and `all` both. The split depends only on the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,15 +22,16 @@ import numpy as np
 
 from runner.data.datasets import DataError, TokenDataset, Tokens, expand
 from runner.errors import nearest
-from runner.files import fsync_dir, read_json
+from runner.system import clock
+from runner.system.files import fsync_dir, read_json
 
-FORMAT = 1  # part of every cache key: raised when the same text would be laid out otherwise
+FORMAT = 1  # part of every cache key; increase it when the layout of the cache changes
 BLOCK = 8192  # bytes
 HELD_OUT = 20  # the last of every 20 blocks
 CHUNK = 1 << 24  # bytes read at a time
 SPLITS = ("train", "eval", "all")
 SOURCES = ("code", "encodings", "prose")
-# Folders of the standard library that are no library source: tests, other people's packages, tools, data.
+# Folders of the standard library without library source: tests, installed packages, tools, data.
 NOT_LIBRARY = {
     "__pycache__", "config", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib", "lib-dynload",
     "lib2to3", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
@@ -39,7 +39,7 @@ NOT_LIBRARY = {
 
 
 class TextDataset(TokenDataset):
-    """One split of a text in the cache, which is prepared first if it is not there."""
+    """One split of a text in the cache, which is prepared first if it is missing."""
 
     def _open(
         self, directory: Path, texts: Callable[[], Iterator[bytes]], total: int, split: str, sequence_length: int
@@ -55,24 +55,27 @@ class TextDataset(TokenDataset):
             tokens = cast(Tokens, np.load(path, mmap_mode="r", allow_pickle=False))
             train, self._content = int(meta["train"]), str(meta["blake2b"])
         except (OSError, ValueError, EOFError, TypeError, KeyError) as error:
-            raise DataError(f"{directory}: this cache is damaged ({error}): delete it, it is made again") from error
+            raise DataError(f"{directory}: this cache is corrupt ({error}): delete it to have it recreated") from error
         part = {"train": tokens[:train], "eval": tokens[train:], "all": tokens}[split]
         super().__init__(part, sequence_length, vocab_size=256)
 
     def fingerprint(self) -> dict[str, Any]:
-        """As that of any tokens, with the checksum of the whole text from when it was prepared."""
+        """As for any tokens, with the checksum of the whole text, computed when it was prepared."""
         return {**super().fingerprint(), "text": self._content}
 
 
 class TextFiles(TextDataset):
-    """Bytes of text files; see `TokenDataset` for what a sample is, and this module for the splits.
+    """Bytes of text files; see `TokenDataset` for what a sample is.
+
+    Texts are concatenated, each followed by a zero byte. Split `eval` has the last of every 20 blocks, `train` the
+    rest.
 
     Args:
         paths: a file, a folder, a glob, or a list of them.
         sequence_length: T, at least 1.
         split: train, eval or all.
         pattern: which files of a folder are text.
-        cache_dir: where the joined text is kept; None: see `cache_directory`.
+        cache_dir: where the concatenated text is cached; None: $RUNNER_CACHE or ~/.cache/runner.
 
     Raises:
         DataError: a path does not exist, there is too little text, or the cache cannot be written.
@@ -95,17 +98,17 @@ class TextFiles(TextDataset):
 
 
 class PythonText(TextDataset):
-    """Real text that every machine has: the sources of the Python that runs this.
+    """Real text that every machine has: source code and documentation of the running Python.
 
     Args:
         source: `code` (the standard library, without tests), `encodings` (its character tables) or `prose` (the
-            language reference as `pydoc` shows it).
+            language reference, as shown by `pydoc`).
         sequence_length: T, at least 1.
-        split: train, eval or all; see this module.
-        cache_dir: where the joined text is kept; None: see `cache_directory`.
+        split: train, eval or all; as for `TextFiles`.
+        cache_dir: where the text is cached; None: $RUNNER_CACHE or ~/.cache/runner.
 
     Raises:
-        DataError: an unknown source or split, a Python without its sources, or a cache that cannot be written.
+        DataError: an unknown source or split, a Python without source files, or a cache that cannot be written.
     """
 
     def __init__(
@@ -129,12 +132,12 @@ def cache_directory(cache_dir: str | Path | None = None) -> Path:
 
 
 def digest(value: Any) -> str:
-    """A short hash of a JSON-serialisable value, for the name of a cache."""
+    """A short hash of a JSON-serializable value, for the name of a cache."""
     return hashlib.blake2b(json.dumps([FORMAT, BLOCK, HELD_OUT, value]).encode(), digest_size=8).hexdigest()
 
 
 def read_texts(files: Iterable[Path]) -> Iterator[bytes]:
-    """The bytes of `files` in chunks, a zero byte after each file."""
+    """The bytes of `files` in chunks, with a zero byte after each file."""
     for path in files:
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK):
@@ -143,7 +146,7 @@ def read_texts(files: Iterable[Path]) -> Iterator[bytes]:
 
 
 def python_files(source: str) -> tuple[Callable[[], Iterator[bytes]], int, str]:
-    """Python's own source files: how to read them, their length with separators, and a key of names and sizes."""
+    """Python's source files: a function that reads them, their total size with separators, and their cache key."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(_library_files(library) if source == "code" else (library / "encodings").glob("*.py"))
     if not files:
@@ -157,18 +160,18 @@ def _library_files(library: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in NOT_LIBRARY and not name.startswith("config-")]
         for name in names:
-            # _sysconfigdata describes the machine that built this Python
+            # _sysconfigdata depends on the machine that built this Python
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
                 yield Path(folder, name)
 
 
 def python_topics() -> tuple[Callable[[], Iterator[bytes]], int, str]:
-    """The language reference of pydoc: as `python_files`."""
+    """The language reference of pydoc; returns the same as `python_files`."""
     try:
         module = importlib.import_module("pydoc_data.topics")
     except ImportError as error:
         raise DataError(
-            "this Python comes without pydoc_data.topics: leave the source 'prose' out (~data.sources.prose) "
+            "this Python has no pydoc_data.topics: remove the source 'prose' (~data.sources.prose) "
             "or use another Python"
         ) from error
     topics: dict[str, str] = module.topics
@@ -177,13 +180,17 @@ def python_topics() -> tuple[Callable[[], Iterator[bytes]], int, str]:
 
 
 def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
-    """Make `directory` whole or not at all: `produce` fills another one, which is renamed then.
+    """Create `directory` atomically: `produce` fills a temporary directory, which is then renamed.
 
-    Several processes may prepare the same directory at once: the first to finish makes it, the others' work is
-    thrown away. What a kill left behind is swept after a day.
+    Several processes may prepare the same directory at once; the first to finish wins, and the others discard their
+    work. What a killed process left behind is deleted after a day.
+
+    Args:
+        directory: the cache entry to create.
+        produce: fills an empty directory, including `meta.json`.
 
     Raises:
-        DataError: the file system refused.
+        DataError: the file system returned an error.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -203,31 +210,31 @@ def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise DataError(
-            f"{directory}: the text cannot be prepared here ({error.strerror or error}): set data.cache_dir or "
-            "RUNNER_CACHE to a folder with space that you may write"
+            f"{directory}: cannot prepare the text here ({error.strerror or error}): set data.cache_dir or "
+            "RUNNER_CACHE to a writable folder with enough space"
         ) from error
 
 
 def _sweep(parent: Path) -> None:
     for leftover in parent.glob(".preparing-*"):
         try:
-            old = time.time() - leftover.stat().st_mtime > 86400
-        except FileNotFoundError:  # another process was just done with it
+            old = clock.wall() - leftover.stat().st_mtime > 86400
+        except FileNotFoundError:  # another process has just finished with it
             continue
         if old:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_text(folder: Path, texts: Iterable[bytes], total: int) -> None:
-    """Write `tokens.npy` (the training blocks, then the held-out ones) and `meta.json` into `folder`.
+    """Write `tokens.npy` (training blocks, then held-out blocks) and `meta.json` into `folder`.
 
     Args:
         folder: an empty directory.
-        texts: parts of a text of `total` bytes, cut anywhere.
-        total: its length.
+        texts: the text in chunks of any size.
+        total: its size in bytes.
 
     Raises:
-        OSError: the text is not as long as it was said to be, or the file system refused.
+        OSError: the text does not have `total` bytes, or the file system returned an error.
     """
     block = max(1, min(BLOCK, total // HELD_OUT))
     full, tail = divmod(total, block)
@@ -236,17 +243,17 @@ def write_text(folder: Path, texts: Iterable[bytes], total: int) -> None:
     content = hashlib.blake2b(digest_size=16)
     out = np.lib.format.open_memmap(folder / "tokens.npy", mode="w+", dtype=np.uint8, shape=(total,))
     done = 0
-    for number, piece in enumerate(_blocks(texts, block)):
+    for number, part in enumerate(_blocks(texts, block)):
         before = number // HELD_OUT  # held-out blocks so far
-        last = number % HELD_OUT == HELD_OUT - 1
-        start = train + before * block if last else (number - before) * block
-        if start + len(piece) > total:
+        is_held_out = number % HELD_OUT == HELD_OUT - 1
+        start = train + before * block if is_held_out else (number - before) * block
+        if start + len(part) > total:
             break
-        out[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
-        content.update(piece)
-        done += len(piece)
+        out[start : start + len(part)] = np.frombuffer(part, np.uint8)
+        content.update(part)
+        done += len(part)
     if done != total:
-        raise OSError(f"the text changed while it was read: {done} bytes where {total} were expected")
+        raise OSError(f"the text changed while it was read: expected {total} bytes, read {done}")
     out.flush()
     meta = {"bytes": total, "train": train, "eval": held_out, "block": block, "blake2b": content.hexdigest()}
     with open(folder / "meta.json", "w") as file:
@@ -256,7 +263,7 @@ def write_text(folder: Path, texts: Iterable[bytes], total: int) -> None:
 
 
 def _blocks(texts: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes cut into blocks of `size`, the last one shorter."""
+    """The same bytes in blocks of `size`; the last one may be shorter."""
     buffer = bytearray()
     for text in texts:
         buffer += text

@@ -1,6 +1,6 @@
-"""Where a run's metrics go: one small protocol, and the writers behind it.
+"""Where a run's metrics go: a small protocol, and the writers that implement it.
 
-Importing this package imports none of the libraries that a writer needs.
+Importing this package imports none of the libraries that the writers need.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["JsonlWriter", "Writer", "resume_jsonl"]
 
 
 class Writer(Protocol):
-    """Takes records in order of step: one a step, and one an evaluation (with `eval_loss`)."""
+    """Takes records in order of step: one per step, and one per evaluation (with `eval_loss`)."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one record; it has `step`, the number of steps complete."""
+        """Take one record; its `step` is the number of completed steps."""
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Send what is buffered."""
 
     def close(self) -> None:
-        """Flush and end; nothing is written afterwards."""
+        """Flush and close; nothing is written afterwards."""

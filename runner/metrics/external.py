@@ -1,31 +1,28 @@
-"""Loggers outside this project, behind a thread of their own: a slow or broken one never holds up training."""
+"""Base of loggers that use another library, in a background thread: a slow or broken one never delays training."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import queue
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from runner.errors import UserError
-from runner.files import read_json, write_json
-from runner.run_dir import RunDir
+from runner.rundir.paths import RunDir
+from runner.system import files
 
-QUEUE_RECORDS = 10_000  # then records are dropped, and that is said
-CLOSE_TIMEOUT_S = 20.0  # a preempted run has no more time to wait for a network
+_log = logging.getLogger(__name__)
 
-
-def complain(message: str) -> None:
-    """One line on standard error."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+QUEUE_RECORDS = 10_000  # with more waiting, the logger counts as failed
+CLOSE_TIMEOUT_S = 20.0  # a preempted run cannot wait longer for a network
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by name, `a/b` for a number in a dictionary; `step` and everything else left out."""
-    return dict(_flat(record)) if record else {}
+    """The numbers of a record by name, nested ones as `a/b`; without `step` and everything that is not a number."""
+    return dict(_flat(record))
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -39,13 +36,13 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 class ExternalWriter(ABC):
     """A `Writer` whose library is imported, opened and written to in a background thread.
 
-    `write` costs a few microseconds. A fault of the library (no network, a full disk, a refused login) is reported
-    once; from then on its records are dropped and training goes on, since metrics.jsonl has them all.
+    `write` takes a few microseconds. If the library fails (no network, a full disk, a refused login), that is reported
+    once, and its further records are dropped; metrics.jsonl has them all.
 
     Args:
         run: the run directory.
-        step: the step that the run resumes from, 0 at its start.
-        report: takes the one-line message of a fault.
+        step: the step at which the run resumes, 0 at its start.
+        report: called with a one-line message if the logger fails; by default the message is logged as a warning.
 
     Raises:
         UserError: the library is not installed.
@@ -55,11 +52,11 @@ class ExternalWriter(ABC):
     module: str
     package: str
 
-    def __init__(self, run: RunDir, step: int = 0, report: Callable[[str], None] = complain) -> None:
+    def __init__(self, run: RunDir, step: int = 0, report: Callable[[str], None] = _log.warning) -> None:
         if importlib.util.find_spec(self.module) is None:
             raise UserError(
                 f"logger {self.name} needs the package {self.package!r}, which is not installed: "
-                f"pip install {self.package}, or leave the logger out"
+                f"pip install {self.package}, or remove the logger"
             )
         self.run = run
         self.step = step
@@ -70,7 +67,7 @@ class ExternalWriter(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Import the library and start or continue the logged run."""
+        """Import the library, and start or resume the logged run."""
 
     @abstractmethod
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -78,14 +75,14 @@ class ExternalWriter(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Hand on what the library buffers."""
+        """Send what the library buffers."""
 
     @abstractmethod
     def end(self) -> None:
-        """Hand on everything and end."""
+        """Send everything and close."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Hand `record` to the thread, which starts with the first one."""
+        """Pass `record` to the thread, which is started with the first one."""
         if self._broken:
             return
         if self._thread is None:
@@ -94,12 +91,12 @@ class ExternalWriter(ABC):
         self._put(record)
 
     def flush(self) -> None:
-        """Ask the thread to hand on what it has; does not wait for it."""
+        """Ask the thread to send what it has; does not wait for it."""
         if self._thread is not None and not self._broken:
             self._put({})
 
     def close(self) -> None:
-        """Wait for the records to be handed on, for `CLOSE_TIMEOUT_S` seconds at most."""
+        """Wait until all records are sent, for at most `CLOSE_TIMEOUT_S` seconds."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -113,7 +110,7 @@ class ExternalWriter(ABC):
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self._fail(f"{QUEUE_RECORDS} records wait for it")
+            self._fail(f"{QUEUE_RECORDS} records are waiting")
 
     def _work(self) -> None:
         try:
@@ -124,18 +121,18 @@ class ExternalWriter(ABC):
                 else:
                     self.sync()
             self.end()
-        except Exception as error:  # noqa: BLE001 whatever a foreign library raises must not end the training
+        except Exception as error:  # noqa: BLE001 whatever the library raises must not end the training
             self._fail(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _fail(self, reason: str) -> None:
         if not self._broken:
             self._broken = True
-            self._report(f"logger {self.name} failed and is left out from here on ({reason})")
+            self._report(f"logger {self.name} failed and is disabled from here on ({reason})")
 
     def identity(self, make: Callable[[], str]) -> str:
-        """The id by which the library knows this run: made once, then read from the run directory."""
-        ids: dict[str, str] = read_json(self.run.loggers) or {}
+        """The id by which the library knows this run: created once, then read from the run directory."""
+        ids = files.read_object(self.run.loggers)
         if self.name not in ids:
             ids[self.name] = make()
-            write_json(self.run.loggers, ids)
-        return ids[self.name]
+            files.write_json(self.run.loggers, ids)
+        return str(ids[self.name])

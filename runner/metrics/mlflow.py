@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from runner.metrics.external import ExternalWriter, complain
-from runner.run_dir import RunDir
+from runner.metrics.external import ExternalWriter
+from runner.rundir.paths import RunDir
+from runner.system import clock
 
-BATCH = 1000  # metrics in one request: the most that MLflow takes
+_log = logging.getLogger(__name__)
+
+BATCH = 1000  # metrics per request: the maximum of MLflow
 EVERY_S = 5.0
 
 
 class MLflow(ExternalWriter):
     """Logs to one MLflow run, whose id is kept in the run directory.
 
-    Steps that MLflow has already are not sent again: after a kill the run repeats them with the same numbers.
+    Steps that MLflow already has are not sent again: after a kill the run repeats them with the same values.
 
     Args:
         run: the run directory.
-        step: the step that the run resumes from.
-        report: takes the one-line message of a fault.
-        experiment: made if there is none of this name.
+        step: the step at which the run resumes.
+        report: called with a one-line message if the logger fails.
+        experiment: name of the experiment; created if it does not exist.
         tracking_uri: a server or a store, for example sqlite:///mlflow.db; None: MLflow's own setting.
     """
 
@@ -35,7 +38,7 @@ class MLflow(ExternalWriter):
         self,
         run: RunDir,
         step: int = 0,
-        report: Callable[[str], None] = complain,
+        report: Callable[[str], None] = _log.warning,
         experiment: str = "runner",
         tracking_uri: str | None = None,
     ) -> None:
@@ -52,7 +55,7 @@ class MLflow(ExternalWriter):
         self._id = self.identity(self._create)
         self._client.update_run(self._id, status="RUNNING")
         self._waiting: list[Any] = []
-        self._sent_at = time.monotonic()
+        self._sent_at = clock.monotonic()
         latest = self._client.get_run(self._id).data.metrics
         self._last = {key: max(m.step for m in self._client.get_metric_history(self._id, key)) for key in latest}
 
@@ -62,17 +65,17 @@ class MLflow(ExternalWriter):
         return str(self._client.create_run(experiment, run_name=self.run.path.name).info.run_id)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        now = int(time.time() * 1000)
+        now = int(clock.wall() * 1000)
         fresh = {key: value for key, value in values.items() if step > self._last.get(key, -1)}
         self._waiting += [self._metric(key, value, now, step) for key, value in fresh.items()]
-        if len(self._waiting) >= BATCH or time.monotonic() - self._sent_at > EVERY_S:
+        if len(self._waiting) >= BATCH or clock.monotonic() - self._sent_at > EVERY_S:
             self.sync()
 
     def sync(self) -> None:
         while self._waiting:
             self._client.log_batch(self._id, metrics=self._waiting[:BATCH])
             del self._waiting[:BATCH]
-        self._sent_at = time.monotonic()
+        self._sent_at = clock.monotonic()
 
     def end(self) -> None:
         self.sync()

@@ -1,4 +1,4 @@
-"""Loss curves of one or several runs as a picture. Imports matplotlib (the extra `plot`)."""
+"""Plots the losses of one or several runs. Imports matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import UserError
-from runner.files import read_lines
 from runner.metrics.tables import rows
-from runner.run_dir import RunDir
+from runner.rundir.paths import RunDir
+from runner.system import files
 
 SMOOTH_STEPS = 20
 
 
 def plot_losses(runs: Sequence[RunDir], path: Path) -> None:
-    """Draw training loss (faint, and its moving average), evaluations (dots) and resumes (dotted lines).
+    """Plot training losses (faint, with their moving average), evaluations (dots) and resumes (dotted lines).
 
     Args:
-        runs: runs with a metrics.jsonl; drawn over each other.
-        path: the picture; its ending (.png, .svg, .pdf) says of which kind.
+        runs: runs with a metrics.jsonl, all in one plot.
+        path: the file; its suffix (.png, .svg, .pdf) decides on the format.
 
     Raises:
-        UserError: matplotlib is not installed, a run has no metrics, or the ending is not known.
+        UserError: matplotlib is not installed, a run has no metrics, or the suffix is unknown.
         OSError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -40,7 +40,7 @@ def plot_losses(runs: Sequence[RunDir], path: Path) -> None:
     axes.legend()
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
-        raise UserError(f"--plot {path}: unknown kind of picture: end the name in one of .{', .'.join(sorted(known))}")
+        raise UserError(f"--plot {path}: unknown format: the name must end in one of .{', .'.join(sorted(known))}")
     figure.savefig(path, dpi=120)
 
 
@@ -48,9 +48,9 @@ def _draw(axes: Any, run: RunDir, color: str) -> None:
     table = rows(run)
     losses = [(row["step"], row["loss"]) for row in table if "loss" in row]
     if not losses:
-        raise UserError(f"{run.path}: no metrics to plot: give the directory of a run that has taken a step")
+        raise UserError(f"{run.path} has no step to plot: pass a run that has completed one")
     steps, values = zip(*losses, strict=True)
-    window = max(1, min(SMOOTH_STEPS, len(values) // 20))  # a wide one lags behind a short run
+    window = max(1, min(SMOOTH_STEPS, len(values) // 20))  # a wide one would lag in a short run
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(values, window), color=color, label=run.path.name)
     evaluations = [(row["step"], row["eval_loss"]) for row in table if "eval_loss" in row]
@@ -62,13 +62,13 @@ def _draw(axes: Any, run: RunDir, color: str) -> None:
 
 
 def resumes(run: RunDir) -> list[int]:
-    """The steps from which attempts went on, the beginning left out."""
-    starts = [record.get("start_step") for record in read_lines(run.attempts) if isinstance(record, dict)]
+    """The steps at which attempts resumed, without step 0."""
+    starts = [record.get("start_step") for record in files.read_lines(run.attempts) if isinstance(record, dict)]
     return sorted({int(start) for start in starts if start})
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` values up to each."""
+    """For each value, the mean of the last `window` values up to it."""
     means: list[float] = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - window) : end]

@@ -1,40 +1,38 @@
-"""What is seen of a run while it trains: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, TextIO
+
+from runner.system import clock as system_clock
 
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.1
 
 
 class ProgressBar:
-    """Step, loss, tokens/s and the time that is left.
+    """Shows step, loss, tokens/s and the remaining time.
 
-    On a terminal a bar, redrawn ten times a second at most; elsewhere (a log file, a scheduler's output) a line for
-    the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn before the
-    first `update`. A terminal that is gone, or a log on a full disk, is no reason to stop.
+    On a terminal this is a bar, redrawn at most ten times a second; elsewhere (a log file, a scheduler's output) it is
+    a line for the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn before
+    the first `update`. A closed terminal, or a log on a full disk, does not stop the training.
 
     Args:
         total: the step at which the run is finished.
-        quiet: show messages only, no progress.
         stream: where to write; None: standard error.
-        clock: seconds that only go forward.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         total: int,
-        quiet: bool = False,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = system_clock.monotonic,
     ) -> None:
         self.total = total
-        self.quiet = quiet
         self.stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._terminal = self.stream.isatty()
@@ -44,9 +42,7 @@ class ProgressBar:
         self._task: Any = None
 
     def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """`step` steps are complete; `loss` is that of the last one."""
-        if self.quiet:
-            return
+        """`step` steps are complete; `loss` is the loss of the last one."""
         now = self._clock()
         if self._began is None:
             self._began = (step, now)
@@ -62,7 +58,7 @@ class ProgressBar:
             self._print(f"step {step}/{self.total}  loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
 
     def say(self, message: str) -> None:
-        """Show one line that stays."""
+        """Print one line that stays."""
         bar = self._bar  # another thread may close it
         if bar is None:
             self._print(message)
@@ -71,7 +67,7 @@ class ProgressBar:
             bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """End the bar and leave it as it is; closing twice is no error."""
+        """End the bar and leave it as it is; closing twice is fine."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with contextlib.suppress(OSError):
@@ -88,10 +84,10 @@ class ProgressBar:
 
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
             console = Console(file=self.stream)
-            self._bar = Progress(*columns, console=console, auto_refresh=False)  # no thread beside the training
+            self._bar = Progress(*columns, console=console, auto_refresh=False)  # no further thread
             self._task = self._bar.add_task("", total=self.total, text="")
             self._bar.start()
-            console.show_cursor(True)  # a killed run must not leave a terminal without one
+            console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
         self._bar.update(self._task, completed=step, text=text, refresh=True)
 
     def _print(self, message: str) -> None:
@@ -100,7 +96,7 @@ class ProgressBar:
 
 
 def quantity(number: float) -> str:
-    """A number in at most four characters and a letter: 873, 12.3k, 1.2M."""
+    """A number such as 873, 12.3k or 1.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{letter}"

@@ -1,4 +1,4 @@
-"""metrics.jsonl as a table: a row a step, for CSV and for plots."""
+"""metrics.jsonl as a table with one row per step, for CSV and for plots."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import io
 from pathlib import Path
 from typing import Any
 
-from runner.files import read_lines, write_atomic
 from runner.metrics.external import scalars
-from runner.run_dir import RunDir
+from runner.rundir.paths import RunDir
+from runner.system import files
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:
-    """One dict a step in order, with `step` first; nested numbers as `a/b`, an evaluation in the row of its step."""
+    """One dict per step in order, `step` first; nested numbers as `a/b`, an evaluation in the row of its step."""
     table: dict[int, dict[str, Any]] = {}
-    for record in read_lines(run.metrics):
+    for record in files.read_lines(run.metrics):
         if isinstance(record, dict) and "step" in record:
             step = int(record["step"])
             row = table.setdefault(step, {"step": step})
@@ -24,9 +24,9 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
 
 
 def export_csv(run: RunDir, path: Path | None = None) -> Path:
-    """Write the metrics of `run` to `path` (None: metrics.csv in the run directory), whole or not at all.
+    """Write the metrics of `run` atomically to `path` (None: metrics.csv in the run directory).
 
-    Columns stand in the order in which they first appear; what a step does not have is left empty.
+    Columns are in order of first appearance; missing values are empty.
 
     Returns:
         The file.
@@ -41,7 +41,7 @@ def export_csv(run: RunDir, path: Path | None = None) -> Path:
     writer.writeheader()
     writer.writerows({key: _plain(value) for key, value in row.items()} for row in table)
     target = path or run.csv
-    write_atomic(target, text.getvalue())
+    files.write_atomic(target, text.getvalue())
     return target
 
 

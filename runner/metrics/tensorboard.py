@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from runner.metrics.external import ExternalWriter
+from runner.system import clock
 
 
 class TensorBoard(ExternalWriter):
-    """Writes `tensorboard/` in the run directory, one event a record.
+    """Writes `tensorboard/` in the run directory, one event per record.
 
-    A resumed attempt begins a new event file that says from which step on earlier files do not count, so TensorBoard
-    shows steps that were trained twice once.
+    A resumed attempt begins a new event file that names the step from which on earlier files are void, so TensorBoard
+    shows each step once.
     """
 
     name = "tensorboard"
@@ -30,11 +30,11 @@ class TensorBoard(ExternalWriter):
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(self.run.tensorboard))
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(step=self.step + 1, wall_time=time.time(), session_log=start))
+        self._writer.add_event(Event(step=self.step + 1, wall_time=clock.wall(), session_log=start))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=entries)))
+        self._writer.add_event(self._event(step=step, wall_time=clock.wall(), summary=self._summary(value=entries)))
 
     def sync(self) -> None:
         self._writer.flush()

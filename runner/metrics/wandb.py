@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from typing import Any
 
-from runner.metrics.external import ExternalWriter, complain
-from runner.run_dir import RunDir
+from runner.metrics.external import ExternalWriter
+from runner.rundir.paths import RunDir
+
+_log = logging.getLogger(__name__)
 
 
 class WandB(ExternalWriter):
     """Logs to one W&B run, whose id is kept in the run directory.
 
-    Steps that W&B has already are not sent again: after a kill the run repeats them with the same numbers.
+    Steps that W&B already has are not sent again: after a kill the run repeats them with the same values.
 
     Args:
         run: the run directory.
-        step: the step that the run resumes from.
-        report: takes the one-line message of a fault.
+        step: the step at which the run resumes.
+        report: called with a one-line message if the logger fails.
         mode: online, offline (`wandb sync` sends it later) or disabled.
-        options: anything else that `wandb.init` takes: project, entity, name, tags, ...
+        options: further arguments of `wandb.init`: project, entity, name, tags, ...
     """
 
     name = "wandb"
@@ -32,7 +35,7 @@ class WandB(ExternalWriter):
         self,
         run: RunDir,
         step: int = 0,
-        report: Callable[[str], None] = complain,
+        report: Callable[[str], None] = _log.warning,
         mode: str = "online",
         **options: Any,
     ) -> None:

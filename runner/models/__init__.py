@@ -1,1 +1,1 @@
-"""Models and losses that the runner ships; any other model plugs in by `_target_`."""
+"""Models and losses that the runner ships; any other is chosen by `_target_`."""

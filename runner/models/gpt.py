@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer with pre-normalisation, as in GPT-2 (Radford et al. 2019)."""
+"""GPT: a decoder-only transformer with pre-normalization, as in GPT-2 (Radford et al. 2019)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers, four times as wide in between, with a GELU: (B, T, width) -> (B, T, width)."""
+    """Two linear layers with a GELU between them, four times as wide inside: (B, T, width) -> (B, T, width)."""
 
     def __init__(self, width: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each normalised before and added to what came in."""
+    """Attention and an MLP, each with a LayerNorm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) -> logits (B, T, vocab_size) for the token after each.
+    """Token ids (B, T) -> logits (B, T, vocab_size) of the next token.
 
-    `blocks` is the ModuleList of its blocks, so that each can be sharded or compiled by itself. With tied weights
-    the output layer is the token embedding itself: one parameter, saved once.
+    `blocks` is the ModuleList of its blocks, so that each can be sharded or compiled separately. With tied weights the
+    output layer is the token embedding itself: one parameter, saved once.
 
     Args:
         vocab_size: number of tokens V.
@@ -71,8 +71,8 @@ class GPT(nn.Module):
         layers: number of blocks.
         heads: attention heads; divides `width`.
         width: size of the residual stream.
-        dropout: probability, on the embedding, the attention weights and each residual branch.
-        bias: whether linear layers and norms have one.
+        dropout: probability, for the embedding, the attention weights and each residual branch.
+        bias: whether linear layers and norms have a bias.
         tie_weights: use the token embedding as the output layer.
 
     Raises:
@@ -93,9 +93,9 @@ class GPT(nn.Module):
         super().__init__()
         check_sizes(vocab_size=vocab_size, sequence_length=sequence_length, layers=layers, heads=heads, width=width)
         if width % heads:
-            raise UserError(f"model.width {width} is not a multiple of model.heads {heads}: change one of them")
+            raise UserError(f"model.width={width} must be a multiple of model.heads={heads}")
         if not 0.0 <= dropout < 1.0:
-            raise UserError(f"model.dropout is {dropout}: from 0 to below 1")
+            raise UserError(f"model.dropout={dropout} must be from 0 to below 1")
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.dropout = dropout
@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights of deviation 0.02, zero biases; the last layer of each residual branch is scaled by
+        """Initialize weights from N(0, 0.02) and biases to 0; the last layer of each residual branch is scaled by
         1/sqrt(2 layers), so that the variance of the residual stream does not grow with depth (GPT-2, section 2.3).
         """
         for module in self.modules():
@@ -127,8 +127,8 @@ class GPT(nn.Module):
         length = input_ids.shape[-1]
         if length > self.sequence_length:
             raise UserError(
-                f"a sample of {length} tokens is longer than model.sequence_length {self.sequence_length}: "
-                "make data.sequence_length at most that"
+                f"a sample of {length} tokens is longer than model.sequence_length={self.sequence_length}: "
+                "lower data.sequence_length or raise model.sequence_length"
             )
         positions = torch.arange(length, device=input_ids.device)
         x = F.dropout(self.tokens(input_ids) + self.positions(positions), self.dropout, self.training)
@@ -139,7 +139,7 @@ class GPT(nn.Module):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises UserError for a size below 1."""
+    """Raise UserError for a size below 1."""
     for name, size in sizes.items():
         if size < 1:
-            raise UserError(f"model.{name} is {size}: at least 1")
+            raise UserError(f"model.{name}={size} must be 1 or more")

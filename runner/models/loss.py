@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORED = -100  # torch's own default: a label that counts for nothing
+IGNORED = -100  # labels to skip, torch's default
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross entropy of each sample's labels, in float32 whatever the model computes in.
+    """Mean cross entropy over the labels of each sample, in float32 whatever the model's precision.
 
     Args:
         model: maps token ids (B, T) to logits (B, T, V).
-        batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are left out of the mean.
+        batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped.
 
     Returns:
-        Losses in nats a token, shape (B,), float32; 0 for a sample whose labels are all left out.
+        Losses in nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
     """
     labels = batch["labels"]
     logits = model(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""A dataset, a model and a loss of one's own. Nothing here knows of the runner."""
+"""A dataset, a model and a loss. Nothing here imports the runner."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 
 
 class Waves(Dataset[dict[str, Tensor]]):
-    """Points x and the value y of a wave there; any map-style dataset will do.
+    """Points x on a sine wave and its values y there. Any map-style dataset works.
 
     Args:
         size: number of samples.
         frequency: of the wave.
-        start: the first point; held-out points lie between those of training.
+        start: the first point; a small offset gives held-out points between those of training.
     """
 
     def __init__(self, size: int, frequency: float = 1.0, start: float = 0.0) -> None:
@@ -42,5 +42,5 @@ class Perceptron(nn.Module):
 
 
 def squared_error(model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
-    """One loss for each sample, shape (B,): that is all the runner asks of a loss."""
+    """One loss per sample, shape (B,), which is all that the runner requires of a loss."""
     return scale * (model(batch["x"]) - batch["y"]).square().flatten(1).mean(1)

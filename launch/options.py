@@ -1,0 +1,49 @@
+"""The options of a Slurm job: the keys of conf/launcher/slurm.yaml, which explains them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SlurmOptions:
+    """What conf/launcher/slurm.yaml sets; None leaves an option to Slurm."""
+
+    partition: str | None = None
+    time: int | str | None = None
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int | None = None
+    gpus_per_node: int | None = None
+    gpus_per_task: int | None = None
+    mem: str | None = None
+    mem_per_cpu: str | None = None
+    mem_per_gpu: str | None = None
+    qos: str | None = None
+    account: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    reservation: str | None = None
+    dependency: str | None = None
+    comment: str | None = None
+    job_name: str | None = None
+    signal_delay_s: int = 120
+    array_parallelism: int = 256
+    setup: list[str] = field(default_factory=list)
+    srun_args: list[str] = field(default_factory=list)
+    additional: dict[str, Any] = field(default_factory=dict)
+    python: str | None = None
+    max_timeouts: int | None = None
+    requeue_killed: bool = True
+    check_folder: bool = True
+    wait: bool = False
+    dry_run: bool = False
+    retry_failed: bool = False
+
+    @property
+    def tasks(self) -> int:
+        """The number of ranks."""
+        return self.nodes * self.tasks_per_node

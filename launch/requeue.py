@@ -1,0 +1,221 @@
+"""Whether a job is requeued: the decisions, the loop that asks Slurm, and the batch script's part.
+
+Slurm never requeues a job that exits by itself, not even with status 0 during the grace time of a preemption: the run
+would be lost. A job that is asked to stop therefore requeues itself, and requeue.sh requeues a job whose ranks were
+killed. docs/requeueing.md shows how the parts fit together.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+from launch import scheduler
+from runner.contracts import SLURM_NOT_RUNNING
+from runner.system import clock, files
+
+# After these causes the job requeues itself: Slurm would let it end. "interrupted" is a SIGTERM to a running job
+# without a preemption (its node shuts down, say).
+REQUEUED_CAUSES = frozenset({"preempted", "time limit", "interrupted", "node failure"})
+# Slurm's reasons for ending a job whose node or batch script was lost; scancel sets none.
+LOST_REASONS = frozenset({"NodeDown", "JobLaunchFailure", "SystemFailure"})
+STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the state that explains it
+KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, whether or not the step and the save are done
+RETRY_S = 5.0  # pause between two requests to requeue
+MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the job
+
+# The batch script's part. It keeps asking for an hour: a controller that is away that long ends no job meanwhile.
+SCRIPT = Path(__file__).with_name("requeue.sh")
+SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
+MAX_KILLS = 3  # in a row, before an attempt could begin: the environment is broken
+ARM_SCRIPT = "REQUEUE_ARMED=yes"
+"""The line of the batch script after the user's setup: from here on, a job that fails may be requeued."""
+
+Record = Mapping[str, str]
+"""A job as `scontrol show job` prints it; empty if Slurm did not answer."""
+
+
+def verdict_file(folder: Path, job_id: str) -> Path:
+    """Exists once a rank has decided how the job ends. A job that ends without it was killed.
+
+    srun's exit status does not tell: it is 1 after a memory limit, too, and where srun could not start the ranks.
+    """
+    return folder / f"{job_id}.verdict"
+
+
+def killed_file(folder: Path, job_id: str) -> Path:
+    """One line for each time that the batch script requeued a killed job, since an attempt last began."""
+    return folder / f"{job_id}.killed"
+
+
+def script_lines(folder: Path, requeue_killed: bool) -> list[str]:
+    """requeue.sh and its parameters, for the batch script.
+
+    It is copied, so that an upgrade of this package between a submission and a requeue does not change it.
+    """
+    parameters = {
+        "FOLDER": folder,
+        "MAX_KILLS": MAX_KILLS if requeue_killed else 0,
+        "NOT_RUNNING": " ".join(sorted(SLURM_NOT_RUNNING)),
+        "TRIES": SCRIPT_TRIES,
+        "PAUSE_S": SCRIPT_PAUSE_S,
+    }
+    assignments = [f"REQUEUE_{name}={shlex.quote(str(value))}" for name, value in parameters.items()]
+    return [*assignments, *files.read_text(SCRIPT).splitlines()]
+
+
+def is_running(job: Record) -> bool:
+    """Whether the job is anything but waiting, ending or over."""
+    return job.get("JobState", "COMPLETING") not in SLURM_NOT_RUNNING
+
+
+def ended_by(job: Record, restart_count: int) -> str | None:
+    """How Slurm has ended this start of the job; None while it runs, and if Slurm did not answer.
+
+    Args:
+        restart_count: how often the job had been restarted when this start of it began.
+    """
+    if int(job.get("Restarts", "0")) > restart_count:  # it may even run again, elsewhere
+        return "requeued"
+    if not job or is_running(job):
+        return None
+    reason = job.get("Reason", "")
+    if "Time" in reason:
+        return "time limit"
+    if reason in LOST_REASONS:
+        return "node failure"
+    return "preempted" if _ended_at_preemption(job) else "cancelled"
+
+
+def _ended_at_preemption(job: Record) -> bool:
+    """Whether Slurm cancelled the job to make room (PreemptMode=CANCEL without a grace time), in the same second.
+
+    A job that is cancelled during its grace time has a preemption time as well, but ends later.
+    """
+    preempted = _time(job.get("PreemptTime"))
+    return preempted is not None and preempted == _time(job.get("EndTime"))
+
+
+def cause_of_stop(job: Record, restart_count: int, signum: int) -> str:
+    """Why the job received `signum`; from the signal alone if Slurm did not answer."""
+    if ended := ended_by(job, restart_count):
+        return ended
+    if _time(job.get("PreemptTime")):
+        return "preempted"
+    return "time limit" if signum in (signal.SIGUSR1, signal.SIGUSR2) else "interrupted"
+
+
+def seconds_left(job: Record) -> float | None:
+    """Until Slurm ends the job, by its time limit or at the end of a grace time; None: there is no end."""
+    end = _time(job.get("EndTime"))
+    return None if end is None else (end - datetime.fromtimestamp(clock.wall())).total_seconds()
+
+
+def _time(text: str | None) -> datetime | None:
+    """A time as Slurm prints it; None for its many words for none."""
+    try:
+        return datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+
+
+class Requeuer:
+    """Requeues one job, from inside it.
+
+    Args:
+        job_id: `12`, or `12_3` for a task of an array.
+        restart_count: how often Slurm has restarted the job.
+    """
+
+    def __init__(self, job_id: str, restart_count: int) -> None:
+        self._job_id = job_id
+        self._restart_count = restart_count
+        self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
+
+    def cause(self, signum: int) -> str:
+        """Why the job is asked to stop. If it will be killed without being requeued, a timer requeues it before that.
+
+        A step or a save that takes longer than the notice must not be the end of the run.
+        """
+        if signum == signal.SIGINT:
+            return "cancelled"
+        for _ in range(STATE_CHECKS):
+            job = self._job()
+            cause = cause_of_stop(job, self._restart_count, signum)
+            if cause != "interrupted":
+                break
+            clock.sleep(STATE_CHECK_PAUSE_S)
+        left_s = seconds_left(job)
+        if cause in REQUEUED_CAUSES and left_s is not None:
+            clock.call_later(max(0.0, left_s - KILL_MARGIN_S), self._requeue_unfinished)
+        return cause
+
+    def requeue(self, cause: str) -> str | None:
+        """Requeue the job if `cause` requires it; returns once Slurm has done so.
+
+        A refusal is retried until the job is killed: to exit would end the job for good, while Slurm itself requeues a
+        preempted job that waits to be killed.
+
+        Returns:
+            the final cause ("cancelled" if the job was cancelled meanwhile, "requeued" if Slurm or somebody else
+            requeued it first), or None if nothing could be done here: no scontrol (in a container, say), or Slurm
+            refused `MAX_REFUSALS` times after an interruption.
+        """
+        if cause not in REQUEUED_CAUSES:
+            return cause
+        outcome = self._ask_until_queued(RETRY_S, MAX_REFUSALS if cause == "interrupted" else math.inf)
+        if outcome == "asked":
+            _report(f"{cause}: requeued job {self._job_id}")
+            return cause
+        return cause if outcome == "requeued" and self._asked else outcome
+
+    def _requeue_unfinished(self) -> None:
+        if self._ask_until_queued(STATE_CHECK_PAUSE_S) == "asked":
+            _report(f"the notice is nearly over and the attempt is not done: requeued job {self._job_id} as it is")
+
+    def _ask_until_queued(self, pause_s: float, max_refusals: float = math.inf) -> str | None:
+        """Until the job is queued: "asked" if it was us who asked, else "requeued"; "cancelled"; None: gave up.
+
+        Nothing is requeued on a guess: while Slurm does not answer, the job may have been cancelled.
+        """
+        refusals = 0
+        while shutil.which("scontrol") and refusals < max_refusals:
+            job = self._job()
+            ended = ended_by(job, self._restart_count)
+            if ended in ("requeued", "cancelled"):
+                return ended
+            if job:
+                if self._ask(job):
+                    # Slurm reports success, too, for a job that was cancelled since its state was read.
+                    cancelled = ended_by(self._job(), self._restart_count) == "cancelled"
+                    return "cancelled" if cancelled else "asked"
+                refusals += 1
+            clock.sleep(pause_s)
+        return None
+
+    def _ask(self, job: Record) -> bool:
+        """Ask Slurm once to requeue the job; whether it did."""
+        self._asked = True  # even if no answer comes
+        try:
+            scheduler.requeue(self._job_id, only_running=is_running(job))
+        except scheduler.SchedulerError as error:
+            _report(f"cannot requeue job {self._job_id} yet: {error}")
+            return False
+        return True
+
+    def _job(self) -> dict[str, str]:
+        try:
+            return scheduler.show_job(self._job_id)
+        except scheduler.SchedulerError as error:
+            _report(f"Slurm does not report the state of job {self._job_id}: {error}")
+            return {}
+
+
+def _report(text: str) -> None:
+    print(f"[launch] {text}", file=sys.stderr, flush=True)

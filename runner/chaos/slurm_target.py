@@ -1,0 +1,178 @@
+"""The target of faults with `launcher=slurm`: the job of a run, through the queue."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.chaos.target import STOPPING_S, TAIL_LINES, LocalTarget
+from runner.contracts import SLURM_OVER, SLURM_WAITING
+from runner.errors import ExitStatus, UserError
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+
+ENDING_S = 4.0  # the batch script of the last attempt has surely ended after this
+ASK_EVERY_S = 0.3  # do not flood the controller
+
+
+class SlurmTarget:
+    """The jobs of one run: submitted with the user's own command, requeued by Slurm.
+
+    Slurm delays a requeued job by two minutes; the drill lets it start at once.
+
+    Args:
+        command: submits the run.
+        run_dir: the run directory.
+        log: file for the output of the command.
+    """
+
+    def __init__(self, command: Sequence[str], run_dir: Path, log: Path) -> None:
+        self.command = list(command)
+        self.run = RunDir(run_dir)
+        self.log = log
+        self._restarts = 0
+        self._waiting_since: float | None = None
+        self._asked = float("-inf")
+        self._answer: dict[str, str] = {}
+
+    @property
+    def job_id(self) -> str | None:
+        """Id of the job that was submitted last."""
+        return files.read_object(self.run.job).get("job_id")
+
+    # While the job is queued or running, rerunning the command reports that and submits nothing.
+    refusals: tuple[int, ...] = (int(ExitStatus.FINISHED), int(ExitStatus.LOCKED))
+
+    def begin(self) -> None:
+        state = self._show(fresh=True)
+        if _is_over(state):
+            self._submit()
+            state = self._show(fresh=True)
+        self._restarts = int(state.get("Restarts", "0"))
+        self._nudge(state)
+
+    def _submit(self) -> None:
+        submitting = LocalTarget(self.command, self.log)
+        submitting.begin()
+        if submitting.wait(2 * STOPPING_S) != 0:
+            raise UserError(f"the run could not be submitted: {submitting.tail()}")
+
+    def _nudge(self, state: Mapping[str, str]) -> None:
+        """Let a delayed job start at once.
+
+        But not before the batch script of its last attempt has surely ended: Slurm would take the end of that one for
+        the end of the next.
+        """
+        if state.get("JobState") not in SLURM_WAITING:
+            self._waiting_since = None
+            return
+        self._waiting_since = self._waiting_since or clock.monotonic()
+        if state.get("Reason") == "BeginTime" and clock.monotonic() - self._waiting_since > ENDING_S:
+            _ask("scontrol", "update", f"jobid={self.job_id}", "starttime=now")
+
+    def ended(self) -> int | None:
+        state = self._show()
+        if int(state.get("Restarts", self._restarts)) > self._restarts:
+            # The old attempt is over for good only when the job waits again.
+            return self._status() if state.get("JobState") != "COMPLETING" else None
+        if _is_over(state):
+            return self._status()
+        self._nudge(state)
+        return None
+
+    def _status(self) -> int:
+        if self.run.finished.exists():
+            return int(ExitStatus.FINISHED)
+        for line in reversed(list(files.read_lines(self.run.attempts))):
+            if self.owns(line) and line.get("exit") is not None:
+                return int(line["exit"])
+        return -int(signal.SIGKILL)
+
+    def owns(self, holder: Mapping[str, Any]) -> bool:
+        job_id = holder.get("job_id")
+        return job_id is not None and job_id == self.job_id and holder.get("restart_count") == self._restarts
+
+    def send(self, signum: int) -> None:
+        if signum == signal.SIGKILL:
+            self._kill()
+            return
+        _ask("scancel", f"--signal={signal.Signals(signum).name.removeprefix('SIG')}", str(self.job_id))
+
+    def _kill(self) -> None:
+        """Send SIGKILL to the process itself, on its node: `scancel --signal=KILL` would ask it to stop first."""
+        attempt = files.read_object(self.run.attempt)
+        where = [f"--nodelist={attempt['node']}"] if attempt.get("node") else []
+        step = ["srun", f"--jobid={self.job_id}", "--overlap", "--nodes=1", "--ntasks=1", *where]
+        _ask(*step, "kill", "-KILL", str(attempt.get("pid")))
+
+    def requeue(self) -> None:
+        """As an administrator would, or Slurm itself without a grace time."""
+        _ask("scontrol", "requeue", str(self.job_id))
+
+    def cancel(self) -> None:
+        """As its user would."""
+        _ask("scancel", str(self.job_id))
+
+    def freeze(self) -> bool:
+        return self.ended() is None
+
+    def unfreeze(self) -> None:
+        """Nothing to do: a job is not frozen."""
+
+    def limit_files(self, size: int | None) -> None:
+        raise UserError("writes of a job on another machine cannot be limited: remove disk-full from --faults")
+
+    def another(self) -> LocalTarget:
+        """The command rerun, which must be refused before it submits anything."""
+        return LocalTarget(self.command, self.log)
+
+    def wait(self, timeout_s: float) -> int | None:
+        end = clock.monotonic() + timeout_s
+        while (status := self.ended()) is None and clock.monotonic() < end:
+            clock.sleep(ASK_EVERY_S)
+        return status
+
+    def stop(self) -> None:
+        if not _is_over(self._show(fresh=True)):
+            self.cancel()
+            end = clock.monotonic() + STOPPING_S
+            while not _is_over(self._show()) and clock.monotonic() < end:
+                clock.sleep(ASK_EVERY_S)
+
+    def tail(self) -> str:
+        logs = sorted(self.run.logs.glob("*_log.out"), key=lambda path: path.stat().st_mtime)
+        text = logs[-1].read_text(errors="replace") if logs else ""
+        return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+    def _show(self, fresh: bool = False) -> dict[str, str]:
+        """What Slurm reports about the job; empty if there is none."""
+        now = clock.monotonic()
+        if fresh or now - self._asked >= ASK_EVERY_S:
+            self._asked = now
+            job_id = self.job_id
+            text = _ask("scontrol", "show", "job", "-o", job_id) if job_id else ""
+            if text is not None:  # else the controller is busy: its last answer still holds
+                self._answer = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        return self._answer
+
+
+def _is_over(state: Mapping[str, str]) -> bool:
+    """Whether there is no job, or it has ended."""
+    return state.get("JobState", "COMPLETED") in SLURM_OVER
+
+
+def _ask(*command: str) -> str | None:
+    """The output of a Slurm command; empty if there is no such job, None if the command failed otherwise."""
+    try:
+        done = processes.run(command, capture_output=True, text=True, timeout=STOPPING_S, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"warning: {' '.join(command)}: no answer in {STOPPING_S:.0f} s", file=sys.stderr)
+        return None
+    if done.returncode and "nvalid job id" not in done.stderr:
+        print(f"warning: {' '.join(command)}: {done.stderr.strip()}", file=sys.stderr)
+        return None
+    return done.stdout

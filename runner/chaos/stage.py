@@ -1,0 +1,214 @@
+"""One run directory under faults: what the kinds of fault work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.chaos.display import Display
+from runner.chaos.plan import PlannedFault
+from runner.chaos.target import Target
+from runner.chaos.triggers import TRIGGERS
+from runner.chaos.watch import Watch
+from runner.errors import ExitStatus, TrainingError
+from runner.rundir.paths import RunDir
+from runner.system import clock, files
+
+PATIENCE_S = 900.0  # without a step, a new holder or a line of output: the run hangs
+POLL_S = 0.0003
+SHOW_EVERY_S = 0.2
+START_S = 1.0  # from acquiring the lease to the first step, until it has been measured
+
+
+class TooLateError(Exception):
+    """The run finished before the fault could be injected."""
+
+
+class UnansweredError(Exception):
+    """The run did not do what the fault requires; the message says what it did instead."""
+
+
+class BrokenError(TrainingError):
+    """The run under faults ended by itself, or hangs."""
+
+
+@dataclass
+class Stage:
+    """One run directory under faults."""
+
+    run: RunDir
+    target: Target
+    display: Display
+    steps: int
+    save_every: int
+    eval_every: int
+    start_s: float = START_S
+    targets: list[Target] = field(default_factory=list)
+    resumes_at: int | None = None
+    steps_lost: int = 0
+    injected_at: tuple[int, int | None] = (0, None)
+    _metrics: int | None = None
+    _owned_at: tuple[int, float] = (0, 0.0)
+    _shown: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.run)
+        self.targets.append(self.target)
+
+    def ensure_running(self) -> None:
+        """Start an attempt unless one is running."""
+        if self.target.ended() is not None or self._metrics is None:
+            self._metrics = self._metrics_file()
+        self.target.begin()
+
+    def _metrics_file(self) -> int:
+        """Which file the metrics are in; an attempt replaces it once it has restored its state. 0: none."""
+        try:
+            return self.run.metrics.stat().st_ino
+        except FileNotFoundError:
+            return 0
+
+    def freeze_at(self, planned: PlannedFault) -> None:
+        """Wait until the trigger of a fault is true, and freeze the run there if that is possible.
+
+        Raises:
+            TooLateError: the run finished first.
+            BrokenError: it ended by itself.
+        """
+        self.ensure_running()
+        trigger = TRIGGERS[planned.trigger]
+        while True:
+            # An attempt that has ended cannot be a target, whatever it left behind.
+            self.wait_for(lambda: self.target.ended() is None and trigger(self, planned))
+            self.injected_at = self.here()
+            if self.target.freeze() and trigger(self, planned) and not self.run.finished.exists():
+                self.injected_at = self.here()
+                return
+            self.target.unfreeze()
+            if self.run.finished.exists():
+                self.wait_for_end()
+                raise TooLateError
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Return when `condition` is true.
+
+        Raises:
+            TooLateError: the run finished first.
+            BrokenError: the attempt ended first, or hangs.
+        """
+        status = self.wait_for_or_end(condition)
+        if status == 0:
+            raise TooLateError
+        if status is not None:
+            raise BrokenError(f"the run ended by itself with status {status}\n{self.target.tail()}")
+
+    def wait_for_or_end(self, condition: Callable[[], object]) -> int | None:
+        """None when `condition` is true, or the exit status of the attempt if it ended before."""
+        for _ in self._poll():
+            # In this order: what an attempt did at its very end counts.
+            status = self.target.ended()
+            if condition():
+                return None
+            if status is not None:
+                return status
+        return None
+
+    def wait_for_end(self, target: Target | None = None) -> int:
+        """Exit status of the attempt, or of another process on its run."""
+        target = target or self.target
+        for _ in self._poll():
+            status = target.ended()
+            if status is not None:
+                return status
+        return 1
+
+    def owned(self) -> bool:
+        """Whether the attempt holds the run directory."""
+        number, holder = self.watch.holder()
+        if not self.target.owns(holder):
+            return False
+        if self._owned_at[0] != number:
+            self._owned_at = (number, clock.monotonic())
+        return True
+
+    def seconds_since_owned(self) -> float:
+        """Seconds since the attempt was first seen to hold the run directory."""
+        return clock.monotonic() - self._owned_at[1]
+
+    def made_steps(self) -> bool:
+        """Whether the attempt has completed a step."""
+        attempt = self.watch.attempt()
+        return (
+            self.target.owns(attempt)
+            and self._metrics_file() != self._metrics
+            and self.watch.step() > attempt["start_step"]
+        )
+
+    def last_ended(self) -> dict[str, Any]:
+        """The line of the last attempt in the attempt log."""
+        return dict(next(iter(reversed(list(files.read_lines(self.run.attempts)))), {}))
+
+    def committed(self, fence: int | None = None) -> set[Path]:
+        """Checkpoints on disk; with `fence`, those written by the holder of that fencing number."""
+        paths = {self.run.checkpoints / f"step_{step:08d}" for step in self.run.checkpoint_steps()}
+        if fence is None:
+            return paths
+        return {path for path in paths if files.read_object(path / "manifest.json").get("fence") == fence}
+
+    def must_resume_at(self, step: int) -> None:
+        """Note where the next attempt has to resume; called while no attempt makes steps."""
+        self.resumes_at, self.steps_lost = step, max(0, self.watch.step() - step)
+
+    def add(self, target: Target) -> Target:
+        """One more process on this run, which is stopped at the end."""
+        self.targets.append(target)
+        return target
+
+    def replace(self, target: Target) -> None:
+        """From here on, another process is the run."""
+        self.target = self.add(target)
+        self._metrics = None
+
+    def here(self) -> tuple[int, int | None]:
+        """Steps complete, and the number of the attempt in progress."""
+        attempt = self.watch.attempt()
+        step = self.watch.step() if self.made_steps() else max(self.run.checkpoint_steps(), default=0)
+        return step, attempt.get("attempt") if self.target.owns(attempt) else None
+
+    def finish(self) -> None:
+        """Let the run finish.
+
+        Raises:
+            BrokenError: it does not.
+        """
+        self.ensure_running()
+        while (status := self.wait_for_end()) == ExitStatus.INTERRUPTED:
+            self.ensure_running()  # a job that was asked to stop just before its end
+        if status:
+            raise BrokenError(f"the run ended by itself with status {status}\n{self.target.tail()}")
+
+    def stop(self) -> None:
+        """End every process that is still running."""
+        for target in self.targets:
+            target.stop()
+
+    def _poll(self) -> Iterator[None]:
+        """Poll until the run has shown no progress for too long."""
+        progressed, signs = clock.monotonic(), self._signs()
+        while True:
+            yield
+            clock.sleep(POLL_S)
+            now = clock.monotonic()
+            if now - self._shown < SHOW_EVERY_S:
+                continue
+            self._shown = now
+            self.display.step(self.watch.step(), self.steps)
+            if (newer := self._signs()) != signs:
+                progressed, signs = now, newer
+            elif now - progressed > PATIENCE_S:
+                raise BrokenError(f"no progress for {PATIENCE_S:.0f} s\n{self.target.tail()}")
+
+    def _signs(self) -> tuple[Any, ...]:
+        return self.watch.step(), self.watch.holder()[0], self.target.tail()

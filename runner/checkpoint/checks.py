@@ -1,0 +1,125 @@
+"""Whether a checkpoint fits this run, checked before anything of the run is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.checkpoint.reader import CheckpointReader
+from runner.checkpoint.staging import MODEL, Tensors, collect
+from runner.checkpoint.state import OptimizerState, TrainState
+from runner.errors import CheckpointError
+
+_MAX_NAMED = 3
+_REMEDY = "or start a new run in another directory (run.name or run.dir)"
+
+
+def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], where: str) -> None:
+    """Compare the parts that both fingerprints name.
+
+    Raises:
+        CheckpointError: naming the values that differ.
+    """
+    differences: list[str] = []
+    for key in present:
+        if key in saved:
+            _compare(saved[key], _as_json(present[key]), key, differences)
+    if differences:
+        raise CheckpointError(f"{where} is of another run: {_joined(differences)}; restore these settings, {_REMEDY}")
+
+
+def _as_json(value: Any) -> Any:
+    """`value` as it would be after a round trip through JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value
+
+
+def _compare(saved: Any, present: Any, path: str, differences: list[str]) -> None:
+    if isinstance(saved, dict) and isinstance(present, dict):
+        for key in sorted({*saved, *present}):
+            if key not in saved:
+                differences.append(f"{path}.{key} is new")
+            elif key not in present:
+                differences.append(f"{path}.{key} is missing now")
+            else:
+                _compare(saved[key], present[key], f"{path}.{key}", differences)
+    elif saved != present:
+        differences.append(f"{path} was {_short(saved)} and is {_short(present)} now")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _joined(differences: list[str]) -> str:
+    more = len(differences) - _MAX_NAMED
+    return ", ".join(differences[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_fit(
+    reader: CheckpointReader, state: TrainState, model: nn.Module, optimizer: Optimizer | None, where: str
+) -> None:
+    """Compare a checkpoint with the model and the optimizer that are to be loaded from it.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    collected = collect(model, optimizer)
+    check_model(reader, collected.nested["model"], where)
+    if collected.optimizer is not None:
+        check_optimizer(state.optimizer, collected.optimizer, where)
+
+
+def check_model(reader: CheckpointReader, tensors: Tensors, where: str) -> None:
+    """Compare the names, shapes and dtypes of the saved tensors with the model's.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    saved = reader.names(MODEL)
+    differences = [f"it lacks {name!r}" for name in tensors if name not in saved]
+    differences += [f"it has {name!r}, which the model lacks" for name in saved if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in saved:
+            continue
+        if tuple(tensor.shape) != saved[name].size:
+            differences.append(f"{name!r} was {saved[name].size} and is {tuple(tensor.shape)} now")
+        elif tensor.dtype != saved[name].dtype:
+            differences.append(f"{name!r} was {saved[name].dtype} and is {tensor.dtype} now")
+    if differences:
+        raise CheckpointError(
+            f"{where} is of another model: {_joined(differences)}; use the model settings it was saved with, {_REMEDY}"
+        )
+
+
+def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where: str) -> None:
+    """Compare the saved optimizer's class, groups and parameters with this one's.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    difference = None
+    if saved is None:
+        difference = f"it was saved without an optimizer, and this run has {present.class_name}"
+    elif saved.class_name != present.class_name:
+        difference = f"it was saved with {saved.class_name}, and this run has {present.class_name}"
+    else:
+        then = [sorted(group["params"]) for group in saved.param_groups]
+        now = [sorted(group["params"]) for group in present.param_groups]
+        if len(then) != len(now):
+            difference = f"it has {len(then)} parameter groups, and this run has {len(now)}"
+        elif then != now:
+            index = next(n for n, (old, new) in enumerate(zip(then, now, strict=True)) if old != new)
+            names = sorted(set(then[index]) ^ set(now[index]))
+            difference = f"parameter group {index} differs in {_joined([repr(name) for name in names])}"
+    if difference:
+        raise CheckpointError(
+            f"{where} does not fit the optimizer: {difference}; use the optimizer settings it was saved with, {_REMEDY}"
+        )

@@ -1,0 +1,135 @@
+"""Compares values, tensors and checkpoints bit for bit, and names what differs.
+
+Tensors are compared by their bytes: a zero that changed its sign counts, and a NaN equals itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.checkpoint.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+MISSING = "missing"  # in place of a value that only the other side has
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """A value that differs: its name, and the value on either side, as text."""
+
+    name: str
+    one: str
+    two: str
+
+
+@dataclass
+class CheckpointComparison:
+    """How many tensors and numbers in them were equal, and what differs."""
+
+    tensors: int = 0
+    values: int = 0
+    differences: list[ValueDifference] = field(default_factory=list)
+
+
+def compare_checkpoints(
+    one: Path, two: Path, manifests: tuple[Manifest, Manifest], ignore: Iterable[str] = ()
+) -> CheckpointComparison:
+    """Compare every tensor and the train states of two checkpoints.
+
+    Args:
+        one, two: directories of checkpoints that have been verified.
+        manifests: their manifests.
+        ignore: top-level entries of the train states that may differ.
+    """
+    from runner.checkpoint.reader import CheckpointReader, load_train_state
+
+    found = CheckpointComparison()
+    with CheckpointReader(one, manifests[0]) as left, CheckpointReader(two, manifests[1]) as right:
+        for name in dict.fromkeys([*left.entries, *right.entries]):
+            if name not in left.entries or name not in right.entries:
+                present = ["present" if name in side.entries else "missing" for side in (left, right)]
+                found.differences.append(ValueDifference(name, *present))
+                continue
+            tensor = left.read(name)
+            if (described := tensor_difference(tensor, right.read(name))) is not None:
+                found.differences.append(ValueDifference(name, *described))
+                continue
+            found.tensors += 1
+            found.values += tensor.numel()
+    ignored = set(ignore)
+    left_state, right_state = (
+        {key: value for key, value in load_train_state(path).items() if key not in ignored} for path in (one, two)
+    )
+    found.differences += [
+        ValueDifference(name, shown(a), shown(b))
+        for name, a, b in nested_differences(left_state, right_state, "train state")
+    ]
+    return found
+
+
+def nested_differences(one: Any, two: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Where two nested values differ: the name of the entry, and both entries (tensors as text)."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        for key in dict.fromkeys([*one, *two]):
+            yield from nested_differences(one.get(key, MISSING), two.get(key, MISSING), f"{name}.{key}")
+    elif isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)) and len(one) == len(two):
+        for index, (a, b) in enumerate(zip(one, two, strict=True)):
+            yield from nested_differences(a, b, f"{name}[{index}]")
+    elif _is_tensor(one) and _is_tensor(two):
+        if (described := tensor_difference(one, two)) is not None:
+            yield name, *described
+    elif type(one) is not type(two) or (one != two and not (_is_nan(one) and _is_nan(two))):
+        yield name, one, two
+
+
+def tensor_difference(one: torch.Tensor, two: torch.Tensor) -> tuple[str, str] | None:
+    """The first value in which two tensors differ, as text for each side; None if their bytes are the same."""
+    import torch
+
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return _kind(one), _kind(two)
+    flat = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in (one, two)]
+    if not flat[0].numel():
+        return None
+    raw = [tensor.view(torch.uint8).reshape(tensor.numel(), -1) for tensor in flat]
+    differing = (raw[0] != raw[1]).any(dim=1).nonzero()
+    if not len(differing):
+        return None
+    first = int(differing[0])
+    gap = (flat[0].double() - flat[1].double()).abs().nan_to_num(torch.inf).max().item()
+    note = f" ({len(differing)} of {len(raw[0])} values differ, by up to {gap:.3g}, the first at {first})"
+    values = [_number(tensor[first].item()) for tensor in flat]
+    return values[0], values[1] + note
+
+
+def shown(value: Any) -> str:
+    """A value as text of at most `MAX_SHOWN` characters."""
+    if _is_tensor(value):
+        return _kind(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "untyped_storage")
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _number(number: Any) -> str:
+    """A number so that different bits look different."""
+    return f"{number!r} = {number.hex()}" if isinstance(number, float) else repr(number)

@@ -1,0 +1,103 @@
+"""Fills a model and an optimizer from a checkpoint, bit for bit, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.checkpoint.reader import CheckpointReader, Entry
+from runner.checkpoint.staging import MODEL, OPTIMIZER, Tensors, bare, local, model_state, parameter_names, plain_name
+from runner.checkpoint.state import OptimizerState, TrainState
+
+
+def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
+    """Read the tensor `name`, or this rank's shard of it, into `target` in place."""
+    offsets: tuple[int, ...] = (0,) * target.dim()
+    if hasattr(target, "__create_chunk_list__"):
+        offsets = tuple(target.__create_chunk_list__()[0].offsets)
+    part = local(target)
+    if part.numel():
+        reader.read_into(name, part, offsets)
+
+
+def load_tensors(reader: CheckpointReader, state: TrainState, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Fill `model` and `optimizer`, for which `check_fit` has passed, in place."""
+    load_model(reader, model, model_state(model)[0], state.model_extra)
+    if optimizer is not None and state.optimizer is not None:
+        load_optimizer(reader, model, optimizer, state.optimizer)
+
+
+def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, extra: Mapping[str, Any] | None) -> None:
+    """Fill the model.
+
+    Args:
+        reader: the checkpoint.
+        model: the model.
+        tensors: its persistent tensors, by plain name.
+        extra: the saved entries of its state dict that are not tensors.
+    """
+    for name, tensor in tensors.items():
+        fill(reader, MODEL + name, tensor)
+    if extra:
+        inner = bare(model)
+        originals = {plain_name(name): name for name in inner.state_dict()}
+        inner.load_state_dict({originals[name]: value for name, value in extra.items()}, strict=False)
+
+
+def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+    """Replace the optimizer's state and the options of its groups.
+
+    Parameters without saved state (never used, frozen) have none afterwards. A state tensor of its parameter's shape
+    is sharded like the parameter; any other is complete on every rank.
+    """
+    on_cpu = set(saved.on_cpu)
+    entries = _by_parameter(reader.names(OPTIMIZER), saved)
+    names = parameter_names(model, optimizer)
+    optimizer.state.clear()
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        name = names[parameter]
+        state: dict[str, Any] = {}
+        for key, entry in entries.get(name, {}).items():
+            flat = f"{name}.{key}"
+            state[key] = _target(entry, parameter, flat in on_cpu)
+            fill(reader, OPTIMIZER + flat, state[key])
+        state.update(_moved(saved.values.get(name, {}), parameter.device))
+        if state:
+            optimizer.state[parameter] = state
+    for group, options in zip(optimizer.param_groups, saved.param_groups, strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+
+
+def _by_parameter(entries: Mapping[str, Entry], saved: OptimizerState) -> dict[str, dict[str, Entry]]:
+    """Entries named `<parameter>.<key>`, by parameter and key; both may contain dots."""
+    parameters = {name for group in saved.param_groups for name in group["params"]}
+    found: dict[str, dict[str, Entry]] = {}
+    for flat, entry in entries.items():
+        cut = len(flat)
+        while (cut := flat.rfind(".", 0, cut)) > 0:
+            if flat[:cut] in parameters:
+                found.setdefault(flat[:cut], {})[flat[cut + 1 :]] = entry
+                break
+    return found
+
+
+@torch.no_grad()
+def _target(entry: Entry, parameter: nn.Parameter, on_cpu: bool) -> torch.Tensor:
+    """An empty tensor for one entry of a parameter's state."""
+    if entry.size == tuple(parameter.shape) and entry.size:
+        return torch.empty_like(parameter, dtype=entry.dtype, memory_format=torch.preserve_format)
+    return torch.empty(entry.size, dtype=entry.dtype, device="cpu" if on_cpu else parameter.device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    return value

@@ -1,0 +1,221 @@
+"""The steps of a save, taken by all ranks together: stage, write, commit, and delete what need not be kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint import writer
+from runner.checkpoint.commit import DIRECTORY_MODE, Transaction, write_file
+from runner.checkpoint.directory import Retention
+from runner.checkpoint.manifest import VERSION, Manifest
+from runner.checkpoint.reader import METADATA, TRAIN_STATE
+from runner.checkpoint.staging import HostBuffers, Tensors, collect, snapshot
+from runner.checkpoint.state import TrainState
+from runner.errors import CheckpointError
+from runner.system import clock, files
+from runner.system.distributed import World
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class PendingSave:
+    """A save that is staged but not written yet.
+
+    Attributes:
+        step: completed optimizer steps.
+        tensors: those of which this rank writes a chunk, by flat name.
+        state: this rank's train state.
+        plan: which rank writes which chunk.
+        metric: what "best" is judged by.
+    """
+
+    step: int
+    tensors: Tensors
+    state: TrainState
+    plan: writer.WritePlan
+    metric: float | None
+
+
+class Saver:
+    """Stages and commits saves; raises whatever goes wrong.
+
+    Args:
+        directory: the directory of checkpoints.
+        world: ranks with a group of their own, since `commit` may run in a background thread.
+        fingerprint: what a run must agree in to load the checkpoints.
+        retention: which checkpoints to keep.
+        check_fence: raises SupersededError if a newer attempt holds the lease.
+        fence: this attempt's fencing number.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        fingerprint: Mapping[str, Any],
+        retention: Retention,
+        check_fence: Callable[[], None],
+        fence: int,
+    ) -> None:
+        self._directory = directory
+        self._world = world
+        self._fingerprint = dict(fingerprint)
+        self._retention = retention
+        self._check_fence = check_fence
+        self._fence = fence
+        self._buffers = HostBuffers()
+        self._plan: writer.WritePlan | None = None
+        self._swept = False
+
+    def sweep_once(self) -> None:
+        """On rank 0, before the first save or load: remove what earlier attempts left behind.
+
+        Raises:
+            SupersededError: a newer attempt holds the lease.
+        """
+        if self._swept:
+            return
+        self._check_fence()
+        checkpoint_dir.sweep(self._directory)
+        warning = checkpoint_dir.loose_modes(self._directory)
+        if warning is not None:
+            _log.warning(warning)
+        self._swept = True
+
+    def stage(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        train_state: Mapping[str, Any],
+        metric: float | None,
+        *,
+        copy: bool,
+    ) -> PendingSave:
+        """Plan the save and snapshot the train state.
+
+        Args:
+            step: completed optimizer steps.
+            model: the model.
+            optimizer: its optimizer, if it has one.
+            train_state: from `build_train_state`.
+            metric: what "best" is judged by.
+            copy: copy the tensors too, so that training may continue before `commit`.
+
+        Raises:
+            CheckpointError: the optimizer holds parameters that are not in the model, or the train state lacks an
+                entry, is of another step, or contains what could not be loaded safely.
+        """
+        state = TrainState.from_dict(train_state, "the train state passed to save")
+        if state.step != step:
+            raise CheckpointError(
+                f"the train state passed to save is of step {state.step}, not {step}: pass build_train_state({step}, …)"
+            )
+        collected = collect(model, optimizer)
+        signature = writer.signature_of(collected.tensors)
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = writer.make_plan(collected, signature, self._world)
+        own = {name: tensor for name, tensor in collected.tensors.items() if name in self._plan.names}
+        state = replace(state, optimizer=collected.optimizer, model_extra=collected.model_extra, version=VERSION)
+        plain = TrainState.from_dict(snapshot(state.to_dict()), "the train state")
+        return PendingSave(step, self._buffers.copy(own) if copy else own, plain, self._plan, metric)
+
+    def commit(self, pending: PendingSave) -> Manifest | None:
+        """Write on all ranks, commit on rank 0.
+
+        Returns:
+            None if the step was committed before.
+
+        Raises:
+            SupersededError: a newer attempt holds the lease; nothing was committed.
+            Exception: the error of the lowest failing rank; nothing was committed.
+        """
+        world = self._world
+        transaction = Transaction(
+            self._directory / checkpoint_dir.step_name(pending.step), self._fence, self._check_fence
+        )
+        directory = world.run_on_main(lambda: self._begin(transaction))
+        if directory is None:
+            return None
+        try:
+            written = world.gather_on_main(
+                world.run_on_all(lambda: writer.write_chunks(directory, world.rank, pending.plan, pending.tensors))
+            )
+            state = self._of_all_ranks(pending.state)
+            return world.run_on_main(lambda: self._finish(transaction, pending, state, written))
+        except BaseException:
+            if world.is_main:
+                transaction.abort()
+            raise
+
+    def _begin(self, transaction: Transaction) -> Path | None:
+        """Create the temporary directory; None if a valid checkpoint of this step exists."""
+        files.make_dirs(self._directory.parent)
+        with suppress(FileExistsError):
+            files.make_dir(self._directory, DIRECTORY_MODE)
+        self.sweep_once()
+        if transaction.final.is_dir():
+            corruption = checkpoint_dir.corruption_of(checkpoint_dir.read_candidate(transaction.final))
+            if corruption is None:
+                return None
+            checkpoint_dir.set_aside(transaction.final, corruption, self._check_fence)
+        transaction.begin()
+        return transaction.path
+
+    def _of_all_ranks(self, state: TrainState) -> TrainState:
+        """Rank 0's train state, with what differs between ranks from all of them."""
+        parts: list[Any] = self._world.gather_on_main((state.rng, state.dataloader))
+        several = state.dataloader is not None and len(parts) > 1
+        return replace(
+            state,
+            rng_by_rank=[rng for rng, _ in parts],
+            dataloader_by_rank=[dataloader for _, dataloader in parts] if several else None,
+        )
+
+    def _finish(
+        self,
+        transaction: Transaction,
+        pending: PendingSave,
+        state: TrainState,
+        written: list[tuple[dict[str, Any], list[Any]]],
+    ) -> Manifest:
+        records = {name: record for own, _ in written for name, record in own.items()}
+        locations = [location for _, own in written for location in own]
+        records[METADATA] = writer.write_metadata(transaction.path, pending.plan, locations)
+        records[TRAIN_STATE] = write_file(
+            transaction.path / TRAIN_STATE,
+            lambda file: torch.save(state.to_dict(), file),  # type: ignore[arg-type]
+        )
+        manifest = Manifest(
+            step=pending.step,
+            files=records,
+            fence=self._fence,
+            fingerprint=self._fingerprint,
+            metric=None if pending.metric is None else float(pending.metric),
+            world_size=self._world.size,
+            created=clock.wall(),
+        )
+        transaction.commit(manifest)
+        return manifest
+
+    def delete_old(self) -> None:
+        """On rank 0, after a commit: delete what retention does not keep.
+
+        Raises:
+            SupersededError: a newer attempt holds the lease.
+            OSError, CheckpointError: the file system refused.
+        """
+        for candidate in self._retention.to_delete(checkpoint_dir.candidates(self._directory)):
+            self._check_fence()
+            checkpoint_dir.delete(candidate.path, str(self._fence))

@@ -1,0 +1,44 @@
+"""The arguments of `python -m runner` without a command: overrides, and those of Hydra's flags that make sense here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from runner import __version__
+from runner.cli.console import PROGRAM, Parser
+
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def parser() -> Parser:
+    """The parser; `--help` is answered before it is asked."""
+    made = Parser(prog=PROGRAM, allow_abbrev=False, add_help=False)
+    add = made.add_argument
+    add("overrides", nargs="*", metavar="key=value")
+    add("-m", "--multirun", action="store_true")
+    add("-c", "--cfg", choices=["job", "hydra", "all"])
+    add("--resolve", action="store_true")
+    add("-p", "--package")
+    add("-i", "--info", nargs="?", const="all", choices=INFO)
+    add("-cd", "--config-dir", metavar="DIR")
+    add("-cn", "--config-name", metavar="NAME", default="config")
+    add("-sc", "--shell-completion", action="store_true")
+    add("--hydra-help", action="store_true")
+    add("--version", action="version", version=f"runner {__version__}")
+    add("-h", "--help", action="store_true")
+    return made
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments; flags and overrides may be mixed in any order.
+
+    Raises:
+        UserError: an unknown flag, or a value that is not allowed.
+    """
+    return parser().parse_intermixed_args(list(arguments))
+
+
+def dirs(options: argparse.Namespace) -> list[str]:
+    """The additional config directories."""
+    return [options.config_dir] if options.config_dir else []

@@ -1,0 +1,303 @@
+"""`runner checkpoints RUN [--verify | --prune | --export FILE | --diff A B]`: what a run has saved.
+
+RUN is a run directory or a directory of checkpoints; --diff with two paths needs none. Without an option, checkpoints
+are listed: only manifests and sizes are read. Nothing in a checkpoint is executed, and no model is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.directory import Candidate, Retention
+from runner.cli.console import PROGRAM, Parser, console, size, table
+from runner.errors import CheckpointError, ExitStatus, FileError, UserError
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+
+DIFFERENT = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; its exit status: 0, 1 if a checkpoint is corrupt or two differ.
+
+    Raises:
+        UserError: an argument is wrong, or a file cannot be read or written.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        return run(options)
+    except OSError as error:
+        raise FileError(f"{error.filename or options.run}: {error.strerror or error}") from error
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = Parser(
+        prog=f"{PROGRAM} checkpoints",
+        description="List, verify, prune, export and compare the checkpoints of a run.",
+    )
+    made.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a run directory, or a directory of checkpoints")
+    what = made.add_mutually_exclusive_group()
+    what.add_argument("--verify", action="store_true", help="read every byte; exit status 1 if any is corrupt")
+    what.add_argument(
+        "--prune", action="store_true", help="delete leftovers, corrupt ones and all but the newest (see --keep-last)"
+    )
+    what.add_argument("--export", type=Path, metavar="FILE", help="write the model's weights as a .safetensors file")
+    what.add_argument(
+        "--diff",
+        nargs=2,
+        metavar=("A", "B"),
+        help="compare two, each a step of RUN or the path of a checkpoint; exit status 1 if they differ",
+    )
+    made.add_argument("--step", type=int, help="with --export: this step instead of the newest valid one")
+    made.add_argument("--keep-last", type=int, metavar="N", help="with --prune: how many to keep (default: 1)")
+    made.add_argument("--dry-run", action="store_true", help="with --prune: only print what would be deleted")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the options ask for.
+
+    Raises:
+        UserError: an option is used without the one that it belongs to.
+    """
+    for flag, given, owner, wanted in (
+        ("--step", options.step is not None, "--export", options.export is not None),
+        ("--keep-last", options.keep_last is not None, "--prune", options.prune),
+        ("--dry-run", options.dry_run, "--prune", options.prune),
+    ):
+        if given and not wanted:
+            raise UserError(f"{flag} works with {owner} only: add {owner}, or remove {flag}")
+    if options.diff is not None:
+        return diff(checkpoints_of(options.run) if options.run else None, *options.diff, as_json=options.json)
+    if options.run is None:
+        raise UserError("RUN is missing: pass a run directory, such as outputs/NAME")
+    directory = checkpoints_of(options.run)
+    if options.prune:
+        return prune(directory, 1 if options.keep_last is None else options.keep_last, options.dry_run, options.json)
+    if options.export is not None:
+        return export(directory, options.export, options.step, options.json)
+    return show(directory, options.verify, options.json)
+
+
+def checkpoints_of(path: Path) -> Path:
+    """The directory of checkpoints that `path` means.
+
+    Raises:
+        UserError: there is none.
+    """
+    inside = RunDir(path).checkpoints
+    if inside.is_dir():
+        return inside
+    if path.is_dir() and (checkpoint_dir.candidates(path) or path.name == inside.name):
+        return path
+    raise UserError(f"{path} has no checkpoints; pass a run directory, such as outputs/NAME")
+
+
+# List and verify
+
+
+def show(directory: Path, verify: bool, as_json: bool) -> int:
+    """List all checkpoints; with `verify`, after reading every byte."""
+    rows = [_row(candidate, verify) for candidate in reversed(checkpoint_dir.candidates(directory))]
+    others = {
+        "set_aside": [path.name for path in checkpoint_dir.set_aside_earlier(directory)],
+        "temporary": [path.name for path in checkpoint_dir.leftovers(directory)],
+    }
+    warning = checkpoint_dir.loose_modes(directory)
+    if as_json:
+        print(json.dumps({"directory": str(directory), "checkpoints": rows, **others, "warning": warning}, indent=2))
+    else:
+        _print_list(directory, rows, others, warning, verify)
+    return int(ExitStatus.FAILED) if any(row["corruption"] for row in rows) else 0
+
+
+def _row(candidate: Candidate, verify: bool) -> dict[str, Any]:
+    corruption = checkpoint_dir.corruption_of(candidate) if verify else checkpoint_dir.size_error(candidate)
+    manifest = candidate.manifest
+    row = {
+        "name": candidate.path.name,
+        "step": candidate.step,
+        "corruption": corruption,
+        "verified": verify and corruption is None,
+    }
+    if manifest is None:
+        return row
+    return {
+        **row,
+        "bytes": manifest.size,
+        "metric": manifest.metric,
+        "ranks": manifest.world_size,
+        "fence": manifest.fence,
+        "version": manifest.version,
+        "created": manifest.created,
+    }
+
+
+def _print_list(
+    directory: Path, rows: list[dict[str, Any]], others: dict[str, list[str]], warning: str | None, verify: bool
+) -> None:
+    from rich.text import Text
+
+    out = console()
+    out.print(str(directory), style="bold")
+    listing = table("step", "size", "saved", "ranks", "metric", "state")
+    for column in listing.columns[:-1]:
+        column.justify = "right"
+    for row in rows:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"])) if row.get("created") else ""
+        metric = "" if row.get("metric") is None else f"{row['metric']:.4f}"
+        if row["corruption"]:
+            state = Text(f"corrupt: {row['corruption']}", style="red")
+        else:
+            state = Text("verified", style="green") if verify else Text("committed")
+        step = Text(str(row["step"]), style="cyan")
+        listing.add_row(step, size(row.get("bytes")), saved, str(row.get("ranks", "")), metric, state)
+    out.print(listing if rows else "no checkpoint")
+    for title, names in others.items():
+        if names:
+            out.print(Text(f"{title.replace('_', ' ')}: {', '.join(names)}", style="yellow"))
+    if warning:
+        out.print(Text(f"warning: {warning}", style="yellow"))
+
+
+# Prune
+
+
+def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
+    """Delete leftovers, corrupt checkpoints, and all but the newest `keep_last`, one of which must be valid.
+
+    Raises:
+        LockedError: the run is being trained.
+        CheckpointError: no checkpoint is valid, so nothing is deleted.
+    """
+    if keep_last < 1:
+        raise UserError(f"--keep-last {keep_last}: must be 1 or more; the newest valid one is never deleted")
+    with Lease.acquire(RunDir(directory.parent).lease, {"job_id": None}, report=_warn):
+        kept = checkpoint_dir.newest(directory)
+        found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]
+        to_delete = [c.path for c in Retention(keep_last).to_delete(c for c, corruption in found if not corruption)]
+        to_delete += [c.path for c, corruption in found if corruption]
+        to_delete += checkpoint_dir.set_aside_earlier(directory) + checkpoint_dir.leftovers(directory)
+        if not dry_run:
+            for path in to_delete:
+                checkpoint_dir.delete(path, "pruned")
+    if as_json:
+        print(json.dumps({"would_delete" if dry_run else "deleted": [path.name for path in to_delete]}, indent=2))
+    else:
+        for path in to_delete:
+            print(f"{'would delete' if dry_run else 'deleted'} {path}")
+        print(f"kept {kept.path.name if kept else 'nothing: there is no checkpoint'}")
+    return 0
+
+
+# Export
+
+
+def export(directory: Path, target: Path, step: int | None, as_json: bool) -> int:
+    """Write the model's tensors, by name, to a safetensors file.
+
+    Raises:
+        UserError: the file name is wrong, or there is no such step.
+    """
+    from safetensors.torch import save
+
+    from runner.checkpoint import reader
+    from runner.checkpoint.staging import MODEL
+    from runner.system import files
+
+    if target.suffix != ".safetensors":
+        raise UserError(f"--export {target}: the file name must end in .safetensors")
+    chosen = newest(directory) if step is None else choose(directory, str(step))
+    assert chosen.manifest is not None
+    weights = dict(reader.tensors(chosen.path, chosen.manifest, MODEL))
+    try:
+        files.write_atomic(target, save(weights, {"step": str(chosen.step), "format": "pt"}))
+    except OSError as error:
+        raise UserError(
+            f"--export {target} cannot be written ({error.strerror or error}): choose another file"
+        ) from error
+    values = sum(tensor.numel() for tensor in weights.values())
+    if as_json:
+        print(json.dumps({"file": str(target), "step": chosen.step, "tensors": len(weights), "values": values}))
+    else:
+        print(f"wrote {len(weights)} tensors with {values:,} values of step {chosen.step} to {target}")
+    return 0
+
+
+def newest(directory: Path) -> Candidate:
+    """The newest valid checkpoint.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = checkpoint_dir.newest(directory, lambda bad, why: _warn(f"{bad.path} is corrupt ({why}): skipped"))
+    if found is None:
+        raise UserError(f"{directory} has no checkpoint")
+    return Candidate(found.path, found.step, found.manifest)
+
+
+def choose(directory: Path | None, which: str) -> Candidate:
+    """The checkpoint of a step in `directory`, or at a path; every byte was verified.
+
+    Raises:
+        UserError: there is no such checkpoint.
+        CheckpointError: it is corrupt.
+    """
+    found = {} if directory is None else {c.step: c for c in checkpoint_dir.candidates(directory)}
+    if which.isdigit() and int(which) in found:
+        chosen = found[int(which)]
+    elif Path(which).is_dir():
+        path = Path(which).resolve()
+        within = {candidate.path.resolve(): candidate for candidate in checkpoint_dir.candidates(path.parent)}
+        if path not in within:
+            raise UserError(f"{which} is not a checkpoint; pass a step, or the path of a directory named step_…")
+        chosen = within[path]
+    elif directory is None:
+        raise UserError(f"{which} is not a directory: pass the paths of two checkpoints, or RUN and two of its steps")
+    else:
+        steps = ", ".join(str(step) for step in sorted(found))
+        raise UserError(f"there is no checkpoint of step {which} in {directory}; available: {steps or 'none'}")
+    if corruption := checkpoint_dir.corruption_of(chosen):
+        raise CheckpointError(f"{chosen.path} is corrupt: {corruption}")
+    return chosen
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+# Diff
+
+
+def diff(directory: Path | None, first: str, second: str, *, as_json: bool) -> int:
+    """Compare tensors bit for bit and the train states value by value."""
+    from runner.checkpoint.compare import compare_checkpoints
+
+    one, two = choose(directory, first), choose(directory, second)
+    assert one.manifest is not None
+    assert two.manifest is not None
+    found = compare_checkpoints(one.path, two.path, (one.manifest, two.manifest)).differences
+    if as_json:
+        rows = [asdict(difference) for difference in found]
+        print(json.dumps({"a": str(one.path), "b": str(two.path), "differences": rows}, indent=2))
+    elif not found:
+        print(f"{one.path} and {two.path} are bit-identical")
+    else:
+        from rich.text import Text
+
+        out, listing = console(), table("name", "in A", "in B")
+        out.print(Text(f"A = {one.path}, B = {two.path}: {len(found)} differences", style="bold"))
+        for difference in found:
+            listing.add_row(Text(difference.name, style="cyan"), Text(difference.one), Text(difference.two))
+        out.print(listing)
+    return DIFFERENT if found else 0

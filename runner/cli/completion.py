@@ -1,0 +1,109 @@
+"""Shell completion of `runner`: commands, their flags, config groups, options and settings.
+
+`runner -sc install=SHELL` prints a script for the shell; the script asks `runner -sc query=SHELL`, with the line typed
+so far in COMP_LINE (and the cursor in COMP_POINT). Groups and settings are completed by Hydra's own completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
+
+from runner.cli.arguments import parser
+from runner.cli.commands import COMMANDS, WITH_SETTINGS
+from runner.cli.help import config_dirs
+from runner.errors import ExitStatus, UserError
+
+# A candidate that is a whole word ends in a space; bash splits words at `=` and `:`, so what it has already is removed.
+BASH = """\
+_runner_complete() {
+    local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} word prefix
+    word=${line##* }
+    prefix=${word%"${COMP_WORDS[COMP_CWORD]}"}
+    [[ ${COMP_WORDS[COMP_CWORD]} == [=:] ]] && prefix=$word
+    COMPREPLY=($(COMP_LINE=$COMP_LINE COMP_POINT=$COMP_POINT "${COMP_WORDS[0]}" -sc query=bash 2> /dev/null))
+    COMPREPLY=("${COMPREPLY[@]#"$prefix"}")
+}
+complete -o nospace -o default -F _runner_complete runner
+"""
+FISH = """\
+function __runner_complete
+    set -l found (COMP_LINE=(commandline -cp) runner -sc query=fish 2> /dev/null)
+    test -n "$found"; and string join \\n $found; or __fish_complete_path (commandline -ct)
+end
+complete -c runner -f -a '(__runner_complete)'
+"""
+INSTALL = {"bash": BASH, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" + BASH, "fish": FISH}
+UNINSTALL = {
+    "bash": "complete -r runner; unset -f _runner_complete\n",
+    "zsh": "compdef -d runner; unset -f _runner_complete\n",
+    "fish": "complete -e -c runner; functions -e __runner_complete\n",
+}
+
+
+def complete(options: argparse.Namespace) -> int:
+    """Carry out `-sc ACTION=SHELL`; the exit status.
+
+    Raises:
+        UserError: an unknown action or shell.
+    """
+    action, _, shell = "".join(options.overrides).partition("=")
+    if action not in ("install", "uninstall", "query") or shell not in INSTALL:
+        raise UserError(
+            f"-sc {' '.join(options.overrides)}: write install=SHELL or uninstall=SHELL with bash, zsh or fish, "
+            'for example eval "$(runner -sc install=bash)"'
+        )
+    if action == "query":
+        line = os.environ.get("COMP_LINE", "")
+        found = candidates(line[: int(os.environ.get("COMP_POINT") or len(line))])
+        print("".join(f"{word if shell == 'fish' or word[-1] in '=./' else word + ' '}\n" for word in found), end="")
+    else:
+        print((INSTALL if action == "install" else UNINSTALL)[shell], end="")
+    return int(ExitStatus.FINISHED)
+
+
+def candidates(line: str) -> list[str]:
+    """The words that may stand where the last word of `line` is (an empty one after a space)."""
+    words = line.split()
+    current = "" if line[-1:].isspace() else words.pop() if words else ""
+    # The program: `runner`, or `python -m runner`.
+    start = next((i + 1 for i, word in enumerate(words) if os.path.basename(word) == "runner"), len(words))
+    words = words[start:]
+    command = words[0] if words and words[0] in COMMANDS else None
+    if current.startswith("-"):
+        found = _flags(command)
+    elif command is None:
+        found = [*([] if words else [*COMMANDS, "help"]), *_settings(words, current)]
+        found = list(COMMANDS) if words[:1] == ["help"] else found
+    else:
+        # Without candidates the shell completes files and directories.
+        found = _settings(words, current) if command in WITH_SETTINGS and current else []
+    return sorted({word for word in found if word and word.startswith(current)})
+
+
+def _flags(command: str | None) -> list[str]:
+    """The flags of a command, from its usage text; those of training for None."""
+    if command is None:
+        usage = parser().format_help()
+    else:
+        printed = io.StringIO()
+        with redirect_stdout(printed), suppress(SystemExit):
+            import_module(f"runner.cli.{command}").main(["--help"])
+        usage = printed.getvalue().partition("\n\n")[0] + " --help"
+    return re.findall(r"(?<![\w-])--[a-z][\w-]*", usage)
+
+
+def _settings(words: list[str], current: str) -> list[str]:
+    """Hydra's completions of `current` after the overrides in `words`."""
+    from runner.config.composition import Composer
+
+    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    os.environ["COMP_LINE"] = " ".join(["runner", *settings, current])
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        Composer(config_dirs(words)).show(["--shell-completion"], ["query=fish"])  # one word per line
+    return printed.getvalue().splitlines()

@@ -1,0 +1,79 @@
+"""What all commands share: argument errors, error lines, tables, and how sizes and paths are written.
+
+Imports nothing but the standard library; rich is imported by the command that prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from runner.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PROGRAM = "python -m runner"
+PIPED_WIDTH = 1000  # columns where no terminal sets them: names and paths are never truncated in a file
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command: a mistake in the arguments is one error line, not a usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def print_errors(error: UserError) -> int:
+    """Print each line of `error` to standard error, on rank 0 alone; returns its exit status."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+    return int(error.status)
+
+
+def console(stderr: bool = False) -> Console:
+    """A console for tables: as wide as the terminal, or wide enough for whole lines where the output is piped.
+
+    A closed pipe raises BrokenPipeError, as with `print`; rich alone would exit with status 1.
+    """
+    from rich.console import Console
+
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 the BrokenPipeError that rich is handling
+
+    file = sys.stderr if stderr else sys.stdout
+    return Piped(stderr=stderr, soft_wrap=True, highlight=False, width=None if file.isatty() else PIPED_WIDTH)
+
+
+def table(*columns: str) -> Table:
+    """An empty table without lines between its cells."""
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def size(count: float | None) -> str:
+    """Bytes as `312 B` or `1.2 MB` (powers of 1000); empty for None."""
+    if count is None:
+        return ""
+    amount, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def shown(path: Path) -> str:
+    """`path` as one would type it in the current directory."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

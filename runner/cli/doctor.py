@@ -1,0 +1,160 @@
+"""Checks before a run is started or submitted: `python -m runner doctor launcher=slurm [overrides] [--no-measure]`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.cli.console import PROGRAM, Parser, console, size
+from runner.contracts import Finding
+from runner.errors import ExitStatus
+from runner.system import clock, files
+
+if TYPE_CHECKING:
+    from runner.config.composition import Composed
+    from runner.config.schema import Config
+
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+SLOW_FSYNC_S = 0.5  # an fsync that takes longer slows every save down
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} doctor",
+        description="Checks the disk, the checkpoint size and the cluster before a run is started or submitted, and "
+        "prints each finding with its remedy. Exit status 0 if nothing keeps the run from running, 2 otherwise.",
+    )
+    made.add_argument("overrides", nargs="*", metavar="key=value", help=f"of one run, as for {PROGRAM}")
+    made.add_argument("--no-measure", action="store_true", help="do not build the model and save it once")
+    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    made.add_argument("--config-name", default="config", metavar="NAME", help="another primary config")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: the config cannot be composed, or the launcher or the model cannot be created.
+    """
+    from rich.text import Text
+
+    options = parser().parse_intermixed_args(list(arguments) or ["--help"])
+    from runner.config.composition import compose
+
+    composed = compose(options.overrides, options.config_dir, options.config_name)
+    out, status = console(), ExitStatus.FINISHED
+    for finding in examine(composed, measure=not options.no_measure):
+        remedy = f" -> {finding.remedy}" if finding.remedy else ""
+        out.print(Text(f"{finding.level:8}", style=STYLES[finding.level]) + Text(finding.text + remedy))
+        status = ExitStatus.USAGE if finding.level == "error" else status
+    return int(status)
+
+
+def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
+    """All findings for this config.
+
+    Args:
+        composed: the run.
+        measure: build the model and save it once, to know the size of a checkpoint and how long a save takes.
+
+    Raises:
+        UserError: the launcher or the model cannot be created.
+    """
+    from runner.cli.launcher import make_launcher
+
+    launcher = make_launcher(composed.plain["launcher"])
+    errors = launcher.check([composed.run_dir])
+    yield from (Finding("error", error) for error in errors)
+    folder = existing_parent(composed.run_dir)
+    disk = examine_disk(folder)
+    yield disk
+    save_s = None
+    if measure and disk.level != "error":
+        count, save_s = measure_save(composed.config, folder)
+        yield Finding("ok", f"a checkpoint has {size(count)} and takes {save_s:.2f} s to save on this machine")
+        yield examine_space(composed.config, folder, count)
+    if not errors:
+        yield from launcher.examine(save_s)
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest existing directory at or above `path`."""
+    return next(each for each in (path, *path.parents) if each.is_dir())
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A new directory in `folder`, deleted afterwards."""
+    path = folder / f".doctor-{os.getpid()}"
+    files.make_dirs(path)
+    try:
+        yield path
+    finally:
+        files.remove_tree(path)
+
+
+def examine_disk(folder: Path) -> Finding:
+    """Whether files, directory renames and fsync work here, and how long they take."""
+    try:
+        with _temporary(folder) as here:
+            started = clock.perf_counter()
+            files.make_dirs(here / "a")
+            files.write_atomic(here / "a" / "file", b"x" * 65_536)
+            files.rename(here / "a", here / "b")
+            files.fsync_dir(here)
+            seconds = clock.perf_counter() - started
+            if not (here / "b" / "file").is_file():
+                raise OSError("a renamed directory is not visible")
+    except OSError as error:
+        remedy = "choose a directory on another file system: run.root=..."
+        return Finding("error", f"{folder}: {error.strerror or error}", remedy)
+    text = f"{folder}: rename and fsync work, {seconds * 1000:.0f} ms"
+    if seconds > SLOW_FSYNC_S:
+        return Finding("warning", text, "save less often (checkpoint.every_minutes), or choose another run.root")
+    return Finding("ok", text)
+
+
+def checkpoints_kept(config: Config) -> int:
+    """The largest number of checkpoints on disk at a time, the one being written included."""
+    options = config.checkpoint
+    milestones = config.train.steps // options.keep_every_steps if options.keep_every_steps else 0
+    return options.keep_last + options.keep_best + milestones + 1
+
+
+def examine_space(config: Config, folder: Path, count: int) -> Finding:
+    """Whether the checkpoints that will be kept, of `count` bytes each, fit on the disk."""
+    kept, free = checkpoints_kept(config), shutil.disk_usage(folder).free
+    text = f"{kept} checkpoints need {size(kept * count)}, {size(free)} are free on {folder}"
+    if kept * count <= free:
+        return Finding("ok", text)
+    return Finding("error", text, "keep fewer (checkpoint.keep_last, keep_every_steps) or choose another run.root")
+
+
+def measure_save(config: Config, folder: Path) -> tuple[int, float]:
+    """Bytes of one checkpoint of this config, and seconds to save it in `folder`.
+
+    Builds the model on the CPU and makes one optimizer step on zero gradients; no data is read.
+    """
+    import torch
+
+    from runner.checkpoint import TrainStateManager, build_train_state
+    from runner.training import build
+
+    model = build.model(config)
+    optimizer = build.optimizer(config, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with _temporary(folder) as here:
+        manager = TrainStateManager(here, fingerprint={}, keep_last=1, keep_every_steps=None, keep_best=0, mode="sync")
+        started = clock.perf_counter()
+        manager.save(1, model, optimizer, build_train_state(1, 0, None, None, {}), wait=True)
+        seconds = clock.perf_counter() - started
+        saved = [Path(directory) / name for directory, _, names in files.walk(here) for name in names]
+        return sum(path.stat().st_size for path in saved), seconds

@@ -1,0 +1,141 @@
+"""`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
+
+Reads one small file of the run (`RunDir.order`), neither data nor model; for the elastic sampler it imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.cli.console import PROGRAM, Parser
+from runner.data.queries import order_queries
+from runner.data.queries.order_record import OrderRecord
+from runner.data.queries.resume_plan import parse_overrides, resume_plan
+from runner.errors import UserError
+from runner.rundir.attempt_log import status_of
+from runner.rundir.paths import RunDir
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; its exit status.
+
+    Raises:
+        UserError: an argument is wrong, or the run cannot be read.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        answer, text = _answer(options)
+    except OSError as error:
+        raise UserError(f"{error.filename or options.run} cannot be read ({error.strerror or error})") from error
+    print(json.dumps(answer) if options.json else text, flush=True)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=f"{PROGRAM} inspect", description="Answer questions about the data order of a run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="the samples of step N on each rank, past or future")
+    what.add_argument("--sample", metavar="SOURCE:INDEX", help="when a sample was and will be consumed")
+    what.add_argument("--plan", action="store_true", help="samples, epochs and tokens of each source, to the end")
+    what.add_argument("--diff", type=Path, metavar="RUN2", help="where the data orders of two runs first differ")
+    what.add_argument(
+        "--resume-plan",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="what a resume with world_size=3, train.batch_size=4, train.grad_accum_steps=2, "
+        "sampler.weights.code=2, ... would repeat or skip",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _answer(options: argparse.Namespace) -> tuple[Any, str]:
+    run = RunDir(options.run)
+    record = OrderRecord.read(run.order)
+    done = int(status_of(run).get("step") or 0)
+    if options.step is not None:
+        rows = order_queries.samples_of_step(record, options.step)
+        return rows, _table(rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")
+    if options.sample is not None:
+        source, _, index = options.sample.rpartition(":")
+        if not index.isdecimal():
+            raise UserError(f"--sample {options.sample!r}: expected SOURCE:INDEX, for example code:1234")
+        rows = order_queries.times_of_sample(record, source, int(index))
+        rows = [{**row, "consumed": row["step"] <= done} for row in rows]
+        times = "once" if len(rows) == 1 else f"{len(rows)} times"
+        return rows, _table(rows, f"{options.sample}: {times} in {record.steps} steps")
+    if options.plan:
+        rows = order_queries.source_totals(record)
+        return rows, _totals_text(record, rows)
+    if options.diff is not None:
+        answer = order_queries.first_difference(record, OrderRecord.read(RunDir(options.diff).order))
+        return answer, _difference_text(answer)
+    answer = resume_plan(record, done, parse_overrides(record, options.resume_plan))
+    return answer, _resume_text(answer)
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> str:
+    if not rows:
+        return title
+    columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*columns, strict=True)
+    ]
+    return "\n".join([title, *lines])
+
+
+def _totals_text(record: OrderRecord, rows: list[dict[str, Any]]) -> str:
+    parts = []
+    for i, row in enumerate(rows):
+        steps = f"steps {row['first_step']} to {row['last_step']}"
+        if i + 1 == len(rows):
+            estimate = "" if record.kind == "elastic" else " (an incomplete epoch counts in proportion)"
+            title = f"\nthe whole run, {steps}{estimate}"
+        else:
+            title = f"{steps}, positions {row['first_position']} to {row['stop_position'] - 1}"
+        table = [
+            {
+                "source": name,
+                "share": f"{entry['share']:.4f}",
+                "samples": f"{entry['samples']:,.0f}",
+                "tokens": f"{entry['tokens']:,.0f}",
+                "epochs at the end": f"{entry['epochs_at_end']:.3f}",
+            }
+            for name, entry in row["sources"].items()
+        ]
+        parts.append(_table(table, title))
+    return "\n".join(parts)
+
+
+def _difference_text(answer: dict[str, Any]) -> str:
+    reason = f" ({answer['reason']})" if answer["reason"] else ""
+    if answer["position"] is None:
+        compared = f"the first {answer['compared']:,} of " if answer["compared"] < answer["common"] else "all "
+        return f"the same samples at {compared}{answer['common']:,} positions that both runs have{reason}"
+    samples = answer.get("samples")
+    shown = f": {samples[0]} and {samples[1]}" if samples else ""
+    steps = answer["steps"]
+    return (
+        f"the orders first differ at position {answer['position']:,}, in step {steps[0]} and step {steps[1]}"
+        f"{shown}{reason}"
+    )
+
+
+def _resume_text(answer: dict[str, Any]) -> str:
+    head = [
+        f"after step {answer['step']}, position {answer['position']:,}",
+        f"  before  {answer['before']}",
+        f"  after   {answer['after']}",
+        f"  {answer['repeated']:,} samples repeated, {answer['skipped']:,} skipped"
+        + ("" if answer["accepted"] else "; the runner refuses to resume"),
+    ]
+    return "\n".join(
+        [*head, *(f"  - {note}" for note in answer["notes"]), *(f"  > {note}" for note in answer["advice"])]
+    )

@@ -1,0 +1,188 @@
+"""What state each run of a command is in, and what is to be done about it. Only reads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.cli.console import shown
+from runner.config.composition import Composed
+from runner.config.frozen import load_plain
+from runner.config.identity import ConfigChange, differences
+from runner.contracts import JobInfo, Launcher
+from runner.errors import LockedError, UserError
+from runner.rundir import submitted_jobs
+from runner.rundir.attempt_log import finished_at, status_of
+from runner.rundir.lease import describe_holder, liveness, read_holder
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+from runner.system.signals import STOP
+
+# How long a command waits for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
+ENDING_WAIT_S, ENDING_POLL_S = 180.0, 1.0
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a command and what is to be done about it."""
+
+    job: Composed
+    state: str  # new, unfinished, finished, live or failed
+    summary: str  # for the user
+    changes: list[ConfigChange] = field(default_factory=list)
+
+    @property
+    def starts(self) -> bool:
+        return self.state in ("new", "unfinished")
+
+
+def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> list[PlannedRun]:
+    """What to do about each job.
+
+    Args:
+        jobs: the runs of the command.
+        launcher: of all of them.
+        single: one run in this process, so a live one is an error and a failed one is retried.
+
+    Raises:
+        LockedError: the single run is live.
+        UserError: a config does not fit its run directory, or a scheduler that may have a job of a run is silent.
+    """
+    queued = _queued(jobs, launcher)
+    planned, errors = [], []
+    for job in jobs:
+        try:
+            planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single))
+        except UserError as error:
+            errors.append(str(error))
+        except OSError as error:
+            errors.append(unusable(job.run_dir, "read", error))
+    if errors:
+        raise UserError("\n".join(errors))
+    if single and planned[0].state == "live":
+        raise LockedError(f"{jobs[0].run_dir} is in use: {planned[0].summary}; wait for it, or stop it first")
+    return planned
+
+
+def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False) -> PlannedRun:
+    """What to do about one run.
+
+    Args:
+        job: the run.
+        queued: its live job, if any.
+        retry_failed: whether a run that has failed is started again.
+        held: whether this command holds the lease of the run.
+
+    Raises:
+        UserError: the config does not fit the run directory.
+        OSError: the run directory cannot be read.
+    """
+    run = RunDir(job.run_dir)
+    if queued is not None:
+        return PlannedRun(job, "live", f"{queued.state}, job {queued.job_id}")
+    if not held and (holder := _live_holder(run)):
+        return PlannedRun(job, "live", f"running, {holder}")
+    if not run.config.exists():
+        _check_place(run)
+        return PlannedRun(job, "new", "new")
+    changes = differences(load_plain(run.path), job.plain)
+    _check_changes(job, changes)
+    done = finished_at(run)
+    if done >= job.config.train.steps:
+        return PlannedRun(job, "finished", f"finished, all {done} steps", changes)
+    status = status_of(run)
+    state = status.get("state")
+    if state in ("failed", "crash loop") and not retry_failed:
+        reason = status.get("reason") or status.get("cause") or "see its logs"
+        return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", changes)
+    return PlannedRun(job, "unfinished", f"resuming at step {max(run.checkpoint_steps(), default=0)}", changes)
+
+
+def unusable(path: Path, verb: str, error: OSError) -> str:
+    """One line for a run directory that cannot be `verb` (read or written)."""
+    reason = error.strerror or error
+    return f"the run directory {path} cannot be {verb} ({reason}): fix that, or choose another with run.root or run.dir"
+
+
+def _queued(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]:
+    """The live job of each run that has one, after waiting for jobs that are ending.
+
+    A job that releases its node may be gone for good or about to be requeued.
+
+    Raises:
+        UserError: a scheduler does not answer.
+    """
+    deadline, reported = clock.monotonic() + ENDING_WAIT_S, False
+    while True:
+        queued = _live_jobs(jobs, launcher)
+        ending = [info.job_id for info in queued.values() if info.state == "ending"]
+        if not ending or STOP or clock.monotonic() > deadline:
+            return queued
+        if not reported:
+            which = f"job {ending[0]} is" if len(ending) == 1 else f"{len(ending)} jobs are"
+            print(f"{which} ending: waiting up to {ENDING_WAIT_S:.0f} s", file=sys.stderr, flush=True)
+            reported = True
+        clock.sleep(ENDING_POLL_S)
+
+
+def _live_jobs(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]:
+    """What the schedulers report: this launcher's, and those that other launchers submitted unfinished runs to."""
+    mine = f"{type(launcher).__module__}.{type(launcher).__qualname__}"
+    try:
+        queued = launcher.jobs([job.run_dir for job in jobs])
+        runs = [RunDir(job.run_dir) for job in jobs if finished_at(RunDir(job.run_dir)) < job.config.train.steps]
+        elsewhere = [run for run in runs if submitted_jobs.launcher_of(run) not in (None, mine)]
+    except OSError as error:
+        raise UserError(f"cannot tell which runs are queued already ({error}): nothing was started") from None
+    others, unanswered = submitted_jobs.jobs(elsewhere)
+    if unanswered:
+        raise UserError(
+            f"cannot tell which runs are queued already ({'; '.join(dict.fromkeys(unanswered.values()))}): rerun the "
+            "command where the scheduler answers, or remove job.json from the runs whose jobs are gone"
+        )
+    return {path: info for path, info in {**others, **queued}.items() if info.live}
+
+
+def _check_place(run: RunDir) -> None:
+    """Refuse a directory that holds runs: a run of its own there would hide them.
+
+    Raises:
+        UserError: there is a run in it.
+    """
+    names = sorted(files.list_dir(run.path)) if run.path.is_dir() else []
+    inside = [name for name in names if (child := RunDir(run.path / name)).config.exists() and child.code.exists()]
+    if inside:
+        raise UserError(
+            f"{run.path} holds runs ({inside[0]}): set run.root={shown(run.path)} to create another run in it, "
+            "or choose another run.dir"
+        )
+
+
+def _live_holder(run: RunDir) -> str | None:
+    """Who holds the lease of the run, if that process is certainly alive; in doubt, the attempt itself finds out."""
+    found = read_holder(run.lease)
+    if found is None or "pid" not in found[1]:
+        return None
+    return describe_holder(found[1]) if liveness(found[1], processes.this_process()) == "alive" else None
+
+
+def _check_changes(job: Composed, changes: Sequence[ConfigChange]) -> None:
+    """Refuse what cannot be changed in an existing run.
+
+    Raises:
+        UserError: all such changes, one per line.
+    """
+    remedies = {"fixed": "keep the old value, or choose another run.dir"}
+    if not job.config.run.allow_data_change:
+        remedies["data"] = "keep the old value, add run.allow_data_change=true, or choose another run.dir"
+    texts = {"fixed": "cannot be changed", "data": "changes which data comes next"}
+    errors = [
+        f"{change} {texts[change.kind]} in the run {job.run_dir}: {remedies[change.kind]}"
+        for kind in ("fixed", "data")
+        for change in changes
+        if change.kind == kind and kind in remedies
+    ]
+    if errors:
+        raise UserError("\n".join(errors))

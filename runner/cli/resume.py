@@ -1,0 +1,103 @@
+"""`python -m runner resume RUN... [key=value ...]`: resume runs from their directories.
+
+python -m runner resume outputs/text-seed0-c7d1eabb
+python -m runner resume outputs/*                        # a sweep
+python -m runner resume RUN train.steps=2000             # a longer run
+torchrun --nproc-per-node 4 -m runner resume RUN
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.cli.console import PROGRAM, Parser
+from runner.errors import UserError
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+if TYPE_CHECKING:
+    from runner.config.composition import Composed, Composer
+
+ABOUT = """\
+Resumes runs where they stopped, from the frozen config in each run directory: config files that were edited since make
+no difference. A finished run reports that, and a live one is left alone. Runs start where their config says (launcher);
+the runs of one command share a launcher.
+
+key=value changes a setting of every RUN, as far as an existing run allows it: train.steps, launcher, logger, checkpoint
+and the like may change; data and sampler with run.allow_data_change=true; the model may not."""
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} resume",
+        usage=f"{PROGRAM} resume [-h] [--config-dir DIR] RUN [RUN ...] [key=value ...]",
+        description=ABOUT,
+        epilog=f"launcher.dry_run=true prints what would be started. {PROGRAM} status lists run directories.",
+    )
+    made.add_argument("words", nargs="*", metavar="RUN", help="a run directory, such as outputs/NAME")
+    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: a RUN is not a run directory, or a config error; then nothing was started.
+    """
+    options = parser().parse_intermixed_args(list(arguments))
+    is_override = {word: ("=" in word or word[0] in "+~") and not Path(word).is_dir() for word in options.words}
+    run_dirs = [Path(word) for word in is_override if not is_override[word]]
+    if not run_dirs:
+        raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
+    if errors := [error for path in run_dirs if (error := _not_a_run(path))]:
+        raise UserError("\n".join(errors))
+    from runner.cli.start import start_runs
+    from runner.config.composition import Composer
+
+    overrides = [word for word in options.words if is_override[word]]
+    return start_runs(jobs(Composer(options.config_dir), run_dirs, overrides))
+
+
+def jobs(composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str]) -> list[Composed]:
+    """The runs in `run_dirs` with `overrides` applied to their frozen configs.
+
+    Raises:
+        UserError: the config errors of all runs, each once.
+    """
+    if deleting := [text for text in overrides if text.startswith("~")]:
+        raise UserError(
+            "\n".join(f"{text}: a value of an existing run cannot be deleted; set one" for text in deleting)
+        )
+    # The same command must work again, with the value in the frozen config already.
+    texts = [re.sub(r"^\+(?=[^+=]*\.)", "++", text) for text in overrides]
+    found: list[Composed] = []
+    errors: dict[str, None] = {}
+    for run_dir in run_dirs:
+        try:
+            composed = composer.recompose(run_dir, texts)
+        except UserError as error:
+            errors |= dict.fromkeys(str(error).splitlines())
+            continue
+        before = files.read_object(RunDir(run_dir).code).get("overrides", [])
+        # code.json lists the overrides of the run's first command, then those that changed it.
+        found.append(replace(composed, overrides=(*before, *(text for text in overrides if text not in before))))
+    if errors:
+        raise UserError("\n".join(errors))
+    return list({job.run_dir: job for job in found}.values())
+
+
+def _not_a_run(path: Path) -> str | None:
+    """Why `path` is not a run directory, or None if it is one."""
+    if RunDir(path).config.is_file():
+        return None
+    if not path.is_dir():
+        return f"{path}: no such directory; pass a run directory, which has a config.yaml"
+    runs = sorted(name for name in files.list_dir(path) if RunDir(path / name).config.is_file())
+    remedy = f"it holds runs, such as {path / runs[0]}" if runs else "pass a directory such as outputs/NAME"
+    return f"{path} is not a run directory, which has a config.yaml: {remedy}"

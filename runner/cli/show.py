@@ -1,0 +1,48 @@
+"""What `python -m runner` prints without starting anything: `--cfg`, `--info`, `--hydra-help`, completion scripts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from runner.cli.arguments import dirs, parse
+from runner.errors import ExitStatus, UserError
+
+
+def show(arguments: Sequence[str]) -> int:
+    """Print what the flags ask for; the exit status.
+
+    Raises:
+        UserError: the flags do not go together, or the config cannot be composed.
+    """
+    options = parse(arguments)
+    if options.multirun:
+        raise UserError("--cfg, --info and --shell-completion describe one run: leave out -m")
+    if options.shell_completion:
+        from runner.cli.completion import complete
+
+        return complete(options)
+    if options.cfg == "job" and options.resolve:
+        return _show_resolved(options)
+    from runner.config.composition import Composer
+
+    flags = [f"--{name}={value}" for name in ("cfg", "info", "package") if (value := getattr(options, name))]
+    flags += [flag for flag, given in (("--resolve", options.resolve), ("--hydra-help", options.hydra_help)) if given]
+    Composer(dirs(options), options.config_name).show(flags, options.overrides)
+    return int(ExitStatus.FINISHED)
+
+
+def _show_resolved(options: argparse.Namespace) -> int:
+    """Print the config as it would be frozen in the run directory, or the part of it under `--package`."""
+    from runner.config.composition import Composer
+    from runner.config.frozen import to_yaml
+
+    composed = Composer(dirs(options), options.config_name).compose(options.overrides)
+    part: Any = composed.plain
+    for name in (options.package or "").split(".") if options.package else []:
+        if not isinstance(part, dict) or name not in part:
+            raise UserError(f"-p {options.package}: there is no {name} in the config; see --cfg job")
+        part = part[name]
+    print(to_yaml(part).rstrip() if isinstance(part, dict) else part)
+    return int(ExitStatus.FINISHED)

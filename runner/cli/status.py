@@ -1,0 +1,304 @@
+"""`python -m runner status [DIR]`: what each run in a directory is doing.
+
+Reads the run directories and asks schedulers through the launchers that submitted the runs. The directories may be
+shared and written by anybody: whatever one of them contains, the other runs are shown, and nothing it names is
+imported. Nothing here imports torch, numpy or hydra, so that the answer comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner.cli.console import PROGRAM, Parser, console, table
+from runner.contracts import JobInfo
+from runner.errors import UserError
+from runner.rundir import submitted_jobs
+from runner.rundir.attempt_log import ended_attempts, finished_at, last_record, status_of
+from runner.rundir.lease import LeaseWatcher
+from runner.rundir.paths import RunDir
+from runner.system import clock, files
+
+STYLES = {
+    "running": "green",
+    "finished": "bold green",
+    "pending": "cyan",
+    "requeued": "cyan",
+    "ending": "cyan",
+    "interrupted": "yellow",
+    "cancelled": "yellow",
+    "killed": "red",
+    "failed": "bold red",
+    "crash loop": "bold red",
+    "unreadable": "yellow",
+}
+MAX_NOTE = 2000  # characters
+
+
+@dataclass
+class Row:
+    """One run. `state` is its state now; `cause` is why its last attempt ended. Times are seconds since 1970."""
+
+    run: str
+    path: str
+    state: str
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    attempts: int = 0
+    steps_lost: int = 0
+    cause: str | None = None
+    reason: str | None = None
+    job_id: str | None = None
+    node: str | None = None
+    checkpoint_step: int | None = None
+    checkpoint_time: float | None = None  # by the clock of the file system
+    updated: float | None = None  # by the clock of the machine that trains
+    warnings: list[str] | None = None
+
+
+def find_runs(root: Path) -> Iterator[RunDir]:
+    """The run directories at and below `root`, in the order of their paths."""
+    for directory, children, names in files.walk(root):
+        if "config.yaml" in names:
+            children.clear()
+            yield RunDir(Path(directory))
+        children[:] = sorted(child for child in children if not child.startswith("."))
+
+
+def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
+    """A row for each run below `root`, and a message for each launcher that could not report its jobs.
+
+    Takes some seconds if it depends on a heartbeat whether a run is alive, and the watcher has not seen it before.
+    """
+    watcher = watcher or LeaseWatcher()
+    runs = list(find_runs(root))
+    jobs, unanswered = submitted_jobs.jobs(runs)
+
+    def rows() -> list[Row]:
+        return [_row_or_reason(run, root, watcher, jobs.get(run.path), run.path in unanswered) for run in runs]
+
+    found = rows()
+    if watcher.wait():
+        found = rows()
+    return found, list(dict.fromkeys(unanswered.values()))
+
+
+def _row_or_reason(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
+    """The row of a run, `unreadable` if its directory holds anything unexpected: that must not hide the other runs."""
+    try:
+        return _row(run, root, watcher, job, unanswered)
+    except OSError as error:
+        reason = f"{error.filename or run.path} cannot be read ({error.strerror or error})"
+    except Exception as error:  # noqa: BLE001 a record of the wrong shape
+        reason = f"the records in {run.path} are malformed ({error})"
+    return Row(_name(run, root), str(run.path), "unreadable", reason=reason)
+
+
+def _name(run: RunDir, root: Path) -> str:
+    return os.path.relpath(run.path, root) if run.path != root else run.path.name
+
+
+def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
+    """The row of one run.
+
+    Args:
+        run: the run directory.
+        root: what the run's name is relative to.
+        watcher: tells whether the process that holds the lease is alive.
+        job: what the scheduler reports, None if it knows of no job.
+        unanswered: the scheduler could not be asked, so there may be a job although `job` is None.
+
+    Raises:
+        OSError: a record cannot be read.
+        ValueError: a record has a value of the wrong type.
+    """
+    status = status_of(run)
+    if job is not None and not job.live and not _scheduler_knows_better(job, run, status):
+        job = None
+    row = Row(_name(run, root), str(run.path), _state(run, status, watcher, job, unanswered))
+    for name in ("step", "total", "attempts", "steps_lost"):
+        setattr(row, name, _value(status, name, int))
+    for name in ("loss", "tokens_per_s", "updated"):
+        setattr(row, name, _value(status, name, float))
+    for name in ("cause", "reason", "job_id", "node"):
+        setattr(row, name, _value(status, name, str))
+    row.warnings = [str(message) for message in _value(status, "warnings", list) or []]
+    row.attempts, row.steps_lost = row.attempts or 0, row.steps_lost or 0
+    if row.state == "finished":
+        row.step = row.total = finished_at(run) or row.step
+    # A killed attempt did not record how far it got.
+    if row.state in ("killed", "cancelled") and status.get("state") == "running" and (newest := last_record(run)):
+        row.step, row.loss = _value(newest, "step", int), _value(newest, "loss", float)
+    if row.state in ("killed", "failed", "cancelled") and not status:
+        row.cause = "ended before it started training: see its logs" if _has_log(run) else "left the queue"
+    if job is not None:
+        row.job_id, row.node = job.job_id, job.node
+        if row.state == "failed":
+            row.reason = f"job {job.job_id} ended without recording why: see its logs"
+    elif row.job_id is None:
+        row.job_id = _submitted_job(run)
+    row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
+    return row
+
+
+def _value(record: dict[str, Any], name: str, kind: type) -> Any:
+    """The entry `name` of a record, None if there is none.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    value = record.get(name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"{name} is {value!r:.60}, not of type {kind.__name__}")
+    return value
+
+
+def _submitted_job(run: RunDir) -> str | None:
+    job_id: str | None = _value(files.read_object(run.job), "job_id", str)
+    return job_id
+
+
+def _scheduler_knows_better(job: JobInfo, run: RunDir, status: dict[str, Any]) -> bool:
+    """Whether a job that is over ended in a way that the run could not record."""
+    if job.state == "completed":
+        return False
+    recorded = status.get("state")
+    if recorded == "running":  # killed; whether by scancel, only the scheduler knows
+        return bool(job.state == "cancelled" and job.job_id == status.get("job_id"))
+    if recorded in (None, "requeued"):
+        return True
+    attempts = (status, files.read_object(run.attempt), *ended_attempts(run))
+    return job.job_id not in [attempt.get("job_id") for attempt in attempts]  # it never started an attempt
+
+
+def _state(run: RunDir, status: dict[str, Any], watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> str:
+    recorded = _value(status, "state", str) or ""
+    if job is not None and job.state != "ending":
+        return job.state
+    if recorded == "running" and watcher.is_alive(run.lease):
+        return "running"
+    if job is not None:  # it is releasing its node; what the attempt recorded about being requeued still holds
+        return recorded if recorded not in ("", "running") else "ending"
+    if recorded == "running":
+        total = _value(status, "total", int)
+        # The completion mark is written last of all; only the status after it may be missing.
+        return "finished" if total and finished_at(run) >= total else "killed"
+    if recorded == "requeued" and not unanswered:
+        return "cancelled"  # it waited in the queue and has left it
+    return recorded or _state_before_start(run, unanswered)
+
+
+def _state_before_start(run: RunDir, unanswered: bool) -> str:
+    """The state of a run without any attempt and without a job in the queue."""
+    if not run.job.exists():
+        return "not started"
+    if unanswered:
+        return "pending"
+    return "failed" if _has_log(run) else "cancelled"
+
+
+def _has_log(run: RunDir) -> bool:
+    """Whether the submitted job has written to its log."""
+    names = files.list_dir(run.logs) if run.logs.is_dir() else []
+    return any(name.startswith(f"{_submitted_job(run)}_") and name.endswith("_log.out") for name in names)
+
+
+def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
+    """The rows as a table for rich; below it reasons, warnings and `messages`."""
+    from rich.console import Group
+    from rich.text import Text
+
+    columns = ("run", "state", "step", "loss", "tokens/s", "attempts", "lost", "last cause", "job", "node", "saved")
+    made = table(*columns)
+    for row in rows:
+        cells = (
+            row.run,
+            row.state,
+            f"{row.step or 0}/{row.total or '?'}" if row.step is not None or row.total else "",
+            "" if row.loss is None else f"{row.loss:.4f}",
+            "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+            str(row.attempts or ""),
+            str(row.steps_lost or ""),
+            row.cause or "",
+            row.job_id or "",
+            row.node or "",
+            _time_of_day(row.checkpoint_time),
+        )
+        texts = [Text(_printable(cell)) for cell in cells]
+        texts[1].style = STYLES.get(row.state, "")
+        made.add_row(*texts)
+    notes = [
+        f"{row.run}: {text}" + (f" ({count} times)" if count > 1 else "")
+        for row in rows
+        for text, count in Counter([*([row.reason] if row.reason else []), *(row.warnings or [])]).items()
+    ]
+    lines = ["\n  ".join(_printable(line) for line in note[:MAX_NOTE].splitlines()) for note in (*notes, *messages)]
+    return Group(made, *(Text(line, style="yellow") for line in lines))
+
+
+def _printable(text: str) -> str:
+    """`text` with control characters escaped: a file must not be able to control the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _time_of_day(time: float | None) -> str:
+    """`Mar 02 14:32` in local time: no age, since the clock of the file system may differ from this machine's."""
+    if time is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(time).strftime("%b %d %H:%M")
+    except (ValueError, OverflowError, OSError):  # a time outside the calendar
+        return "?"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: an argument is wrong.
+    """
+    parser = Parser(f"{PROGRAM} status", description="Show what each run in a directory is doing.")
+    parser.add_argument("root", nargs="?", default="outputs", metavar="DIR", help="the directory (default: outputs)")
+    parser.add_argument(
+        "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh until Ctrl-C (default: every 5 s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
+    options = parser.parse_args(arguments)
+    root = Path(options.root)
+    if not root.is_dir():
+        raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
+    if options.watch is not None and not (options.watch > 0 and math.isfinite(options.watch)):
+        raise UserError(f"--watch {options.watch:g}: must be more than 0 seconds")
+    if options.json:
+        print(json.dumps([asdict(row) for row in collect(root)[0]], indent=2))
+    elif options.watch is not None:
+        _watch(root, options.watch)
+    else:
+        rows, messages = collect(root)
+        if rows:
+            console().print(as_table(rows, messages))
+        else:
+            print(f"no runs in {_printable(str(root))}")
+    return 0
+
+
+def _watch(root: Path, interval_s: float) -> None:
+    from rich.live import Live
+
+    watcher = LeaseWatcher()
+    with suppress(KeyboardInterrupt), Live(as_table(*collect(root, watcher)), auto_refresh=False) as live:
+        while True:
+            clock.sleep(interval_s)
+            live.update(as_table(*collect(root, watcher)), refresh=True)

@@ -1,0 +1,104 @@
+"""The frozen config of a run directory, `config.yaml`: resolved, and readable without the config tree or Hydra."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from runner.config.schema import Config, config_errors
+from runner.errors import UserError
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+# What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
+READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, YAMLError)
+
+
+def to_yaml(plain: dict[str, Any]) -> str:
+    """The text of `config.yaml` for a resolved config."""
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(plain)))
+
+
+def load_plain(run_dir: Path) -> dict[str, Any]:
+    """The frozen config of a run as plain values.
+
+    Raises:
+        UserError: it is missing or cannot be read.
+    """
+    run = RunDir(run_dir)
+    try:
+        frozen = OmegaConf.load(io.StringIO(files.read_text(run.config)))
+        if lost := [field.name for field in fields(Config) if field.name not in frozen]:
+            raise ValueError(f"it has no {', '.join(lost)}")
+        # Over the schema's defaults, so that an option added since then has its default.
+        return plain_values(OmegaConf.merge(OmegaConf.structured(Config), frozen))
+    except FileNotFoundError:
+        raise UserError(f"{run.config} is missing: {run_dir} is not a run directory") from None
+    except (*READ_ERRORS, OSError, AssertionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{run.config} is truncated or was edited by hand ({reason}): fix it, or remove it and rerun the command, "
+            f"which writes it again ({run.code.name} lists the overrides)"
+        ) from None
+
+
+def load(run_dir: Path) -> Config:
+    """The frozen config of a run; nodes with `_target_` stay plain dictionaries.
+
+    Raises:
+        UserError: it is missing, cannot be read, or does not fit the schema.
+    """
+    config = to_config(load_plain(run_dir))
+    if errors := config_errors(config):
+        raise UserError("\n".join(f"{RunDir(run_dir).config}: {error}" for error in errors))
+    return config
+
+
+def to_config(plain: dict[str, Any]) -> Config:
+    """The dataclasses for a resolved config that has been merged into the schema."""
+    config = _typed(Config, plain)
+    assert isinstance(config, Config)
+    return config
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{name: _typed(hints[name], part) for name, part in value.items()})
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint[value]
+    if get_origin(hint) is dict:
+        return {key: _typed(get_args(hint)[1], part) for key, part in value.items()}
+    return value
+
+
+def plain_values(config: DictConfig | ListConfig, resolve: bool = True) -> dict[str, Any]:
+    """`config` as dictionaries, lists and scalars, enums by name; empty if it is not a dictionary."""
+    values = _without_tuples(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
+    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
+def _without_tuples(node: Any) -> Any:
+    """`node` with lists for tuples, which OmegaConf has from 2.4 on: a frozen config reads back equal."""
+    if isinstance(node, dict):
+        return {key: _without_tuples(value) for key, value in node.items()}
+    return [_without_tuples(value) for value in node] if isinstance(node, list | tuple) else node
+
+
+def escaped(node: Any) -> Any:
+    """Resolved values with `${` escaped, so that OmegaConf reads them back unchanged."""
+    if isinstance(node, dict):
+        return {key: escaped(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [escaped(value) for value in node]
+    if isinstance(node, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node)
+    return node

@@ -1,0 +1,259 @@
+"""What changes with the step: the phases of a curriculum, and the learning rate. Pure functions, without state.
+
+A *step index* s is the number of completed steps: the phase and the learning rate at s are those of the next step, so
+a run's first step has index 0. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from runner.errors import UserError, nearest
+
+WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set
+
+
+class ScheduleError(UserError, ValueError):
+    """Phases or a learning-rate schedule with arguments out of range; one line per error."""
+
+
+@dataclass
+class Phase:
+    """The weights, temperature and learning-rate scale from step index `start_step` until the next phase.
+
+    Args:
+        start_step: 0 or more.
+        weights: by source name, 0 or more; a source that is not named keeps its base weight.
+        temperature: above 0; None for the base temperature.
+        lr_scale: factor of the learning rate, 0 or more.
+    """
+
+    start_step: int = 0
+    weights: dict[str, float] = field(default_factory=dict)
+    temperature: float | None = None
+    lr_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class PhaseState:
+    """What is in force at a step: a weight for every source (in the sources' order) and the rest.
+
+    `name` is that of the phase, None before the first one.
+    """
+
+    weights: dict[str, float]
+    temperature: float
+    lr_scale: float
+    name: str | None
+
+    @property
+    def weight_list(self) -> list[float]:
+        """The weights in the order of the sources, as the samplers take them."""
+        return list(self.weights.values())
+
+
+class PhaseSchedule:
+    """Step index -> weights, temperature and learning-rate scale.
+
+    A phase overrides the base, not the phase before it: what it does not set has its base value.
+
+    Args:
+        phases: by name, in any order.
+        base_weights: a weight for every source, in the order of the sources; empty where there is no mixture.
+        temperature: the base temperature.
+
+    Raises:
+        ScheduleError: a negative start, two phases with the same start, an unknown source, a number out of range,
+            or a phase that leaves every source at weight 0.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[str, Phase],
+        base_weights: Mapping[str, float] | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        base = {name: float(weight) for name, weight in (base_weights or {}).items()}
+        if errors := list(_phase_errors(phases, base)):
+            raise ScheduleError("\n".join(errors))
+        ordered = sorted(phases.items(), key=lambda item: item[1].start_step)
+        self._starts = [phase.start_step for _, phase in ordered]
+        self._states = [PhaseState(base, float(temperature), 1.0, None)]
+        for name, phase in ordered:
+            weights = {source: float(phase.weights.get(source, weight)) for source, weight in base.items()}
+            own = temperature if phase.temperature is None else phase.temperature
+            self._states.append(PhaseState(weights, float(own), float(phase.lr_scale), name))
+
+    def at(self, step: int) -> PhaseState:
+        """What is in force for the step that begins when `step` steps are complete."""
+        return self._states[sum(start <= step for start in self._starts)]
+
+
+def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Iterator[str]:
+    starts: dict[int, str] = {}
+    for name, phase in phases.items():
+        where = f"phases.{name}"
+        if not hasattr(phase.start_step, "__index__") or phase.start_step < 0:
+            yield f"{where}.start_step={phase.start_step} must be a whole number, 0 or more"
+        if phase.start_step in starts:
+            yield (
+                f"{where}.start_step={phase.start_step} is also the start of phases.{starts[phase.start_step]}: "
+                "start each phase at a different step"
+            )
+        starts[phase.start_step] = name
+        if not (math.isfinite(phase.lr_scale) and phase.lr_scale >= 0):
+            yield f"{where}.lr_scale={phase.lr_scale} must be a finite number, 0 or more"
+        if phase.temperature is not None and not (math.isfinite(phase.temperature) and phase.temperature > 0):
+            yield f"{where}.temperature={phase.temperature} must be a finite number above 0, or null"
+        yield from weight_errors(f"{where}.weights", phase.weights, base)
+        if base and not any({**base, **phase.weights}.values()):
+            yield f"{where}.weights leave every source at 0: at least one needs a weight above 0"
+
+
+def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[str]) -> Iterator[str]:
+    """A line for each entry of the config's `key` that is not a source, or not a finite weight of 0 or more."""
+    for name, weight in weights.items():
+        if name not in sources:
+            known = ", ".join(sources) or "none"
+            yield f"{key}.{name}: no such source{nearest(name, sources)}; the sources are {known}"
+        elif not (math.isfinite(weight) and weight >= 0):
+            yield f"{key}.{name}={weight} must be a finite number, 0 or more"
+
+
+class Decay(Enum):
+    """The course of the learning rate after the warmup."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+    rex = "rex"
+
+
+@dataclass
+class SchedulerConfig:
+    """The config group `scheduler`; see `LearningRate`. `total_steps` None stands for `train.steps`."""
+
+    decay: Decay = Decay.cosine
+    warmup_steps: int = 20
+    total_steps: int | None = None
+    min_ratio: float = 0.1
+    decay_steps: int | None = None
+
+
+def constant(progress: float) -> float:
+    """1 throughout."""
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """From 1 to 0, linearly."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine wave from 1 to 0: Loshchilov and Hutter, SGDR (2017), equation 5, without restarts."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def rex(progress: float) -> float:
+    """(1 - p) / (1/2 + (1 - p)/2): Chen, Wolfe and Kyrillidis, REX (2022), section 4."""
+    return (1.0 - progress) / (0.5 + 0.5 * (1.0 - progress))
+
+
+CURVES: dict[str, Callable[[float], float]] = {
+    "constant": constant,
+    "linear": linear,
+    "cosine": cosine,
+    "wsd": linear,  # during the decay; constant before it
+    "rex": rex,
+}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Step index -> factor of the base learning rate; depends on its arguments alone.
+
+    During the first `warmup_steps` steps the factor is (s + 1) / warmup_steps, so no step is spent at 0. Then, with
+    progress p from 0 at the end of the warmup to 1 at `total_steps`, it is min_ratio + (1 - min_ratio) * curve(p),
+    and constant from `total_steps` on. `wsd` (warmup, stable, decay: Hu et al., MiniCPM, 2024) stays at 1 until
+    `decay_steps` before the end and then decays linearly (Hägele et al., 2024, section 3).
+
+    Args:
+        decay: constant, linear, cosine, wsd or rex.
+        total_steps: where the schedule ends. To extend a run at its final factor, keep this fixed: a schedule that
+            follows the length of the run changes when the run gets longer.
+        warmup_steps: 0 or more, below total_steps.
+        min_ratio: the factor at the end, 0 to 1; not used by `constant`.
+        decay_steps: for `wsd`; None for a tenth of total_steps.
+
+    Raises:
+        ScheduleError: arguments are out of range.
+    """
+
+    decay: str
+    total_steps: int
+    warmup_steps: int = 0
+    min_ratio: float = 0.0
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if errors := list(self._errors()):
+            raise ScheduleError("\n".join(errors))
+
+    def _errors(self) -> Iterator[str]:
+        if self.decay not in CURVES:
+            yield f"scheduler.decay={self.decay!r}{nearest(self.decay, CURVES)} must be one of {', '.join(CURVES)}"
+        if not 0.0 <= self.min_ratio <= 1.0:
+            yield f"scheduler.min_ratio={self.min_ratio} must be between 0 and 1"
+        if self.total_steps < 1:
+            yield f"scheduler.total_steps={self.total_steps} must be 1 or more"
+        elif not 0 <= self.warmup_steps < self.total_steps:
+            yield (
+                f"scheduler.warmup_steps={self.warmup_steps} must be from 0 to below the {self.total_steps} steps of "
+                "the schedule (scheduler.total_steps, or else train.steps)"
+            )
+        elif self.decay_steps is not None and not 1 <= self.decay_steps <= self.total_steps - self.warmup_steps:
+            longest = self.total_steps - self.warmup_steps
+            yield f"scheduler.decay_steps={self.decay_steps} must be from 1 to the {longest} steps after the warmup"
+
+    @property
+    def decay_start(self) -> int:
+        """The step index from which the factor decays."""
+        if self.decay != "wsd":
+            return self.warmup_steps
+        length = self.decay_steps or max(1, round(self.total_steps * WSD_DECAY_SHARE))
+        return max(self.warmup_steps, self.total_steps - length)
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        start = self.decay_start
+        progress = min(max((step - start) / (self.total_steps - start), 0.0), 1.0)
+        return self.min_ratio + (1.0 - self.min_ratio) * CURVES[self.decay](progress)
+
+
+def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
+    """The schedule of a run of `steps` steps. Unless `total_steps` is set, a warmup longer than the run is shortened.
+
+    Raises:
+        ScheduleError: options are out of range.
+    """
+    total, warmup = options.total_steps, options.warmup_steps
+    if total is None:
+        total, warmup = steps, min(warmup, max(steps - 1, 0))
+    return LearningRate(options.decay.value, total, warmup, options.min_ratio, options.decay_steps)
+
+
+def learning_rate_factor(rate: LearningRate, phases: PhaseSchedule) -> Callable[[int], float]:
+    """Step index -> factor of the base learning rate, the phase's `lr_scale` included."""
+
+    def factor(step: int) -> float:
+        return rate(step) * phases.at(step).lr_scale
+
+    return factor

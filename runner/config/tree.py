@@ -1,0 +1,156 @@
+"""The config tree, composed by Hydra through its public interface.
+
+Hydra is called here and in `targets.bind` only; `explain` knows its errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig
+
+from runner.config.frozen import escaped
+from runner.config.schema import Config
+from runner.config.search_path import conf_dir, groups
+from runner.errors import UserError
+
+CONFIG_NAME = "config"
+# The config store keeps what it is given: each composition over a frozen config needs its own name.
+FROZEN_NAMES = (f"frozen_config_{number}" for number in itertools.count())
+# Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
+VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+# Dictionaries whose keys are names that users choose: a new key needs no `+`.
+OPEN = ("sampler.weights", "sampler.max_epochs", "phases", "data.loader")
+
+
+class _FurtherDirectories(SearchPathPlugin):
+    """Puts the directories of a `ConfigTree` on Hydra's search path, after the shipped one."""
+
+    paths: ClassVar[Sequence[Path]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for path in self.paths:
+            search_path.append("command-line", f"file://{path}")
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+Plugins.instance().register(_FurtherDirectories)
+
+
+class ConfigTree:
+    """The shipped configs and those in further directories.
+
+    Args:
+        config_dirs: further directories with groups and experiments; a shipped file wins over one of the same name.
+        config_name: the primary config.
+
+    Raises:
+        UserError: a directory does not exist.
+    """
+
+    def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
+        self.config_dirs = [Path(directory).resolve() for directory in config_dirs]
+        self.config_name = config_name
+        for given, path in zip(config_dirs, self.config_dirs, strict=True):
+            if not path.is_dir():
+                raise UserError(f"--config-dir {given}: no such directory; pass one that holds config groups")
+        names = {group.partition("/")[0] for group in groups([conf_dir(), *self.config_dirs])}
+        # In this order a data option may select a sampler, and an experiment any option.
+        self.groups = sorted(names, key=lambda name: (name == "experiment", name == "data", name))
+
+    def group_of(self, override: str) -> str | None:
+        """The config group that `override` chooses an option of; None where it sets a value."""
+        key = override.partition("=")[0].lstrip("+~").partition("@")[0]
+        return key if key.partition("/")[0] in (*self.groups, "hydra") else None
+
+    def compose(self, overrides: Sequence[str], frozen: dict[str, Any] | None = None) -> DictConfig:
+        """The composed config, Hydra's own node included; `${hydra:...}` in it resolves until the next composition.
+
+        Args:
+            overrides: without sweeps.
+            frozen: compose over these resolved values of a run instead of the primary config. Choosing an option of
+                a group replaces that group's values.
+        """
+        name = self.config_name
+        if frozen is not None:
+            name = next(FROZEN_NAMES)
+            chosen = {self.group_of(override) for override in overrides}
+            values = {key: value for key, value in frozen.items() if key not in chosen}
+            defaults = ["schema", "_self_", *({group: None} for group in self.groups)]
+            ConfigStore.instance().store(name=name, node={"defaults": defaults, **escaped(values)})
+        with self._hydra():
+            config = hydra.compose(name, [opened(text) for text in overrides], return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        return config
+
+    def alternatives(self, override: str) -> tuple[str, list[str] | None]:
+        """The key of an override, and the overrides it expands to: one for each value of a sweep.
+
+        None for an interval, which has no values to enumerate.
+        """
+        with self._hydra():
+            parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+            (parsed,) = parser.parse_overrides([override])
+            key = parsed.get_key_element()
+            if not parsed.is_sweep_override():
+                return key, [override]
+            if not parsed.is_discrete_sweep():
+                return key, None
+            return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
+
+    def run_hydra(self, flags: Sequence[str], overrides: Sequence[str]) -> None:
+        """Hydra's own command line: `--cfg`, `--info`, `--hydra-help`, `--shell-completion`. Prints to stdout.
+
+        Hydra ends with SystemExit, or raises its own errors while HYDRA_FULL_ERROR=1.
+        """
+        main = hydra.main(config_path=str(conf_dir()), config_name=self.config_name, **VERSION_BASE)(lambda _: None)
+        arguments = sys.argv
+        sys.argv = [arguments[0], *flags, *(opened(text) for text in overrides)]
+        try:
+            with self._search_path():
+                main()
+        finally:
+            sys.argv = arguments
+            GlobalHydra.instance().clear()
+
+    @contextmanager
+    def _hydra(self) -> Iterator[None]:
+        with self._search_path(), hydra.initialize_config_dir(str(conf_dir()), job_name="runner", **VERSION_BASE):
+            yield
+
+    @contextmanager
+    def _search_path(self) -> Iterator[None]:
+        _FurtherDirectories.paths = self.config_dirs
+        try:
+            yield
+        finally:
+            _FurtherDirectories.paths = ()
+
+
+def opened(override: str) -> str:
+    """`override`, rewritten so that a new key in one of the `OPEN` dictionaries is accepted without a `+`."""
+    key, equals, value = override.partition("=")
+    bare = key.lstrip("+")
+    if not equals or key.startswith("~"):
+        return override
+    for prefix in OPEN:
+        if bare == prefix and value.startswith("{"):
+            return f"++{bare}={value}"
+        if bare.startswith(f"{prefix}."):
+            # As one dictionary, so that a new entry gets the type that the schema gives it.
+            names = bare.removeprefix(f"{prefix}.").split(".")
+            return f"++{prefix}=" + "".join(f"{{{name}:" for name in names) + value + "}" * len(names)
+    return override

@@ -1,0 +1,1 @@
+"""From indices to batches: the stateful loader, its workers, its state."""

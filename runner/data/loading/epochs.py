@@ -1,0 +1,146 @@
+"""Iterating over one epoch: what every way of fetching shares.
+
+`in_process`, `prefetch` and `worker_epochs` fetch in this process, in a thread and in worker processes. Each keeps an
+`EpochPosition`, which counts the batches that were yielded, not those that were prefetched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from runner.data.loading.fetch import Indices
+from runner.data.loading.index_stream import IndexStream, as_array
+from runner.data.loading.loader_state import DatasetStates
+from runner.data.loading.protocols import BatchRecord
+from runner.data.loading.randomness import Keys, keys_from_indices
+
+
+@dataclass
+class EpochPosition:
+    """How much of an epoch was yielded, counted from its start.
+
+    `base` is the number of samples at which this iteration began; a sampler by position counts from there.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    samples: int = 0
+    base: int = 0
+    indices: Indices | None = None  # of the last batch yielded
+    first: int = 0  # samples before the last batch yielded
+    out_of_order: list[int] = field(default_factory=list)  # with in_order=False: batches yielded before earlier ones
+    has_yielded: bool = False  # since the iteration began
+
+    def advance(self, indices: Indices, count: int, batches: int, first: int) -> None:
+        """Count a batch of `count` samples, which follows the first `first` samples of the epoch."""
+        self.has_yielded = True
+        self.indices = indices
+        self.first = first
+        self.batches = batches
+        self.samples = first + count
+
+
+@dataclass
+class IndexSource:
+    """The indices of an epoch of a map-style dataset, with the samples' keys and the batches' records."""
+
+    stream: IndexStream
+    indices: Iterator[Indices]
+    seed: int
+
+    def keys(self, indices: Indices, first: int, count: int) -> Keys:
+        """Keys for `sample_rng`: from the sampler if it has any, else a hash of the epoch's seed and the index."""
+        sampler = self.stream.sampler
+        if hasattr(sampler, "sample_keys"):
+            return sampler.sample_keys(first, count)  # type: ignore[no-any-return]
+        return keys_from_indices(self.seed, [indices] if self.stream.one_by_one else indices)
+
+    def record(self, position: EpochPosition) -> BatchRecord:
+        """The record of the last batch yielded."""
+        indices, positions = as_array(position.indices), None
+        sampler = self.stream.sampler
+        if indices is not None and hasattr(sampler, "positions"):
+            positions = np.asarray(sampler.positions(position.first - position.base, len(indices)))
+        return BatchRecord(indices, positions, position.epoch)
+
+
+class Epoch(Iterator[Any]):
+    """The batches of one epoch.
+
+    Args:
+        position: where it begins; advanced with every batch.
+        on_end: called once, when the epoch has been iterated to its end.
+        transform: applied to every batch.
+        on_batch: called after every batch with the number of samples so far.
+    """
+
+    def __init__(
+        self,
+        position: EpochPosition,
+        on_end: Callable[[Epoch], None],
+        transform: Callable[[Any], Any] | None,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> None:
+        # Weak, since the loader refers to its epoch: a cycle would keep both, and their workers, alive.
+        self._on_end = weakref.WeakMethod(on_end)
+        self._on_batch = None if on_batch is None else weakref.WeakMethod(on_batch)
+        self.position = position
+        self.finished = False
+        self.closed = False
+        self.successor: Epoch | None = None  # the epoch that took over the persistent workers
+        self._transform = transform
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        if self.finished or self.closed:
+            if not self.finished and self.successor is not None:
+                return next(self.successor)
+            raise StopIteration
+        try:
+            batch = self._next()
+        except StopIteration:
+            self.finished = True
+            if (on_end := self._on_end()) is not None:
+                on_end(self)
+            raise
+        if self._on_batch is not None and (on_batch := self._on_batch()) is not None:
+            on_batch(self.position.samples)
+        return batch if self._transform is None else self._transform(batch)
+
+    def _next(self) -> Any:
+        raise NotImplementedError
+
+    def recorded(self) -> Iterator[tuple[Any, BatchRecord]]:
+        """The same batches, each with its record."""
+        return map(self._with_record, self)
+
+    def _with_record(self, batch: Any) -> tuple[Any, BatchRecord]:
+        epoch = self
+        while epoch.closed and not epoch.finished and epoch.successor is not None:
+            epoch = epoch.successor
+        return batch, epoch._record()
+
+    def _record(self) -> BatchRecord:
+        return BatchRecord(None, None, self.position.epoch)
+
+    def sampler_state(self) -> dict[str, Any] | None:
+        """A plain sampler's own state."""
+        return None
+
+    def dataset_states(self) -> DatasetStates | None:
+        """The states of the dataset, one per worker."""
+        return None
+
+    def next_worker(self) -> int:
+        """The worker that fetches the next batch."""
+        return 0
+
+    def close(self) -> None:
+        """Stop prefetching."""

@@ -1,0 +1,183 @@
+"""The indices of an epoch in batches, starting anywhere.
+
+There are three kinds of sampler:
+
+- *by position* (`state_dict_at`): its state after any number of samples is a function of that number.
+- *by skip* (`set_skip`): its state is the epoch and the number of samples to skip.
+- *plain*: any other iterable. If it or its iterator has a `state_dict`, that is saved after each batch is drawn;
+  otherwise it is iterated again and its first indices are dropped, without loading data. torch's
+  SequentialSampler and RandomSampler skip without iterating: see `sequential` and `shuffled`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from runner.data.loading.fetch import Indices, is_stateful, items, restart
+from runner.data.loading.seeds import draw_seed
+from runner.data.sampler import integers, permutation
+
+
+class IndexStream:
+    """Batches of indices from one sampler, epoch after epoch.
+
+    Args:
+        sampler: yields indices, or batches of indices if `is_batch_sampler`.
+        batch_size: indices per batch; None: the sampler's items are passed on unchanged.
+        drop_last: drop an incomplete last batch.
+        sets_epoch: call a plain sampler's `set_epoch` (otherwise its user does).
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], batch_size: int | None, drop_last: bool, is_batch_sampler: bool, sets_epoch: bool
+    ) -> None:
+        self.sampler: Any = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.is_batch_sampler = is_batch_sampler
+        self.by_position = hasattr(sampler, "state_dict_at") and not is_batch_sampler
+        self.by_skip = hasattr(sampler, "set_skip") and not is_batch_sampler and not self.by_position
+        self.seeds_itself = self.by_position or self.by_skip
+        self.sets_epoch = sets_epoch
+        self._inner: Any = None
+        self._base: dict[str, Any] | None = None  # the state until the first batch is drawn
+        self._exhausted = False
+        self._has_skipped = False
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether an item is a single index, not a batch."""
+        return self.batch_size is None and not self.is_batch_sampler
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the sampler's state has to be saved after each batch."""
+        return not self.seeds_itself and (is_stateful(self.sampler) or is_stateful(self._inner))
+
+    def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
+        """Batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
+
+        A sampler by position must have loaded its state already.
+
+        Args:
+            saved: a plain sampler's state, in place of `skip`.
+        """
+        if self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch")):
+            self.sampler.set_epoch(epoch)
+        if self.by_skip and (skip or self._has_skipped):
+            self._has_skipped = True  # from now on, a pending skip is the loader's, not the user's
+            self.sampler.set_skip(skip)
+        if self.seeds_itself and self.batch_size is not None and hasattr(self.sampler, "iter_batches"):
+            self._inner = None
+            return iter(self.sampler.iter_batches(self.batch_size, self.drop_last))
+        if self.seeds_itself:
+            return self._batched(iter(self.sampler))
+        return self._batched(self._open_plain(skip, saved))
+
+    def _open_plain(self, skip: int, saved: dict[str, Any] | None) -> Iterator[Any]:
+        self._base = None
+        if saved is not None:
+            return self._resume_plain(saved)
+        before = self._between_epochs() if is_stateful(self.sampler) else None
+        if (skipping := _SKIPPING.get(type(self.sampler))) is not None:
+            self._inner = skipping(self.sampler, skip)
+            return self._inner  # type: ignore[no-any-return]
+        self._inner = iter(self.sampler)
+        if not is_stateful(self._inner):
+            self._base = before
+        drop(items(self._inner), skip)
+        return items(self._inner)
+
+    def _resume_plain(self, saved: dict[str, Any]) -> Iterator[Any]:
+        if saved["boundary"]:
+            self._inner = restart(self.sampler, {"dataset": saved["sampler"], "ended": saved["ended"]})
+        else:
+            if saved["sampler"] is not None:
+                self.sampler.load_state_dict(saved["sampler"])
+            self._inner = iter(self.sampler)
+            if saved["iterator"] is not None:
+                self._inner.load_state_dict(saved["iterator"])
+        self._base = saved
+        return items(self._inner)
+
+    def _batched(self, indices: Iterator[Any]) -> Iterator[Indices]:
+        size = self.batch_size
+        if size is None:
+            for index in indices:
+                self._base = None
+                yield index
+        else:
+            while batch := list(islice(indices, size)):
+                if len(batch) < size and self.drop_last:
+                    break
+                self._base = None
+                yield batch
+        self._exhausted = True
+
+    def state(self) -> dict[str, Any] | None:
+        """A plain sampler's state after the last batch drawn; None if there is none but the number of samples."""
+        if self._base is not None:
+            return self._base
+        if not self.is_stateful:
+            return None
+        return {
+            "sampler": copy.deepcopy(self.sampler.state_dict()) if is_stateful(self.sampler) else None,
+            "iterator": copy.deepcopy(self._inner.state_dict()) if is_stateful(self._inner) else None,
+            "boundary": False,
+            "ended": False,
+        }
+
+    def boundary_state(self) -> dict[str, Any] | None:
+        """A plain sampler's state between two epochs."""
+        return self._between_epochs() if not self.seeds_itself and is_stateful(self.sampler) else None
+
+    def _between_epochs(self) -> dict[str, Any]:
+        state = copy.deepcopy(self.sampler.state_dict())
+        return {"sampler": state, "iterator": None, "boundary": True, "ended": self._exhausted}
+
+
+def sequential(sampler: SequentialSampler, skip: int) -> Iterator[int]:
+    """`islice(sampler, skip, None)`."""
+    return iter(range(len(sampler))[skip:])
+
+
+def shuffled(sampler: RandomSampler, skip: int) -> Iterator[int]:
+    """`islice(sampler, skip, None)`, with the same draws from the same generators.
+
+    torch's iterator goes through a list of the whole permutation; an array is sliced at once.
+    """
+    if sampler.replacement:
+        yield from islice(sampler, skip, None)
+        return
+    size, generator = len(sampler.data_source), sampler.generator
+    if generator is None:
+        generator = torch.Generator().manual_seed(draw_seed(torch.default_generator))
+    for taken in chain(repeat(size, sampler.num_samples // size), [sampler.num_samples % size]):
+        yield from integers(permutation(size, generator)[skip:taken])
+        skip = max(skip - taken, 0)
+
+
+# Not for subclasses, whose order may be different.
+_SKIPPING: dict[type, Callable[[Any, int], Iterator[int]]] = {SequentialSampler: sequential, RandomSampler: shuffled}
+
+
+def drop(iterator: Iterator[Any], count: int) -> None:
+    """Advance `iterator` by `count` items, in C."""
+    deque(islice(iterator, count), maxlen=0)
+
+
+def as_array(indices: Indices) -> np.ndarray | None:
+    """The indices as an int64 array of shape (samples,); None if they are not integers."""
+    try:
+        array = np.asarray(indices)
+    except ValueError:
+        return None
+    return np.atleast_1d(array).astype(np.int64, copy=False) if array.dtype.kind in "iu" else None

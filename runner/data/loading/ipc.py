@@ -1,0 +1,104 @@
+"""Sending a batch from a worker process to the main process: small tensors travel as bytes.
+
+torch sends every tensor as a file descriptor of shared memory, which costs at least a tenth of a millisecond; for
+batches of up to a few megabytes this dominates the cost of a worker. Here the worker pickles the whole batch, with
+CPU tensors as numpy arrays, and the main process rebuilds the same tensors in ordinary memory. Batches with larger
+tensors are sent by torch.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+LIMIT = 8 << 20  # bytes per tensor; above this, shared memory is cheaper than copying through a pipe
+
+
+class _LeaveToTorchError(Exception):
+    """The batch holds a tensor that torch has to send, or sends faster."""
+
+
+def collate(samples: list[Any]) -> Any:
+    """`default_collate`, into ordinary memory.
+
+    In a worker process torch's own allocates shared memory for each tensor, which a batch that travels as bytes does
+    not need. Only the common cases are handled here; the others fall back to torch's.
+    """
+    first = samples[0]
+    kind = type(first)
+    if kind is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu":
+        if all(type(sample) is torch.Tensor and not sample.is_nested for sample in samples):
+            return torch.stack(samples, 0)
+    elif kind is dict and all(type(sample) is dict and sample.keys() == first.keys() for sample in samples):
+        return {key: collate([sample[key] for sample in samples]) for key in first}
+    elif kind in (tuple, list) and all(type(sample) is kind and len(sample) == len(first) for sample in samples):
+        return [collate(list(column)) for column in zip(*samples, strict=True)]
+    elif kind is np.ndarray and first.dtype.kind in "fiub" and first.shape:
+        return collate([torch.as_tensor(sample) for sample in samples])
+    return default_collate(samples)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles plain CPU tensors as numpy arrays.
+
+    Raises:
+        _LeaveToTorchError: another kind of tensor, or a large one.
+    """
+
+    def __init__(self, buffer: io.BytesIO, may_be_shared: bool) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._may_be_shared = may_be_shared
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not torch.Tensor:
+            if isinstance(thing, torch.Tensor):
+                raise _LeaveToTorchError  # subclasses define their own pickling
+            return NotImplemented
+        plain = thing.device.type == "cpu" and thing.layout is torch.strided and not thing.requires_grad
+        if not plain or thing.is_conj() or thing.is_neg() or thing.is_quantized:
+            raise _LeaveToTorchError
+        if not self._may_be_shared and thing.is_shared():  # type: ignore[no-untyped-call]
+            raise _LeaveToTorchError  # the user's own shared memory must stay shared
+        if thing.numel() * thing.element_size() > LIMIT:
+            raise _LeaveToTorchError
+        if thing.dtype in _BITS:
+            return _from_bits, (thing.view(_BITS[thing.dtype]).numpy(), str(thing.dtype).removeprefix("torch."))
+        try:
+            return torch.from_numpy, (thing.numpy(),)
+        except (TypeError, RuntimeError) as error:
+            raise _LeaveToTorchError from error
+
+
+_BITS = {torch.bfloat16: torch.int16}
+
+
+def _from_bits(array: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(array).view(getattr(torch, dtype))
+
+
+def pack(batch: Any, may_be_shared: bool = False) -> Any:
+    """The batch as bytes, or unchanged where torch has to send it, or sends it faster.
+
+    Args:
+        may_be_shared: tensors in shared memory may be copied out of it: torch's collate put them there, not the user.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, may_be_shared).dump(batch)
+    except (_LeaveToTorchError, pickle.PicklingError, AttributeError, TypeError):
+        return batch
+    return Packed(buffer.getvalue())
+
+
+class Packed(bytes):
+    """A packed batch; a separate type, to tell it from a batch that is itself `bytes`."""
+
+
+def unpack(payload: Any) -> Any:
+    """The batch that was passed to `pack`."""
+    return pickle.loads(payload) if type(payload) is Packed else payload

@@ -1,0 +1,447 @@
+"""StatefulDataLoader: torch's DataLoader, whose position can be saved after any batch and restored.
+
+*Batches* and *samples* are counted from the start of the epoch, when they are yielded, not when they are prefetched.
+An *epoch* is one pass over the sampler or the iterable dataset; it ends with the StopIteration after its last batch.
+A state saved before that StopIteration resumes into the empty rest of the epoch, one saved after it into the next
+epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
+
+from runner.data.loading import loader_state, protocols
+from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
+from runner.data.loading.fetch import MapFetcher, StreamFetcher, is_collated, is_iterator, is_stateful
+from runner.data.loading.in_process import MapEpoch, StreamEpoch
+from runner.data.loading.index_stream import IndexStream
+from runner.data.loading.loader_state import DatasetStates, is_in_epoch, size_of
+from runner.data.loading.pinning import can_pin, pin
+from runner.data.loading.prefetch import PrefetchedEpoch
+from runner.data.loading.protocols import BatchRecord, LoaderError, State
+from runner.data.loading.seeds import SeedStream
+from runner.data.loading.worker_epochs import WorkerMapEpoch, WorkerSetup, WorkerStreamEpoch
+from runner.data.loading.workers import WorkerPool, redistribute
+from runner.system.distributed import current_ranks
+
+logger = logging.getLogger(__name__)
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class StatefulDataLoader(DataLoader[T_co]):
+    """torch's DataLoader with `state_dict` and `load_state_dict`.
+
+    There are two ways to construct one. With torch's arguments it is a drop-in replacement: the same batches in the
+    same order. With `config` it is the loader of a training run: `sampler` defaults to `DistributedSampler(dataset)`,
+    an incomplete last batch is dropped, workers persist, and the loader sets the sampler's epoch.
+
+    It never moves the global random generators; see `runner.data.loading.seeds`.
+
+    Args:
+        dataset: map-style, or an IterableDataset. `runner.data.loading.fetch` lists the methods that make it fast.
+        batch_size: samples per batch; None: samples are not batched. This and the arguments not listed here are
+            torch's.
+        drop_last: None means False, or True if `config` is passed.
+        in_order: as in torch; without it the state is exact, too.
+        snapshot_every_n_steps: batches of a worker between two states of an iterable dataset; the batches since the
+            last state are fetched again and dropped after a resume. 0: a state at the start of an epoch only.
+        config: an object with `num_workers` and optionally `pin_memory` and `prefetch_factor`, which replace the
+            arguments of these names.
+
+    Raises:
+        ValueError: as torch's DataLoader, for arguments that contradict each other.
+        LoaderError: a data pipe with several workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: Any = None,
+        sampler: Any = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool | None = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
+        config: Any = None,
+    ) -> None:
+        # A training run's arguments may be positional: (dataset, batch_size, sampler, config).
+        is_sampler = shuffle is not None and not isinstance(shuffle, bool | int)
+        if is_sampler or (shuffle is None and hasattr(sampler, "num_workers")):
+            shuffle, sampler, config = None, shuffle, sampler if config is None else config
+        if config is not None:
+            num_workers = config.num_workers
+            pin_memory = bool(getattr(config, "pin_memory", False)) and can_pin()
+            prefetch_factor = getattr(config, "prefetch_factor", None) if num_workers else None
+            persistent_workers = num_workers > 0
+            drop_last = True if drop_last is None else drop_last
+            sampler = _default_sampler(dataset) if sampler is None else sampler
+        _check_data_pipe(dataset, num_workers)
+        super().__init__(
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory,  # type: ignore[arg-type]
+            bool(drop_last), timeout, worker_init_fn, multiprocessing_context, generator,
+            prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device, in_order=in_order,
+        )  # fmt: skip
+        self.snapshot_every_n_steps = snapshot_every_n_steps or 0
+        self._batched = batch_size is not None or batch_sampler is not None
+        self._own_collate = collate_fn is not None
+        self._set_up(batch_sampler, generator, sets_epoch=config is not None)
+
+    def _set_up(self, batch_sampler: Any, generator: Any, sets_epoch: bool) -> None:
+        if self.pin_memory and not can_pin():
+            logger.warning("pin_memory=True has no effect: there is no accelerator")
+        self._iterable = isinstance(self.dataset, IterableDataset)
+        custom = batch_sampler is not None
+        sampler, size = (batch_sampler, None) if custom else (self.sampler, self.batch_size)
+        self._stream = IndexStream(sampler, size, self.drop_last, custom, sets_epoch)
+        self._seeds = SeedStream(generator, self._stream.seeds_itself, self._stream.sampler)
+        self._epoch = 0
+        self._current: Epoch | None = None
+        self._pool: WorkerPool | None = None
+        self._loaded: State | None = None  # until a batch is yielded after it
+        self._pending = False  # a state was loaded, and not iterated from yet
+        self._reported_length: int | None = None
+
+    def __len__(self) -> int:
+        """Batches per epoch; an estimate for an iterable dataset, as in torch."""
+        if self._iterable:
+            self._reported_length = size_of(self.dataset)
+        return super().__len__()
+
+    def __iter__(self) -> Epoch:  # type: ignore[override]
+        """Begin an epoch, or resume the one that `load_state_dict` restored.
+
+        A second `iter()` in the middle of an epoch begins that epoch again, as in torch, and the state follows the
+        newest iterator. The older one continues on its own; with persistent workers, which serve one iterator at a
+        time, it continues as the new one.
+
+        Raises:
+            LoaderStateError: the loaded state cannot be split among this number of workers.
+        """
+        older = self._current
+        if older is not None and self.persistent_workers:
+            older.close()
+        state = self._loaded if self._pending else None
+        if state is None:
+            self._loaded = None
+        self._current = self._open_iterable(state) if self._iterable else self._open_map(state)
+        if older is not None and self.persistent_workers:
+            older.successor = self._current
+        self._pending = False
+        return self._current
+
+    def iter_recorded(self) -> Iterator[tuple[T_co, BatchRecord]]:
+        """Like `iter()`, but yields each batch with the record of its samples.
+
+        Raises:
+            LoaderStateError: as `iter()`.
+        """
+        return iter(self).recorded()
+
+    def _position(self, state: State | None) -> EpochPosition:
+        position = EpochPosition(self._epoch)
+        if state is not None and is_in_epoch(state):
+            position.batches, position.samples = state["batches_yielded"], self._samples_of(state)
+            position.out_of_order = list(state.get("out_of_order", ()))
+        if self._stream.by_position:
+            position.base = position.samples
+        return position
+
+    def _seed(self, state: State | None) -> Any:
+        """Seed the epoch; returns the generator from which torch's loader draws the workers' seed."""
+        if state is not None and state.get("seeds") is not None:
+            self._seeds.load(state["seeds"])
+            if is_in_epoch(state):
+                return self._seeds.begin_restored()
+        return self._seeds.begin(chain=self.persistent_workers)
+
+    def _open_map(self, state: State | None) -> Epoch:
+        position, generator = self._position(state), self._seed(state)
+        assert self._seeds.base_seed is not None
+        fetcher = MapFetcher(self.dataset, self.collate_fn, self._batched, self._own_collate)
+        saved = None if state is None or fetcher.collated else state.get("dataset")
+        skip = position.batches if self._stream.is_batch_sampler else position.samples
+        with self._seeds.in_place_of_global():
+            indices = self._stream.open(position.epoch, skip, None if state is None else state.get("order"))
+        source = IndexSource(self._stream, seeded(indices, self._seeds), self._seeds.base_seed)
+        if self.num_workers == 0 or self._prefetches_in_thread(fetcher):
+            if saved:
+                self.dataset.load_state_dict(saved[0]["dataset"])  # type: ignore[attr-defined]
+            transform = pin if self.pin_memory and can_pin() else None
+            if self.num_workers == 0:
+                return MapEpoch(source, fetcher, position, self._on_end, transform)
+            depth = self.num_workers * (self.prefetch_factor or 2)
+            return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, transform)
+        first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0
+        saved = saved and [saved[worker % len(saved)] for worker in range(self.num_workers)]
+        setup = self._setup_workers(fetcher, generator, saved, first)
+        return WorkerMapEpoch(source, fetcher, setup, position, self._on_end, None)
+
+    def _prefetches_in_thread(self, fetcher: MapFetcher) -> bool:
+        """Whether a thread prefetches in place of worker processes.
+
+        Only where the dataset allows it: one that draws from the global random generators would draw at any moment
+        from those that the training uses, and no run could be reproduced.
+        """
+        asks_for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None or self.timeout
+        if asks_for_processes or not fetcher.collated or self._own_collate:
+            return False
+        return getattr(self.dataset, "prefetch", None) == "thread"
+
+    def _open_iterable(self, state: State | None) -> Epoch:
+        position, generator = self._position(state), self._seed(state)
+        fetcher = StreamFetcher(self.dataset, self.collate_fn, self.batch_size, self.drop_last)
+        workers = max(self.num_workers, 1)
+        saved = None if state is None else loader_state.states_for_workers(state, self.dataset, workers)
+        changed = bool(saved) and saved is not None and "redistribute" in saved[0]
+        if self.num_workers == 0:
+            protocols.set_ranks(*current_ranks())
+            if isinstance(self._current, StreamEpoch):
+                fetcher.exhausted = self._current.exhausted
+            if saved is not None and changed:
+                saved = [redistribute(self.dataset, saved[0]["redistribute"])]
+            fetcher.start(None if saved is None else saved[0])
+            transform = pin if self.pin_memory and can_pin() else None
+            return StreamEpoch(fetcher, position, self._on_end, transform, self._check_length)
+        first = self._first_worker(state) if saved and not changed else 0
+        setup = self._setup_workers(fetcher, generator, saved, first)
+        return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
+
+    def _first_worker(self, state: State | None) -> int:
+        """The worker that fetches the first batch after `state`."""
+        if state is None or not is_in_epoch(state) or not self.in_order:
+            return 0
+        return int(state.get("next_worker", 0))
+
+    def _setup_workers(
+        self, fetcher: MapFetcher | StreamFetcher, generator: Any, saved: DatasetStates | None, first: int
+    ) -> WorkerSetup:
+        if self._pool is None or self._pool.is_closed or not self.persistent_workers:
+            options = {
+                "num_workers": self.num_workers,
+                "pin_memory": self.pin_memory and can_pin(),
+                "timeout": self.timeout,
+                "multiprocessing_context": self.multiprocessing_context,
+                "generator": generator,
+                "prefetch_factor": self.prefetch_factor,
+                "persistent_workers": self.persistent_workers,
+                "in_order": self.in_order,
+            }
+            self._pool = WorkerPool(fetcher, self.snapshot_every_n_steps, self.worker_init_fn, options)
+        return WorkerSetup(
+            self._pool,
+            self.num_workers,
+            seed=self._seeds.base_seed if self._seeds.chained else None,
+            saved=saved,
+            first=first,
+            in_order=self.in_order,
+            persistent=self.persistent_workers,
+            wait=self.in_order and self.worker_init_fn is not None,
+        )
+
+    def _on_end(self, epoch: Epoch) -> None:
+        """Prepare the next epoch, after `epoch` was iterated to its end or ended by `end_epoch`."""
+        if epoch is not self._current:
+            return
+        self._epoch = epoch.position.epoch + 1
+        self._loaded = None
+        if self._stream.by_position:  # its next iteration begins where this one ended
+            self._stream.sampler.load_state_dict(self._state_by_position(epoch.position))
+        if not self.persistent_workers:
+            self._pool = None
+
+    def _state_by_position(self, position: EpochPosition) -> Any:
+        return self._stream.sampler.state_dict_at(position.samples - position.base)
+
+    def _check_length(self, samples: int) -> None:
+        if self._reported_length is None or samples <= self._reported_length:
+            return
+        message = (
+            f"Length of IterableDataset {self.dataset} was reported to be {self._reported_length} (when accessing "
+            f"len(dataloader)), but {samples} samples have been fetched. "
+        )
+        if self.num_workers:
+            message += (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker: each must yield only its own part of the data"
+            )
+        logger.warning(message)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being iterated, or the next one; the first is 0."""
+        return self._epoch
+
+    @property
+    def batches_yielded(self) -> int:
+        """Batches yielded in this epoch, including those before a resume."""
+        if self._pending:
+            assert self._loaded is not None
+            return int(self._loaded["batches_yielded"])
+        return 0 if self._current is None or self._current.finished else self._current.position.batches
+
+    def end_epoch(self) -> None:
+        """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""
+        if self._pending:
+            self._seed(self._loaded)
+            if self._stream.by_skip:
+                self._stream.sampler.set_skip(0)
+            self._pending, self._loaded = False, None
+            self._epoch += 1
+        elif self._current is not None and not self._current.finished:
+            self._current.close()
+            self._current.finished = True
+            self._on_end(self._current)
+
+    def state_dict(self) -> State:
+        """The state after the last batch that was yielded.
+
+        It consists of numbers, strings, lists and dicts, so that JSON can hold it if it can hold the states of the
+        dataset and the sampler. `docs/loader.md` lists the keys.
+        """
+        current = self._current
+        if self._loaded is not None and (self._pending or current is None or not current.position.has_yielded):
+            return dict(self._loaded)
+        running = None if current is None or current.finished else current
+        position = EpochPosition(self._epoch) if running is None else running.position
+        state: State = {
+            "version": loader_state.VERSION,
+            "loader": loader_state.NAME,
+            "style": "iterable" if self._iterable else "map",
+            "epoch": position.epoch,
+            "in_epoch": running is not None,
+            "batches_yielded": position.batches,
+            "samples_yielded": position.samples,
+            "batch_size": self.batch_size,
+            "num_workers": self.num_workers,
+            "next_worker": 0 if running is None else running.next_worker(),
+            "seeds": self._seeds.state(running is not None),
+            "sampler": self._sampler_state(None if running is None else position),
+            "order": None,
+            "dataset": self._initial_dataset_states() if current is None else current.dataset_states(),
+        }
+        if position.out_of_order:
+            state["out_of_order"] = list(position.out_of_order)
+        if not self._iterable:
+            state["dataset_size"] = size_of(self.dataset)
+            state["order"] = self._stream.boundary_state() if running is None else running.sampler_state()
+        return state
+
+    def _sampler_state(self, position: EpochPosition | None) -> Any:
+        if self._stream.by_position and position is not None:
+            return self._state_by_position(position)
+        if self._stream.seeds_itself:
+            return self._stream.sampler.state_dict()
+        epoch = getattr(self.sampler, "epoch", None)
+        return {"epoch": epoch} if isinstance(epoch, int) and hasattr(self.sampler, "set_epoch") else None
+
+    def _initial_dataset_states(self) -> DatasetStates | None:
+        """The state of the dataset before the first iteration, if it is iterated in this process."""
+        if self.num_workers or not is_stateful(self.dataset) or is_collated(self.dataset):
+            return None
+        own = self.dataset.state_dict()  # type: ignore[attr-defined]
+        if self._iterable and is_iterator(self.dataset):
+            return [{"dataset": None, "iterator": own, "samples": 0, "ended": False, "boundary": False}]
+        return [{"dataset": own, "iterator": None, "samples": 0, "ended": False, "boundary": self._iterable}]
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from `state` at the next `iter()`.
+
+        Args:
+            state: one rank's, or one aggregated from all ranks, of which this rank takes its part.
+
+        Raises:
+            LoaderStateError: another loader wrote it, keys are missing, or it does not fit.
+        """
+        if isinstance(state, dict) and "ranks" in state:
+            state = self.deaggregate_state_dict(state, *current_ranks())
+        seeds_itself = self._stream.seeds_itself
+        loader_state.check(state, self._iterable, None if self._iterable else size_of(self.dataset), seeds_itself)
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if seeds_itself and state.get("sampler") is not None:
+            self._stream.sampler.load_state_dict(state["sampler"])
+        elif hasattr(self.sampler, "set_epoch") and "epoch" in (state.get("sampler") or ()):
+            self.sampler.set_epoch(state["sampler"]["epoch"])
+        self._epoch = state["epoch"]
+        if self._stream.by_skip and is_in_epoch(state):
+            # Only `samples_yielded` is exact: batches times batch_size may exceed an epoch, since the last batch may
+            # be short.
+            loader_state.check_samples(state.get("samples_yielded", 0), size_of(self._stream.sampler))
+            self._stream.sampler.set_skip(self._samples_of(state))
+        self._loaded, self._pending = state, True
+
+    def _samples_of(self, state: State) -> int:
+        """Samples yielded in the epoch; some loaders' states count only batches."""
+        if "samples_yielded" in state:
+            return int(state["samples_yielded"])
+        return int(state["batches_yielded"]) * int(state.get("batch_size") or self.batch_size or 1)
+
+    def aggregate_state_dict(self, states: Sequence[State]) -> State:
+        """Combine the states of all ranks, ordered by rank, into one.
+
+        Raises:
+            LoaderStateError: there are none, or one of them is not a loader's state.
+        """
+        return loader_state.aggregate(states)
+
+    def deaggregate_state_dict(self, aggregated: State, rank: int, world_size: int) -> State:
+        """Extract the state that `rank` of `world_size` ranks resumes from.
+
+        Args:
+            aggregated: from `aggregate_state_dict`, possibly of another number of ranks.
+
+        Raises:
+            LoaderStateError: it cannot be split among this number of ranks.
+        """
+        workers = max(self.num_workers, 1)
+        return loader_state.deaggregate(aggregated, rank, world_size, workers, self._stream.by_position)
+
+
+def _check_data_pipe(dataset: Any, num_workers: int) -> None:
+    if isinstance(dataset, IterDataPipe) and num_workers > 1:
+        raise LoaderError(
+            f"num_workers={num_workers} for the data pipe {type(dataset).__name__}: every worker would yield all of "
+            "it; set num_workers to 0 or 1, or make it an IterableDataset that reads only its shard()"
+        )
+
+
+def seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
+    """`indices`, whose sampler may draw from torch's global generator with its first index."""
+    return indices if seeds.seeds_itself else _seeded(indices, seeds)
+
+
+def _seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
+    with seeds.in_place_of_global():
+        first = list(islice(indices, 1))
+    yield from first
+    yield from indices
+
+
+def _default_sampler(dataset: Any) -> Any:
+    from runner.data.sampler import DistributedSampler
+
+    rank, world_size = current_ranks()
+    return DistributedSampler(dataset, num_replicas=world_size, rank=rank)

@@ -1,0 +1,320 @@
+"""Epochs whose batches are fetched by worker processes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
+from runner.data.loading.fetch import Indices, MapFetcher, StreamFetcher, locate
+from runner.data.loading.index_stream import as_array
+from runner.data.loading.ipc import unpack
+from runner.data.loading.loader_state import DatasetStates
+from runner.data.loading.protocols import BatchRecord
+from runner.data.loading.workers import FetchTask, Reply, StartTask, Task, WorkerPool
+
+
+@dataclass
+class WorkerSetup:
+    """How the worker processes begin an epoch.
+
+    Attributes:
+        count: number of workers.
+        seed: from which they are seeded; None: torch has seeded them.
+        saved: the state of the dataset in each worker, or None.
+        first: the worker that fetches the first batch.
+        in_order: as in torch's DataLoader.
+        persistent: the workers outlive the epoch.
+        wait: wait until all workers have started, and raise their error, before the first batch is asked for.
+    """
+
+    pool: WorkerPool
+    count: int
+    seed: int | None
+    saved: DatasetStates | None
+    first: int
+    in_order: bool
+    persistent: bool
+    wait: bool = False
+
+
+class _PendingTask:
+    """A task that was dispatched, and the batch it is for, if any (`batch` is -1 if not)."""
+
+    __slots__ = ("batch", "count", "first", "indices", "sampler_state", "ticket", "worker")
+
+    def __init__(self, ticket: int, worker: int) -> None:
+        self.ticket = ticket
+        self.worker = worker
+        self.batch = -1
+        self.indices: Indices = None
+        self.first = self.count = 0
+        self.sampler_state: dict[str, Any] | None = None
+
+
+class _Dispatcher:
+    """Dispatches the tasks of an epoch and remembers those without a reply.
+
+    It has no reference to the iterator over the replies, so that dropping that iterator ends the workers at once.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.pending: dict[int, _PendingTask] = {}
+        self._count = setup.count
+        self._first = setup.first
+        self._seed = setup.seed
+        self._saved = setup.saved
+        self._tickets = 0
+
+    def tasks(self) -> Iterator[Task]:
+        """A start for every worker, empty tasks for the workers before the first one, then the batches."""
+        for worker in range(self._count):
+            saved = None if self._saved is None else pickle.dumps(self._saved[worker])
+            yield StartTask(self._add().ticket, self._seed, saved)
+        for _ in range(self._first):
+            yield Task(self._add().ticket)
+        yield from self._fetch_tasks()
+
+    def _fetch_tasks(self) -> Iterator[Task]:
+        while True:
+            yield FetchTask(self._add().ticket, None, 0)
+
+    def _add(self) -> _PendingTask:
+        ticket = self._tickets
+        self._tickets = ticket + 1
+        task = self.pending[ticket] = _PendingTask(ticket, ticket % self._count)
+        return task
+
+
+class _MapDispatcher(_Dispatcher):
+    """Dispatches the batches of a map-style dataset."""
+
+    def __init__(self, setup: WorkerSetup, source: IndexSource, position: EpochPosition) -> None:
+        super().__init__(setup)
+        self._source = source
+        self._drawn = position.samples
+        self._drawn_batches = position.batches
+        self._base = position.base
+        self._out_of_order = set(position.out_of_order)
+
+    def _fetch_tasks(self) -> Iterator[Task]:
+        source, stream = self._source, self._source.stream
+        has_keys = hasattr(stream.sampler, "sample_keys")
+        for indices in source.indices:
+            count = 1 if stream.one_by_one else len(indices)
+            first, batch = self._drawn, self._drawn_batches
+            self._drawn, self._drawn_batches = first + count, batch + 1
+            if batch in self._out_of_order:
+                continue
+            task = self._add()
+            task.indices, task.count, task.first, task.batch = indices, count, first, batch
+            task.sampler_state = stream.state() if stream.is_stateful else None
+            keys: Any = source.keys(indices, first - self._base, count) if has_keys else source.seed
+            yield FetchTask(task.ticket, indices, keys)
+
+
+class _WorkerEpoch(Epoch):
+    """What both styles share: receiving replies, keeping the workers' states, explaining a lost worker."""
+
+    def __init__(
+        self, setup: WorkerSetup, dispatcher: _Dispatcher, dataset: Any, position: EpochPosition, *rest: Any
+    ) -> None:
+        super().__init__(position, *rest)
+        self._setup = setup
+        self._dataset = dataset
+        self._pending = dispatcher.pending
+        self._received = 0
+        self._states: list[dict[str, Any] | None] = [None] * setup.count
+        if setup.saved:
+            self._states = list(setup.saved)
+        self._next_worker = setup.first
+        self._starting = setup.count
+        self._early: deque[tuple[Reply, _PendingTask]] = deque()
+        self._replies = setup.pool.run(dispatcher.tasks())
+        if not setup.persistent:
+            weakref.finalize(self, setup.pool.shutdown.set)
+        if setup.wait:
+            self._early.extend([self._take() for _ in range(setup.count)])
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self._replies = iter(())  # ends the workers, unless they persist
+            raise
+
+    def _receive(self) -> tuple[Reply, _PendingTask]:
+        """The next reply; no batch is yielded before all workers have started."""
+        while not self._setup.in_order and self._starting:
+            reply, task = self._take()
+            if task.ticket < self._setup.count:
+                self._starting -= 1
+            else:
+                self._early.append((reply, task))
+        return self._early.popleft() if self._early else self._take()
+
+    def _take(self) -> tuple[Reply, _PendingTask]:
+        """Take one reply from the pool.
+
+        Raises:
+            StopIteration: there are no more.
+            Exception: the dataset's, or torch's for a dead or late worker, with what it was loading.
+        """
+        try:
+            reply = next(self._replies)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if is_lost(error):
+                self._explain(error)
+                self.close()
+                self._setup.pool.close()
+            elif self._setup.in_order:
+                self._pending.pop(self._received, None)
+                self._received += 1
+            raise
+        task = self._pending.pop(reply.ticket)
+        self._received += 1
+        self._setup.pool.pids[reply.worker] = reply.pid
+        if reply.state is not None:
+            self._states[reply.worker] = {"pickled": reply.state}
+        return reply, task
+
+    def _state_of(self, worker: int) -> dict[str, Any] | None:
+        state = self._states[worker]
+        if state is not None and "pickled" in state:
+            state = self._states[worker] = pickle.loads(state["pickled"])
+        return state
+
+    def next_worker(self) -> int:
+        return self._next_worker
+
+    def close(self) -> None:
+        self.closed = self.closed or not self.finished
+        self._replies = iter(())
+
+    def _explain(self, error: Exception) -> None:
+        """Add to torch's error about a dead or late worker which worker it was, and what it was loading."""
+        pids = {int(pid) for pid in re.findall(r"\d+", re.split("exited|is killed", str(error))[0])}
+        dead = [worker for worker, pid in self._setup.pool.pids.items() if pid in pids]
+        pending = [task for task in self._pending.values() if not dead or task.worker in dead]
+        if pending:
+            worker = pending[0].worker
+            own = [self._describe(task) for task in pending if task.worker == worker]
+            loading = " or ".join(dict.fromkeys(own[:3]))
+            error.args = (f"{error} [worker {worker} was loading {loading}; state_dict() is still valid]",)
+
+    def _describe(self, task: _PendingTask) -> str:
+        return f"its next batch of {type(self._dataset).__name__} in epoch {self.position.epoch}"
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether this is torch's error for a worker that died or timed out."""
+    return isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker (pid", "DataLoader timed out"))
+
+
+class WorkerMapEpoch(_WorkerEpoch):
+    """An epoch of a map-style dataset, fetched by worker processes."""
+
+    def __init__(
+        self, source: IndexSource, fetcher: MapFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any
+    ) -> None:
+        self._source = source
+        self._batch_size = source.stream.batch_size or 1  # that of batches yielded before a resume
+        self._ends: dict[int, tuple[int, dict[str, Any] | None]] = {}  # of the batches yielded out of order
+        self._sampler_state = source.stream.state()
+        super().__init__(setup, _MapDispatcher(setup, source, position), fetcher.dataset, position, *rest)
+
+    def _next(self) -> Any:
+        while True:
+            reply, task = self._receive()
+            if reply.count < 0 or task.batch < 0:
+                continue
+            self._next_worker = (reply.worker + 1) % self._setup.count
+            if self._setup.in_order:
+                self._sampler_state = task.sampler_state
+                self.position.advance(task.indices, task.count, task.batch + 1, task.first)
+            else:
+                self._advance_out_of_order(task)
+            return unpack(reply.payload)
+
+    def _advance_out_of_order(self, task: _PendingTask) -> None:
+        """The position is the first batch that was not yielded; those yielded after it are listed."""
+        position = self.position
+        self._ends[task.batch] = (task.first + task.count, task.sampler_state)
+        position.indices, position.first, position.has_yielded = task.indices, task.first, True
+        early = sorted({*position.out_of_order, task.batch})
+        while early and early[0] == position.batches:
+            early.pop(0)
+            end, state = self._ends.pop(position.batches, (position.samples + self._batch_size, None))
+            position.batches, position.samples, self._sampler_state = position.batches + 1, end, state
+        position.out_of_order = early
+
+    def _record(self) -> BatchRecord:
+        return self._source.record(self.position)
+
+    def sampler_state(self) -> dict[str, Any] | None:
+        return self._sampler_state
+
+    def dataset_states(self) -> DatasetStates | None:
+        if self.finished and not self._setup.persistent:
+            return None
+        states = [self._state_of(worker) for worker in range(self._setup.count)]
+        if any(state is None for state in states):
+            return None
+        return [{**state, "boundary": self.finished} for state in states if state is not None]
+
+    def _describe(self, task: _PendingTask) -> str:
+        if task.batch < 0:
+            return f"{type(self._dataset).__name__} itself"
+        listed = [task.indices] if self._source.stream.one_by_one else task.indices
+        array = as_array(listed)
+        names = ", ".join(locate(self._dataset, int(i)) for i in array[:4]) if array is not None else repr(listed)
+        more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+        return f"batch {task.batch} of epoch {self.position.epoch}: samples {names}{more}"
+
+
+class WorkerStreamEpoch(_WorkerEpoch):
+    """An epoch of an iterable-style dataset; every worker process has its own iterator."""
+
+    def __init__(self, fetcher: StreamFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any) -> None:
+        self._since_state = [0] * setup.count  # samples yielded since the worker's last state
+        self._ended = [False] * setup.count
+        for worker, state in enumerate(setup.saved or ()):
+            self._ended[worker] = "redistribute" not in state and state["ended"] and not state["boundary"]
+        super().__init__(setup, _Dispatcher(setup), fetcher.dataset, position, *rest)
+
+    def _next(self) -> Any:
+        while not all(self._ended):
+            reply, _ = self._receive()
+            worker = reply.worker
+            self._ended[worker] = self._ended[worker] or reply.ended
+            if reply.count < 0:
+                continue
+            self._since_state[worker] = 0 if reply.state is not None else self._since_state[worker] + reply.count
+            self._next_worker = (worker + 1) % self._setup.count
+            self.position.advance(None, reply.count, self.position.batches + 1, self.position.samples)
+            return unpack(reply.payload)
+        raise StopIteration
+
+    def dataset_states(self) -> DatasetStates | None:
+        if self.finished and not self._setup.persistent:
+            return None
+        found: DatasetStates = []
+        for worker in range(self._setup.count):
+            state = self._state_of(worker)
+            if state is None:
+                return None
+            if self.finished:
+                state = {**state, "boundary": True, "ended": True, "samples": 0}
+            elif self._ended[worker]:
+                state = {**state, "boundary": False, "ended": True}
+            else:
+                state = {**state, "samples": state["samples"] + self._since_state[worker]}
+            found.append(state)
+        return found

@@ -1,0 +1,343 @@
+"""Worker processes: the tasks they run, and the pool that sends tasks to them.
+
+The pool is torch's own DataLoader over a stand-in for the dataset, whose items are tasks: to start, or to fetch a
+batch. The worker's reply holds the collated batch, the worker's number and the state of its dataset after the batch.
+The only property of torch's loader that this relies on is that it assigns tasks to workers in turn.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from runner.data.loading import protocols
+from runner.data.loading.fetch import Indices, MapFetcher, StreamFetcher, is_stateful
+from runner.data.loading.ipc import collate, pack, unpack
+from runner.data.loading.loader_state import DatasetStates
+from runner.data.loading.pinning import pin
+from runner.data.loading.randomness import Keys, keys_from_indices
+from runner.system import clock
+from runner.system.distributed import current_ranks
+
+WATCH_INTERVAL = 0.5  # seconds between a worker's checks that its parent is alive and still needs it
+
+_shutdown_flags: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class SharedFlag:
+    """A flag in memory shared by the main process and its workers; reading it takes no lock."""
+
+    def __init__(self, context: Any) -> None:
+        self._value = context.RawValue("b", 0)
+        _shutdown_flags.add(self)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    for flag in list(_shutdown_flags):
+        flag.set()
+
+
+class Reply:
+    """What a worker returns for a task.
+
+    Args:
+        ticket: that of the task.
+        payload: the batch, packed or not.
+        count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
+        state: the dataset's state after the batch, pickled; None if it was not taken.
+        ended: the worker's iterable dataset has ended.
+    """
+
+    __slots__ = ("count", "ended", "payload", "pid", "state", "ticket", "worker")
+
+    def __init__(
+        self, ticket: int, worker: int, pid: int, payload: Any, count: int, state: bytes | None, ended: bool
+    ) -> None:
+        self.ticket = ticket
+        self.worker = worker
+        self.pid = pid
+        self.payload = payload
+        self.count = count
+        self.state = state
+        self.ended = ended
+
+    def __reduce__(self) -> Any:
+        return Reply, (
+            self.ticket, self.worker, self.pid, self.payload, self.count, self.state, self.ended
+        )  # fmt: skip
+
+    def pin_memory(self, *_: Any) -> Reply:
+        """Called by torch's pinning thread."""
+        self.payload = pin(unpack(self.payload))
+        return self
+
+
+class Task:
+    """A task that does nothing, so that the next task goes to the next worker."""
+
+    def __init__(self, ticket: int) -> None:
+        self.ticket = ticket
+
+    def run(self, runner: TaskRunner) -> Reply:
+        """Run in the worker process."""
+        return runner.reply(self.ticket)
+
+
+class StartTask(Task):
+    """Begin an epoch: seed the generators and restore the dataset.
+
+    Args:
+        seed: None: torch has seeded the worker.
+        saved: the dataset's state, pickled; None: from the beginning.
+    """
+
+    def __init__(self, ticket: int, seed: int | None, saved: bytes | None) -> None:
+        super().__init__(ticket)
+        self.seed = seed
+        self.saved = saved
+
+    def run(self, runner: TaskRunner) -> Reply:
+        saved = None if self.saved is None else pickle.loads(self.saved)
+        # A state between two epochs precedes this epoch's seed; one from within an epoch follows it.
+        boundary = saved is not None and saved.get("boundary", False)
+        if boundary:
+            runner.start(saved)
+        if self.seed is not None:
+            seed_worker(self.seed, runner.worker)
+        if not boundary:
+            runner.start(saved)
+        return runner.reply(self.ticket, state=runner.state(always=True))
+
+
+class FetchTask(Task):
+    """Fetch a batch: these indices of a map-style dataset, or the next batch of an iterable-style one.
+
+    Args:
+        keys: the samples' keys for `sample_rng`, or the seed from which they are computed when they are needed.
+    """
+
+    def __init__(self, ticket: int, indices: Indices, keys: Keys | int) -> None:
+        super().__init__(ticket)
+        self.indices = indices
+        self.keys = keys
+
+    def run(self, runner: TaskRunner) -> Reply:
+        return runner.fetch(self)
+
+    def sample_keys(self, batched: bool) -> Keys | Callable[[], Keys]:
+        keys = self.keys
+        if not isinstance(keys, int):
+            return keys
+        return lambda: keys_from_indices(keys, self.indices if batched else [self.indices])
+
+
+def seed_worker(seed: int, worker: int) -> None:
+    """Seed this process's generators as torch seeds those of a worker; numpy's from (seed, worker)."""
+    random.seed(seed + worker)
+    torch.manual_seed(seed + worker)
+    np.random.seed(np.random.SeedSequence([seed % 2**63, worker]).generate_state(4))
+
+
+class TaskRunner(Dataset[Reply]):
+    """The stand-in for the dataset that torch's loader indexes: `runner[task]` runs the task.
+
+    Args:
+        snapshot_every: batches of a worker between two states of its iterable dataset; 0: only at the start.
+        ranks: (rank, world size), for `runner.data.ranks` in the workers.
+        shutdown: set when the workers are to exit.
+    """
+
+    def __init__(
+        self, fetcher: MapFetcher | StreamFetcher, snapshot_every: int, ranks: tuple[int, int], shutdown: SharedFlag
+    ) -> None:
+        self.fetcher = fetcher
+        self.snapshot_every = snapshot_every
+        self.ranks = ranks
+        self.shutdown = shutdown
+        self.parent = os.getpid()
+        self.worker = -1
+        self._batches = 0
+        self._default_collate = fetcher.collate_fn is default_collate
+        if self._default_collate:
+            fetcher.collate_fn = collate
+
+    def __getitem__(self, task: Task) -> Reply:
+        return task.run(self)
+
+    def reply(
+        self, ticket: int, payload: Any = None, count: int = -1, state: bytes | None = None, ended: bool = False
+    ) -> Reply:
+        return Reply(ticket, self.worker, os.getpid(), payload, count, state, ended)
+
+    def start(self, saved: dict[str, Any] | None) -> None:
+        """Begin an epoch, from the dataset's saved state if there is one."""
+        self._batches = 0
+        fetcher = self.fetcher
+        if saved is not None and "redistribute" in saved:
+            saved = redistribute(fetcher.dataset, saved["redistribute"])
+        if isinstance(fetcher, StreamFetcher):
+            fetcher.start(saved)
+        elif saved is not None and saved["dataset"] is not None:
+            fetcher.dataset.load_state_dict(saved["dataset"])
+
+    def fetch(self, task: FetchTask) -> Reply:
+        fetcher = self.fetcher
+        if isinstance(fetcher, MapFetcher):
+            batch, count = fetcher.fetch(task.indices, task.sample_keys(fetcher.batched)), 0
+        else:
+            try:
+                batch, count = fetcher.fetch()
+            except StopIteration:
+                return self.reply(task.ticket, state=self.state(always=True), ended=True)
+        self._batches += 1
+        return self.reply(task.ticket, pack(batch, self._default_collate), count, self.state(always=False))
+
+    def state(self, always: bool) -> bytes | None:
+        """The dataset's state, pickled at once since the dataset keeps changing it."""
+        fetcher = self.fetcher
+        if isinstance(fetcher, MapFetcher):
+            if fetcher.collated or not is_stateful(fetcher.dataset):
+                return None
+            return pickle.dumps({"dataset": fetcher.dataset.state_dict(), "boundary": False})
+        due = self.snapshot_every and self._batches % self.snapshot_every == 0
+        if always or (due and fetcher.is_stateful):
+            return pickle.dumps(fetcher.boundary_state() if fetcher.ended and always else fetcher.state())
+        return None
+
+
+def redistribute(dataset: Any, states: DatasetStates) -> dict[str, Any]:
+    """The state of this shard, out of the states of another number of shards."""
+    shard, shards = protocols.shard()
+    inner = [state["iterator"] if state["iterator"] is not None else state["dataset"] for state in states]
+    mine = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)
+    of_iterator = states[0]["iterator"] is not None and not callable(getattr(dataset, "__next__", None))
+    return {
+        "dataset": None if of_iterator else mine,
+        "iterator": mine if of_iterator else None,
+        "samples": 0,
+        "ended": False,
+        "boundary": False,
+    }
+
+
+class WorkerInit:
+    """The pool's `worker_init_fn`: prepares the process, then calls the user's."""
+
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
+        self.user_init = user_init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        runner: Any = info.dataset
+        runner.worker = worker
+        object.__setattr__(info, "dataset", runner.fetcher.dataset)  # what the user's code expects to find there
+        protocols.set_ranks(*runner.ranks)
+        ignore_signals(runner.shutdown)
+        parent = os.getppid()
+        if parent == 1 and runner.parent != 1:  # the parent was killed before this line
+            os._exit(0)
+        threading.Thread(target=exit_when_unneeded, args=(parent, runner.shutdown), daemon=True).start()
+        if self.user_init is not None:
+            self.user_init(worker)
+
+
+def ignore_signals(shutdown: SharedFlag) -> None:
+    """Ignore the signals that a scheduler sends to every process of a job; the main process handles them."""
+
+    def on_terminate(signum: int, frame: object) -> None:
+        if shutdown.is_set():
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, on_terminate)
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def exit_when_unneeded(parent: int, shutdown: SharedFlag) -> None:
+    """End this process once its parent is gone or has set `shutdown`, whatever the dataset is doing.
+
+    torch asks its workers to exit through a queue. When the garbage collector frees their iterator, the queue is
+    closed before that, and torch would wait five seconds for each worker.
+    """
+    while os.getppid() == parent and not shutdown.is_set():
+        clock.sleep(WATCH_INTERVAL)
+    clock.sleep(WATCH_INTERVAL if shutdown.is_set() else 0)  # most exit by themselves
+    os._exit(0)
+
+
+class TaskSampler:
+    """The sampler of torch's loader: the tasks of the current epoch."""
+
+    def __init__(self) -> None:
+        self.tasks: Iterable[Task] = ()
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.tasks)
+
+
+def identity(reply: Any) -> Any:
+    """The collate function of torch's loader: the worker has collated already."""
+    return reply
+
+
+class WorkerPool:
+    """The worker processes of one loader, for one epoch or, if they persist, for all.
+
+    Args:
+        snapshot_every: see `TaskRunner`.
+        user_init: the user's `worker_init_fn`.
+        options: keyword arguments of torch's DataLoader.
+    """
+
+    def __init__(
+        self, fetcher: MapFetcher | StreamFetcher, snapshot_every: int, user_init: Any, options: dict[str, Any]
+    ) -> None:
+        context = options.get("multiprocessing_context") or multiprocessing
+        self.shutdown = SharedFlag(context)
+        self._sampler = TaskSampler()
+        self._loader: DataLoader[Reply] | None = DataLoader(
+            TaskRunner(fetcher, snapshot_every, current_ranks(), self.shutdown),
+            batch_size=None,
+            sampler=self._sampler,
+            collate_fn=identity,
+            worker_init_fn=WorkerInit(user_init),
+            **options,
+        )
+        self.pids: dict[int, int] = {}
+        weakref.finalize(self, self.shutdown.set)
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Reply]:
+        """The replies to `tasks`; starts the workers if they are not running."""
+        assert self._loader is not None
+        self._sampler.tasks = tasks
+        return iter(self._loader)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loader is None
+
+    def close(self) -> None:
+        """Let the workers exit."""
+        self.shutdown.set()
+        self._loader = None

@@ -1,0 +1,196 @@
+"""What a data order is built from: segments and exclusions. A train state records both.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.data.order.permutation import MAX_SIZE
+from runner.data.order.weights import SamplerError, check_weights, integer
+from runner.errors import nearest
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From position `start` on, until the next segment, these weights hold.
+
+    Attributes:
+        start: position, counted over all ranks from the start of the run.
+        weights: by source name; a source without a weight is not drawn.
+        temperature: shares are proportional to weight^(1/temperature).
+        max_epochs: cap by source name: after that many epochs of it the source is no longer drawn.
+    """
+
+    start: int
+    weights: Mapping[str, float]
+    temperature: float = 1.0
+    max_epochs: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "start": self.start,
+            "weights": dict(sorted(self.weights.items())),
+            "temperature": float(self.temperature),
+            "max_epochs": dict(sorted(self.max_epochs.items())),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Segment:
+        return cls(int(value["start"]), dict(value["weights"]), value["temperature"], dict(value["max_epochs"]))
+
+    def __str__(self) -> str:
+        weights = ", ".join(f"{name} {weight:g}" for name, weight in sorted(self.weights.items()))
+        caps = ", ".join(f"{name} {cap:g}" for name, cap in sorted(self.max_epochs.items()))
+        return (
+            f"[from position {self.start}: {weights}, temperature {self.temperature:g}"
+            + (f", max_epochs {caps}" if caps else "")
+            + "]"
+        )
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """From position `at` on, these samples are left out.
+
+    Attributes:
+        at: position from which the exclusion acts.
+        source: the source whose samples `first` to `last`, inclusive, are no longer drawn; None: the order skips
+            the samples that would have been at positions `first` to `last`.
+        first: index within the source, or position.
+        last: the same, inclusive.
+    """
+
+    at: int
+    source: str | None
+    first: int
+    last: int
+
+    @property
+    def text(self) -> str:
+        """As a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
+        bounds = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{'positions' if self.source is None else self.source}:{bounds}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"at": self.at, "exclude": self.text}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Exclusion:
+        return cls.parse(value["exclude"], int(value["at"]))
+
+    @classmethod
+    def parse(cls, text: str, at: int) -> Exclusion:
+        """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`; both ends are inclusive.
+
+        Raises:
+            SamplerError: the text has none of these forms.
+        """
+        name, colon, bounds = text.rpartition(":")
+        name = name if colon else "positions"
+        start, dash, end = bounds.partition("-")
+        if not (name and start.isdecimal() and (end.isdecimal() if dash else True)):
+            raise SamplerError(
+                f"exclude {text!r}: expected SOURCE:INDEX, SOURCE:FIRST-LAST or positions:FIRST-LAST (inclusive)"
+            )
+        first, last = int(start), int(end or start)
+        if first > last:
+            raise SamplerError(f"exclude {text!r}: {first} comes after {last}; write the smaller one first")
+        if name == "positions":
+            return cls(max(at, first), None, first, last)
+        return cls(at, name, first, last)
+
+
+def segment_at(segments: Iterable[Segment], position: int) -> Segment:
+    """The segment that holds at a position."""
+    return max((segment for segment in segments if segment.start <= position), key=lambda segment: segment.start)
+
+
+def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of the sources as Python integers.
+
+    Raises:
+        SamplerError: there is no source, or a size is not an integer from 0 to 2^62.
+    """
+    if not sizes:
+        raise SamplerError("no sources: sizes must map at least one source name to its number of samples")
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= MAX_SIZE:
+            raise SamplerError(f"source {name!r} has size {size!r}: expected an integer between 0 and 2^62")
+    return {name: integer("size", size) for name, size in sizes.items()}
+
+
+def check_segment(segment: Segment, sizes: Mapping[str, int]) -> None:
+    """Check a segment against the sources.
+
+    Raises:
+        SamplerError: an unknown or empty source, an invalid weight, temperature or cap.
+    """
+    for what, names in (("weight", segment.weights), ("max_epochs", segment.max_epochs)):
+        for name in names:
+            if name not in sizes:
+                raise SamplerError(
+                    f"{what} for unknown source {name!r}{nearest(name, sizes)}; the sources are {', '.join(sizes)}"
+                )
+    check_weights(list(segment.weights.values()), segment.temperature, segment.weights)
+    for name, weight in segment.weights.items():
+        if weight > 0 and sizes[name] == 0:
+            raise SamplerError(f"source {name!r} has weight {weight:g} but no samples: set its weight to 0")
+    for name, cap in segment.max_epochs.items():
+        if not (isinstance(cap, int | float) and math.isfinite(cap) and cap >= 0):
+            raise SamplerError(f"max_epochs {cap!r} of source {name!r}: expected a finite number of 0 or more")
+
+
+def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment) -> Segment:
+    """A planned segment from any of its accepted forms. What it leaves out is taken from `base`.
+
+    Args:
+        value: a Segment, a mapping with `start` and any of `weights`, `temperature`, `max_epochs`, or a tuple
+            (start, weights) or (start, weights, temperature).
+        base: the segment in force without the planned one.
+
+    Raises:
+        SamplerError: an unknown key, or `start` is not an integer of 0 or more.
+    """
+    if isinstance(value, Segment):
+        value = vars(value)
+    elif not isinstance(value, Mapping):
+        value = dict(zip(("start", "weights", "temperature"), value, strict=False))
+    unknown = set(value) - {"start", "weights", "temperature", "max_epochs"}
+    start = value.get("start")
+    if unknown or not hasattr(start, "__index__") or integer("start", start) < 0:
+        raise SamplerError(
+            f"segment {dict(value)!r}: expected start (a position of 0 or more), weights, temperature, max_epochs"
+        )
+    temperature = value.get("temperature")
+    return Segment(
+        integer("start", start),
+        {**base.weights, **(value.get("weights") or {})},
+        base.temperature if temperature is None else temperature,
+        {**base.max_epochs, **(value.get("max_epochs") or {})},
+    )
+
+
+def parse_exclusions(texts: Iterable[str], at: int, sizes: Mapping[str, int]) -> tuple[Exclusion, ...]:
+    """Parse exclusions that act from position `at` on.
+
+    Raises:
+        SamplerError: an invalid text, an unknown source, an index outside it, or positions that are all before `at`.
+    """
+    parsed = []
+    for text in texts:
+        entry = Exclusion.parse(text, at)
+        if entry.source is None and entry.last < at:
+            raise SamplerError(f"exclude {entry.text!r}: these positions were already consumed (now at {at})")
+        if entry.source is not None and entry.source not in sizes:
+            raise SamplerError(f"exclude {entry.text!r}: unknown source{nearest(entry.source, sizes)}")
+        if entry.source is not None and entry.last >= sizes[entry.source]:
+            raise SamplerError(
+                f"exclude {entry.text!r}: source {entry.source!r} has indices 0 to {sizes[entry.source] - 1}"
+            )
+        parsed.append(entry)
+    return tuple(parsed)

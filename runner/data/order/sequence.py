@@ -1,0 +1,276 @@
+"""The elastic order: a pure function position -> (source, key) -> (source, sample), and its inverse.
+
+A *position* is the global index of a consumed sample, counted over all ranks from 0. The *key* of a sample is how many
+samples its source gave before it. A *span* is a range of positions with constant shares, resolved from segments,
+exclusions and epoch caps. A *slot* is an index into the interleaving of a span; positions and slots advance together,
+except that excluded positions skip slots. See docs/data-order.md.
+
+The order depends on the seed, source names and sizes, segments and exclusions. It does not depend on ranks, batches,
+workers, or the order in which the sources are listed. `VERSION` names exactly this function: any change to it is a new
+version, and states of an old version continue under the old one.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.permutation import Domain, permute
+from runner.data.order.segments import Exclusion, Segment, check_segment
+from runner.data.order.source_stream import SourceStream
+from runner.data.order.spans import END, Span, SpanResolver
+from runner.data.order.weights import SamplerError
+
+VERSION = 1
+
+I64 = NDArray[np.int64]
+
+
+class ElasticSequence:
+    """The order of all samples of a run. Memory and start-up cost do not depend on the number of samples.
+
+    Arrays of positions, ids, keys, indices and epochs are int64 of shape (count,).
+
+    Args:
+        sizes: samples by source name, as `check_sizes` returns them. Their order determines dataset indices (those of
+            the first source start at 0), and nothing else.
+        seed: determines the permutations and the interleaving.
+        segments: at least one; the first starts at 0.
+        exclusions: samples to leave out.
+        absent: names in `sizes` of retired sources, which have no dataset indices.
+        shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
+
+    Attributes:
+        names: source names, sorted. A source id is an index into it.
+        spans: ranges of positions with constant shares.
+
+    Raises:
+        SamplerError: an invalid segment, or an order without samples.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        seed: int,
+        segments: Sequence[Segment],
+        exclusions: Sequence[Exclusion] = (),
+        absent: Sequence[str] = (),
+        shuffle: bool = True,
+    ) -> None:
+        self.shuffle = shuffle
+        self.sizes, self.seed = dict(sizes), seed
+        self.segments = tuple(sorted(segments, key=lambda segment: segment.start))
+        self.exclusions = tuple(exclusions)
+        if not self.segments or self.segments[0].start != 0:
+            raise SamplerError("the first segment must start at position 0")
+        for segment in self.segments:
+            check_segment(segment, sizes)
+        self.names = tuple(sorted(sizes))
+        self._id = {name: i for i, name in enumerate(self.names)}
+        self._offsets = _offsets(self.names, sizes, absent)
+        self._n = np.array([sizes[name] for name in self.names], np.int64)
+        self._streams = [SourceStream(seed, name, sizes[name], shuffle) for name in self.names]
+        self._stream_keys = np.array([stream.stream for stream in self._streams], np.uint64)
+        self._a = np.array([stream.domain.a for stream in self._streams], np.uint64)
+        self._b = np.array([stream.domain.b for stream in self._streams], np.uint64)
+        self._pairs = np.array([stream.pairs for stream in self._streams])
+        self._epoch_keys: tuple[int, U64] = (0, derive(self._stream_keys, np.zeros(len(self.names), np.int64)))
+        self.spans = SpanResolver(seed, self._streams).resolve(self.segments, self.exclusions)
+        self._starts = np.array([span.start for span in self.spans], np.int64)
+        self._has_exclusions = any(stream.has_exclusions for stream in self._streams)
+
+    @property
+    def total(self) -> int | None:
+        """The number of positions until every source has reached its cap; None if the order is endless."""
+        stop = self.spans[-1].stop
+        return None if stop == END else stop
+
+    def share_bound(self, name: str) -> float:
+        """Upper bound on |samples of this source - share * slots| within any span."""
+        return max(
+            (
+                span.mixture.share_bound(int(np.flatnonzero(span.sources == self._id[name])[0]))
+                for span in self.spans
+                if self._id[name] in span.sources
+            ),
+            default=0.0,
+        )
+
+    def keys(self, positions: I64) -> tuple[I64, I64]:
+        """Source id and key of each position.
+
+        Raises:
+            SamplerError: a position is outside [0, total).
+        """
+        positions = np.asarray(positions, np.int64)
+        if not positions.size:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        lowest, highest = int(positions.min()), int(positions.max())
+        if lowest < 0 or highest >= self.spans[-1].stop:
+            stop = self.spans[-1].stop
+            raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {stop - 1}")
+        number = np.searchsorted(self._starts, positions, side="right") - 1 if len(self.spans) > 1 else None
+        if number is None or number.min() == number.max():
+            return self._keys_in(self.spans[0 if number is None else int(number[0])], positions)
+        ids, keys = np.empty_like(positions), np.empty_like(positions)
+        for i in np.unique(number).tolist():
+            chosen = number == i
+            ids[chosen], keys[chosen] = self._keys_in(self.spans[i], positions[chosen])
+        return ids, keys
+
+    def locate(self, positions: I64) -> tuple[I64, I64, I64]:
+        """Source id, index within the source, and epoch of the source, of each position."""
+        ids, keys = self.keys(positions)
+        epochs, offsets = self._epochs_and_offsets(ids, keys)
+        return ids, self._permute(ids, epochs, offsets, inverse=False), epochs
+
+    def indices_at(self, positions: I64) -> I64:
+        """Dataset index of each position."""
+        ids, index, _ = self.locate(positions)
+        offsets: I64 = self._offsets[0] if len(self.names) == 1 else self._offsets[ids]
+        return index + offsets
+
+    def find(self, ids: I64, index: I64, epochs: I64) -> I64:
+        """Position at which each sample is consumed in that epoch of its source; -1 if it never is."""
+        offsets = self._permute(ids, epochs, index, inverse=True)
+        keys = np.empty_like(offsets)
+        for i in np.unique(ids).tolist():
+            chosen = ids == i
+            keys[chosen] = self._streams[i].keys_of(epochs[chosen], offsets[chosen])
+        positions = np.full(keys.shape, -1, np.int64)
+        for span in self.spans:
+            here = np.flatnonzero((keys >= span.begin[ids]) & (keys < span.end[ids]))
+            if here.size:
+                member = np.searchsorted(span.sources, ids[here])
+                slots = span.mixture.find(member, (keys[here] - span.base[ids[here]]).astype(np.uint64))
+                positions[here] = slots.astype(np.int64) - span.slot + span.start
+        positions[positions >= END] = -1
+        return positions
+
+    def keys_at(self, position: int) -> dict[str, int]:
+        """Key of each source after the first `position` positions; keys that an exclusion skipped count."""
+        span = self.span_at(position)
+        return dict(zip(self.names, self._keys_after(span, position).tolist(), strict=True))
+
+    def consumed_at(self, position: int) -> dict[str, int]:
+        """Samples consumed from each source in the first `position` positions."""
+        total = np.zeros(len(self.names), np.int64)
+        for span in self.spans:
+            if span.start < position:
+                total += self._keys_after(span, min(position, span.stop)) - span.begin
+        return dict(zip(self.names, total.tolist(), strict=True))
+
+    def shares_at(self, position: int) -> dict[str, float]:
+        """Share of each source in force at `position`."""
+        span = self.span_at(position)
+        total = sum(span.quanta)
+        return {self.names[i]: q / total for i, q in zip(span.sources.tolist(), span.quanta, strict=True)}
+
+    def epochs_at(self, position: int) -> dict[str, float]:
+        """Epochs of each source completed by `position`, as a fraction; excluded samples count as consumed."""
+        epochs = {}
+        for stream, key in zip(self._streams, self.keys_at(position).values(), strict=True):
+            if stream.size == 0:
+                epochs[stream.name] = 0.0
+                continue
+            epoch, offset = stream.epochs_and_offsets(np.array([key]))
+            epochs[stream.name] = int(epoch[0]) + int(offset[0]) / stream.size
+        return epochs
+
+    def id_of(self, name: str) -> int:
+        """Id of a source: its index in `names`."""
+        return self._id[name]
+
+    def stream(self, source: int) -> SourceStream:
+        """The stream of a source id."""
+        return self._streams[source]
+
+    def sample_keys(self, positions: I64) -> U64:
+        """A 64-bit identity (seed, source, key) for the sample at each position."""
+        ids, keys = self.keys(positions)
+        return derive(self._stream_keys[ids] ^ np.uint64(stream_key(self.seed, "sample")), keys)
+
+    def span_at(self, position: int) -> Span:
+        """The span that contains `position`, or the last one."""
+        return self.spans[int(np.searchsorted(self._starts, position, side="right")) - 1]
+
+    def _keys_after(self, span: Span, position: int) -> I64:
+        if position >= span.stop:
+            return span.end
+        keys = span.base.copy()
+        keys[span.sources] += span.mixture.counts(span.slot + position - span.start)
+        return keys
+
+    def _keys_in(self, span: Span, positions: I64) -> tuple[I64, I64]:
+        slots = (positions - (span.start - span.slot)).view(np.uint64)
+        member, numbers = span.mixture.locate(slots)
+        if len(span.sources) == 1:
+            source = int(span.sources[0])
+            return np.full(len(positions), source), numbers.view(np.int64) + span.base[source]
+        ids = member if len(span.sources) == len(self.names) else span.sources[member]
+        keys = span.base[ids]
+        keys += numbers.view(np.int64)
+        return ids, keys
+
+    def _epochs_and_offsets(self, ids: I64, keys: I64) -> tuple[I64, I64]:
+        if not self._has_exclusions:
+            if len(self.names) == 1:
+                return np.divmod(keys, self._n[0])
+            sizes = self._n[ids]
+            if not (keys >= sizes).any():
+                return np.zeros_like(keys), keys
+            epochs = keys // sizes
+            return epochs, keys - epochs * sizes
+        epochs, offsets = np.empty_like(keys), np.empty_like(keys)
+        for i in np.unique(ids).tolist():
+            chosen = ids == i
+            epochs[chosen], offsets[chosen] = self._streams[i].epochs_and_offsets(keys[chosen])
+        return epochs, offsets
+
+    def _permute(self, ids: I64, epochs: I64, offsets: I64, inverse: bool) -> I64:
+        """Map offsets within an epoch to indices within the source, or back (`inverse`)."""
+        if not ids.size or not self.shuffle:
+            return offsets
+        epoch = int(epochs[0])
+        same = not (epochs != epoch).any()
+        if same and (len(self.names) == 1 or not (ids != ids[0]).any()):
+            i = int(ids[0])
+            domain = Domain(self._n.view(np.uint64)[i], self._a[i], self._b[i])
+            return permute(
+                offsets.view(np.uint64), domain, self._keys_of(epoch)[i], int(self._pairs[i]), inverse=inverse
+            ).view(np.int64)
+        keys = self._keys_of(epoch)[ids] if same else derive(self._stream_keys[ids], epochs)
+        pairs = self._pairs[ids]
+        result = np.empty_like(offsets)
+        for number in np.unique(self._pairs).tolist():
+            chosen = np.flatnonzero(pairs == number)
+            if chosen.size == len(ids):
+                return self._permute_many(ids, keys, offsets, number, inverse)
+            if chosen.size:
+                result[chosen] = self._permute_many(ids[chosen], keys[chosen], offsets[chosen], number, inverse)
+        return result
+
+    def _permute_many(self, ids: I64, keys: U64, offsets: I64, pairs: int, inverse: bool) -> I64:
+        domain = Domain(self._n.view(np.uint64)[ids], self._a[ids], self._b[ids])
+        return permute(offsets.view(np.uint64), domain, keys, pairs, inverse=inverse).view(np.int64)
+
+    def _keys_of(self, epoch: int) -> U64:
+        """Permutation keys of all sources in this epoch. The latest epoch is cached."""
+        if self._epoch_keys[0] != epoch:
+            self._epoch_keys = (epoch, derive(self._stream_keys, np.full(len(self.names), epoch)))
+        return self._epoch_keys[1]
+
+
+def _offsets(names: Sequence[str], sizes: Mapping[str, int], absent: Sequence[str]) -> I64:
+    """Dataset index of sample 0 of each of `names`; far below 0 for sources that are not in the dataset."""
+    offsets, total = dict.fromkeys(absent, -END), 0
+    for name, size in sizes.items():
+        if name not in offsets:
+            offsets[name] = total
+            total += size
+    return np.array([offsets[name] for name in names], np.int64)

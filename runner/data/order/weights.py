@@ -1,0 +1,133 @@
+"""Arguments that all samplers share: weights, temperature, replicas. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from runner.errors import UserError, nearest
+from runner.system.distributed import current_ranks
+
+Weights = Mapping[str, float] | Sequence[float]
+
+
+class SamplerError(UserError, ValueError):
+    """Invalid arguments of a sampler. The message states the value, what is allowed and the remedy."""
+
+
+class SamplerStateError(UserError, ValueError):
+    """A saved state that does not fit this sampler. The message states the saved value and the sampler's own."""
+
+
+def integer(what: str, value: Any, lowest: int | None = None) -> int:
+    """`value` as a Python integer; numpy and torch integers are accepted, floats are not.
+
+    Raises:
+        SamplerError: `value` is not an integer, or is below `lowest`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise SamplerError(f"{what} {value!r}: it must be an integer") from None
+    if lowest is not None and number < lowest:
+        raise SamplerError(f"{what} {number}: it must be {lowest} or more")
+    return number
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)  # including numpy's
+
+
+def check_weights(weights: Sequence[float], temperature: float, names: Iterable[object] | None = None) -> None:
+    """Check the arguments of `shares`.
+
+    Args:
+        weights: one per source.
+        temperature: of the mixture.
+        names: what errors call the sources; None: their numbers.
+
+    Raises:
+        SamplerError: the temperature is not finite and above 0, a weight is negative or not finite, or all are 0.
+    """
+    if not (_is_number(temperature) and 0 < temperature < math.inf):
+        raise SamplerError(f"temperature {temperature!r}: it must be a finite number above 0 (1 keeps the weights)")
+    labels = list(names) if names is not None else list(range(len(weights)))
+    for label, weight in zip(labels, weights, strict=True):
+        if not (_is_number(weight) and math.isfinite(weight) and weight >= 0):
+            raise SamplerError(f"weight {weight!r} of source {label!r}: weights must be finite numbers of 0 or more")
+    if not any(weights):
+        raise SamplerError(f"the weights of all {len(weights)} sources are 0: give at least one a positive weight")
+
+
+def weights_by_name(
+    weights: Weights, sizes: Mapping[str, int], base: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Weights by source name, in the order of `sizes`.
+
+    Args:
+        weights: by name, or one per source.
+        sizes: the sources.
+        base: weights of the sources that `weights` does not name; None: it must name all.
+
+    Raises:
+        SamplerError: an unknown or missing source, or the wrong number of weights.
+    """
+    if not isinstance(weights, Mapping):
+        if len(weights) != len(sizes):
+            raise SamplerError(f"Expected {len(sizes)} weights (one per source), got {len(weights)}")
+        weights = dict(zip(sizes, weights, strict=True))
+    for name in weights:
+        if name not in sizes:
+            raise SamplerError(
+                f"weight for unknown source {name!r}{nearest(name, sizes)}; the sources are {', '.join(sizes)}"
+            )
+    named = {**(base or {}), **weights}
+    missing = [name for name in sizes if name not in named]
+    if missing:
+        raise SamplerError(f"no weight for source {missing[0]!r}: set one for every source (0 leaves it out)")
+    return {name: float(named[name]) for name in sizes}
+
+
+def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
+    """Shares proportional to w^(1/T): temperature sampling (Arivazhagan et al., 2019, arXiv:1907.05019).
+
+    A temperature above 1 evens the mixture out, one below 1 sharpens it. A weight of 0 has share 0 at any temperature.
+    Extreme weights and temperatures do not overflow.
+
+    Args:
+        weights: finite, not negative, at least one positive.
+        temperature: T, above 0.
+
+    Returns:
+        One share per weight, summing to 1.
+    """
+    if temperature == 1.0:
+        largest = max(weights)
+        total = math.fsum(weight / largest for weight in weights) if math.isinf(sum(weights)) else 0.0
+        if total:
+            return [weight / largest / total for weight in weights]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+    logs = [math.log(weight) / temperature if weight > 0 else -math.inf for weight in weights]
+    highest = max(logs)
+    scaled = [math.exp(value - highest) for value in logs]
+    total = sum(scaled)
+    return [value / total for value in scaled]
+
+
+def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The arguments, with None replaced by the values of torch.distributed, or 1 and 0 where it is not initialized.
+
+    Raises:
+        SamplerError: `num_replicas` is below 1, or `rank` is outside [0, num_replicas).
+    """
+    current_rank, world_size = current_ranks()
+    num_replicas = world_size if num_replicas is None else num_replicas
+    rank = current_rank if rank is None else rank
+    num_replicas, rank = integer("num_replicas", num_replicas, 1), integer("rank", rank)
+    if not 0 <= rank < num_replicas:
+        raise SamplerError(f"rank {rank}: it must be between 0 and {num_replicas - 1} for {num_replicas} replicas")
+    return num_replicas, rank

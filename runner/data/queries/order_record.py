@@ -1,0 +1,157 @@
+"""What the data order of a run is built from, as one small JSON file: `RunDir.order`.
+
+A run writes it at the start of every attempt and with every checkpoint. `python -m runner inspect` reads it and needs
+neither the data nor torch.
+
+    {"version": 1, "kind": "elastic", "seed": 0, "sizes": {"code": 9000, "prose": 1200},
+     "sequence_length": 128, "steps": 1000, "shuffle": true, "drop_last": true,
+     "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
+                      {"step": 320, "world_size": 3, ...}],
+     "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
+     "exclusions": [{"at": 800, "exclude": "positions:5000-5999"}], "retired": {}}
+
+`sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
+seeded ones. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.data.order.batch_shape import BatchShape, position_at
+from runner.data.order.segments import Exclusion, Segment
+from runner.data.order.sequence import ElasticSequence
+from runner.errors import UserError
+from runner.system.files import read_json, write_json
+
+VERSION = 1
+KINDS = ("elastic", "mixture", "distributed")
+
+
+class RecordError(UserError):
+    """There is no readable record of a data order, or a question does not fit it."""
+
+
+@dataclass(frozen=True)
+class OrderRecord:
+    """What the data order of a run is built from; position 0 is the first sample of step 1.
+
+    Attributes:
+        kind: elastic, mixture or distributed.
+        seed: of the sampler.
+        sizes: samples by source name, in the order of the dataset.
+        steps: length of the run.
+        batch_shapes: at least one; each holds from its step on.
+        segments: at least one; `start` is a position (elastic) or a step (seeded samplers).
+        sequence_length: tokens per sample.
+        exclusions: samples left out; elastic only.
+        retired: sizes of sources that the run had before; elastic only.
+        shuffle: of the sampler.
+        drop_last: of the sampler; seeded samplers only.
+    """
+
+    kind: str
+    seed: int
+    sizes: dict[str, int]
+    steps: int
+    batch_shapes: tuple[BatchShape, ...]
+    segments: tuple[Segment, ...]
+    sequence_length: int = 1
+    exclusions: tuple[Exclusion, ...] = ()
+    retired: dict[str, int] = field(default_factory=dict)
+    shuffle: bool = True
+    drop_last: bool = True
+
+    @classmethod
+    def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
+        """The record of an ElasticSampler.
+
+        Args:
+            state: its `state_dict()`.
+            sizes: samples by source name, in the order of the dataset.
+            others: steps, batch_shapes and sequence_length.
+        """
+        return cls(
+            kind="elastic",
+            seed=state["seed"],
+            sizes=dict(sizes),
+            segments=tuple(Segment.from_json(entry) for entry in state["segments"]),
+            exclusions=tuple(Exclusion.from_json(entry) for entry in state["exclusions"]),
+            retired={name: state["sizes"][name] for name in state["retired"]},
+            shuffle=state["shuffle"],
+            **others,
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> OrderRecord:
+        """Read the file that a run wrote.
+
+        Raises:
+            RecordError: there is no such file, or it is invalid.
+        """
+        value = read_json(path)
+        if value is None:
+            raise RecordError(f"{path}: no record of a data order: is this the directory of a run that has started?")
+        try:
+            return cls.from_json(value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecordError(
+                f"{path}: not a record of a data order that this program can read ({error!r}): "
+                "use the program version of the run"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Write the record, atomically replacing an older one."""
+        write_json(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            **{key: getattr(self, key) for key in _PLAIN},
+            "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
+            "segments": [segment.to_json() for segment in self.segments],
+            "exclusions": [exclusion.to_json() for exclusion in self.exclusions],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OrderRecord:
+        if value["version"] != VERSION or value["kind"] not in KINDS:
+            raise ValueError(f"version {value['version']}, kind {value['kind']}")
+        if not value["batch_shapes"] or not value["segments"]:
+            raise ValueError("batch_shapes or segments are empty")
+        return cls(
+            **{key: value[key] for key in _PLAIN},
+            batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
+            segments=tuple(Segment.from_json(entry) for entry in value["segments"]),
+            exclusions=tuple(Exclusion.from_json(entry) for entry in value["exclusions"]),
+        )
+
+    def shape_at(self, step: int) -> BatchShape:
+        """The shape of the step that begins when `step` steps are complete."""
+        return [shape for shape in self.batch_shapes if shape.step <= max(step, self.batch_shapes[0].step)][-1]
+
+    def position_at(self, step: int) -> int:
+        """Samples that all ranks have consumed when `step` steps are complete."""
+        return position_at(self.batch_shapes, step)
+
+    def step_of(self, position: int) -> int:
+        """The step (counted from 1, as in the metrics) in which a position is consumed."""
+        shape = [one for one in self.batch_shapes if self.position_at(one.step) <= position][-1]
+        return shape.step + (position - self.position_at(shape.step)) // shape.global_batch_size + 1
+
+    def elastic_sequence(self) -> ElasticSequence:
+        """The order itself; kind `elastic` only."""
+        return ElasticSequence(
+            {**self.sizes, **self.retired},
+            self.seed,
+            self.segments,
+            self.exclusions,
+            absent=tuple(self.retired),
+            shuffle=self.shuffle,
+        )
+
+
+_PLAIN = ("kind", "seed", "sizes", "sequence_length", "steps", "shuffle", "drop_last", "retired")

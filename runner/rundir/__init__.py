@@ -1,0 +1,1 @@
+"""What a run directory contains: paths, the lease, the attempt log, the code's provenance, submitted jobs."""

@@ -1,0 +1,346 @@
+"""The lease: one process at a time works on a run directory, and a fencing number orders those that did.
+
+A process acquires the lease by creating the file of the next number exclusively; the highest number is the holder's. A
+heartbeat shows that the holder is alive. A newcomer takes over at once from a holder that is known to be gone, watches
+the heartbeat where it cannot know, and is refused if the holder is alive. A superseded process that wakes up finds a
+higher number and must not write: see `Lease.check`.
+
+Clocks of different machines are never compared: a watcher checks whether the heartbeat *changes*. Nothing here imports
+torch, numpy or hydra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.contracts import Job
+from runner.errors import LockedError, StoppedError, SupersededError, UserError
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+from runner.system.signals import STOP
+
+MAX_INTERVAL_S = 2.0
+"""The longest time between two heartbeats."""
+MISSED_BEATS = 3
+"""A holder that misses this many heartbeats is shown as dead; a newcomer takes over only after `run.lease_timeout_s`,
+and not before that."""
+DYING_S = 1.0
+"""A process that was just killed may exist for this long."""
+POLL_S = 0.2
+"""Pause between two looks at another holder."""
+JOB_WAIT_S = 300.0
+"""How long a queued job waits for the previous holder: longer than a save and Slurm's KillWait, and shorter than the
+other ranks wait for rank 0."""
+
+_NUMBERED = re.compile(r"(\d{8})\.json")
+
+
+def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """`gone`, `alive` or `unknown`: what the process `own` can tell about `holder` without waiting.
+
+    Gone: it released the lease; it is the same job with a lower restart count; or it ran on this machine, and the
+    process is dead or belongs to an earlier boot. Unknown (the heartbeat decides): on another machine, stopped
+    (SIGSTOP) on this one, or its file is incomplete.
+    """
+    if holder.get("released"):
+        return "gone"
+    if "pid" not in holder:
+        return "unknown"
+    job, restarts = holder.get("job_id"), holder.get("restart_count")
+    if job is not None and job == own.get("job_id") and (restarts or 0) < (own.get("restart_count") or 0):
+        return "gone"
+    same_host = holder.get("host") == own.get("host")
+    if not same_host or holder.get("pid_namespace") != own.get("pid_namespace"):
+        return "unknown"
+    if holder.get("boot_id") != own.get("boot_id"):
+        same_machine = own.get("machine_id") and holder.get("machine_id") == own.get("machine_id")
+        return "gone" if same_machine else "unknown"
+    process = processes.state_of(holder["pid"])
+    if process is None or process[1] != holder.get("start_time") or process[0] in "ZXx":
+        return "gone"
+    return "unknown" if process[0] in "Tt" else "alive"
+
+
+def describe_holder(holder: Mapping[str, Any]) -> str:
+    """`process 12 on node3, job 99`, for messages."""
+    job = f", job {holder['job_id']}" if holder.get("job_id") else ""
+    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}{job}"
+
+
+def read_holder(directory: Path) -> tuple[int, dict[str, Any]] | None:
+    """(fence, holder) of the highest number, or None; a holder whose file is incomplete is {}.
+
+    Raises:
+        OSError: the directory or the holder's file cannot be read.
+    """
+    fence = _highest(directory)
+    return (fence, _read(directory, fence)) if fence else None
+
+
+def _highest(directory: Path) -> int:
+    try:
+        names = files.list_dir(directory)
+    except FileNotFoundError:
+        return 0
+    return max((int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))), default=0)
+
+
+def _file(directory: Path, fence: int, suffix: str) -> Path:
+    return directory / f"{fence:08d}.{suffix}"
+
+
+def _read(directory: Path, fence: int) -> dict[str, Any]:
+    holder = files.read_object(_file(directory, fence, "json"))
+    restarts = holder.get("restart_count")
+    valid = isinstance(holder.get("pid"), int) and (restarts is None or isinstance(restarts, int))
+    return holder if valid else {}
+
+
+def _patience(holder: Mapping[str, Any]) -> float:
+    """Seconds after which a heartbeat that has not changed was missed often enough."""
+    interval = holder.get("interval_s")
+    valid = isinstance(interval, (int, float)) and 0 < interval <= MAX_INTERVAL_S
+    return MISSED_BEATS * (interval if valid and interval else MAX_INTERVAL_S)
+
+
+def _heartbeat(directory: Path, fence: int) -> tuple[str | None, str | None]:
+    """What changes while the holder is alive: its counter, and its file (still incomplete, released)."""
+    beat, holder = (files.read_small(_file(directory, fence, suffix)) for suffix in ("beat", "json"))
+    return beat, holder
+
+
+@dataclass
+class Lease:
+    """A lease that is held. Make one with `Lease.acquire`."""
+
+    directory: Path
+    fence: int
+    holder: dict[str, Any]
+    _stop: threading.Event
+    _thread: threading.Thread | None = None
+
+    @classmethod
+    def acquire(
+        cls,
+        directory: Path,
+        holder: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        *,
+        wait_s: float = 0.0,
+        asked_to_stop: Callable[[], object] = lambda: False,
+        report: Callable[[str], None] | None = None,
+    ) -> Lease:
+        """Acquire the lease kept in `directory`.
+
+        Args:
+            directory: where the numbers are; created if missing.
+            holder: describes this process beyond host, pid and the like, which are filled in: `job_id` and
+                `restart_count` order the attempts of one job.
+            timeout_s: how long a holder of unknown liveness may go without a heartbeat.
+            wait_s: how long a live holder may take to release the lease.
+            asked_to_stop: ends that wait when true.
+            report: receives a message when there is something to wait for.
+
+        Raises:
+            LockedError: the holder is alive.
+            UserError: the directory cannot be written.
+        """
+        if not timeout_s > 0:
+            raise UserError(f"lease timeout of {timeout_s} s: must be more than 0")
+        interval_s = max(min(timeout_s / 6, MAX_INTERVAL_S), 0.05)
+        own = {**processes.this_process(), **(holder or {}), "interval_s": interval_s}
+        deadline, reported = clock.monotonic() + wait_s, False
+        while True:
+            try:
+                return cls._take(directory, own, timeout_s, report)
+            except LockedError as error:
+                if asked_to_stop() or clock.monotonic() >= deadline:
+                    raise
+                if report is not None and not reported:
+                    report(f"{str(error).partition(';')[0]}: waiting up to {wait_s:.0f} s for it")
+                    reported = True
+            except OSError as error:
+                raise UserError(
+                    f"{directory} cannot be used for the lease of the run ({error.strerror or error}); "
+                    "make the run directory writable or choose another with run.dir"
+                ) from error
+            clock.sleep(POLL_S)
+
+    @classmethod
+    def _take(
+        cls, directory: Path, own: dict[str, Any], timeout_s: float, report: Callable[[str], None] | None
+    ) -> Lease:
+        files.make_dirs(directory)
+        while True:
+            fence, holder = read_holder(directory) or (0, {"released": True})
+            _wait_until_gone(directory, fence, holder, own, timeout_s, report)
+            fence += 1
+            with contextlib.suppress(FileExistsError):  # another newcomer was first: look again
+                files.create(_file(directory, fence, "json"), json.dumps(own, indent=2).encode() + b"\n")
+                break
+        lease = cls(directory, fence, own, threading.Event())
+        lease._sweep()
+        lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
+        lease._thread.start()
+        return lease
+
+    def check(self) -> None:
+        """Call before every write into the run directory.
+
+        Raises:
+            SupersededError: a newer process holds the lease, or the file of this number is gone.
+        """
+        found = read_holder(self.directory)
+        if found is not None and found[0] == self.fence and self._is_mine(found[1]):
+            return
+        who = f"{describe_holder(found[1])} (number {found[0]})" if found else "nobody: the lease was removed"
+        raise SupersededError(
+            f"{self.directory.parent} is now held by {who}; this process was number {self.fence} "
+            "and stops without writing"
+        )
+
+    def release(self) -> None:
+        """Let the next process in at once. Does nothing if superseded or called before."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        with contextlib.suppress(OSError, SupersededError):
+            mine = _file(self.directory, self.fence, "json")
+            files.write_json(mine, {**self.holder, "released": True}, check=self.check)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def _is_mine(self, holder: Mapping[str, Any]) -> bool:
+        return all(holder.get(key) == self.holder[key] for key in ("host", "pid", "start_time", "boot_id"))
+
+    def _sweep(self) -> None:
+        """Remove the files of lower numbers; only the highest counts."""
+        for name in files.list_dir(self.directory):
+            head, _, rest = name.partition(".")
+            if head.isdigit() and int(head) < self.fence and rest in ("json", "beat"):
+                with contextlib.suppress(OSError):
+                    files.remove(self.directory / name)
+
+    def _beat(self) -> None:
+        """Rewrite a counter in place, so that a full disk does not stop it."""
+        count = 0
+        while not self._stop.wait(self.holder["interval_s"] if count else 0):
+            count += 1
+            with contextlib.suppress(OSError):
+                if _highest(self.directory) > self.fence:
+                    return  # superseded: the successor has removed the file, which must not be created again
+                files.overwrite(_file(self.directory, self.fence, "beat"), b"%020d" % count)
+
+
+def _wait_until_gone(
+    directory: Path,
+    fence: int,
+    holder: dict[str, Any],
+    own: Mapping[str, Any],
+    timeout_s: float,
+    report: Callable[[str], None] | None,
+) -> None:
+    """Return when the holder is gone; raise LockedError when it turns out to be alive."""
+    patience = max(timeout_s, _patience(holder))
+    first, started = _heartbeat(directory, fence), clock.monotonic()
+    reported = False
+    while (verdict := liveness(holder, own)) != "gone":
+        waited = clock.monotonic() - started
+        beating = _heartbeat(directory, fence) != first and "pid" in holder
+        if beating or (verdict == "alive" and waited >= min(DYING_S, patience)):
+            raise LockedError(
+                f"{directory.parent} is in use by {describe_holder(holder)}; "
+                "wait for it, stop it, or choose another directory with run.dir or run.name"
+            )
+        if waited >= patience:  # checked last: this process itself may have been stopped or starved for that long
+            return
+        if verdict == "unknown" and report is not None and not reported:
+            report(f"{describe_holder(holder)} held this run last; waiting up to {patience:.0f} s for its heartbeat")
+            reported = True
+        clock.sleep(min(patience / 20, 0.1))
+        holder = _read(directory, fence) or holder
+
+
+def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[str], None]) -> Lease:
+    """Acquire the lease of `run` for an attempt in `job`; call on rank 0.
+
+    A job that the scheduler restarts waits for a live holder: the previous job may still be saving (after scancel, for
+    example) when this one starts on another node.
+
+    Raises:
+        LockedError: another process holds it and is alive (for such a job: even after JOB_WAIT_S).
+        StoppedError: a signal came while the job waited; it was requeued if the cause requires that.
+        UserError: the run directory cannot be written.
+    """
+    wait_s = JOB_WAIT_S if job.auto_restarts else 0.0
+    try:
+        return Lease.acquire(
+            run.lease, job.identity(), timeout_s, wait_s=wait_s, asked_to_stop=lambda: STOP, report=report
+        )
+    except LockedError as error:
+        if STOP.signum is None or not job.auto_restarts:
+            raise
+        cause = job.requeue_if_needed(job.cause(STOP.signum))
+        raise StoppedError(f"{str(error).partition(';')[0]}; {cause} ({STOP.name}) while waiting for it") from None
+
+
+@dataclass
+class _Seen:
+    """The last heartbeat that was seen, since when (monotonic), and whether its holder is alive (None: not decided)."""
+
+    heartbeat: tuple[str | None, str | None]
+    since: float
+    alive: bool | None
+
+
+class LeaseWatcher:
+    """Tells for commands that only look whether holders are alive; remembers their heartbeats between calls."""
+
+    def __init__(self) -> None:
+        self._own = processes.this_process()
+        self._seen: dict[Path, _Seen] = {}
+
+    def is_alive(self, directory: Path) -> bool:
+        """Whether the holder of the lease in `directory` is alive; False also while not decided, see `wait`.
+
+        Raises:
+            OSError: the directory or the holder's file cannot be read.
+        """
+        fence, holder = read_holder(directory) or (0, {"released": True})
+        verdict = liveness(holder, self._own)
+        if verdict != "unknown":
+            self._seen.pop(directory, None)
+            return verdict == "alive"
+        now = clock.monotonic()  # before the look: this process itself may be stopped in between
+        heartbeat = _heartbeat(directory, fence)
+        seen = self._seen.setdefault(directory, _Seen(heartbeat, now, None))
+        if heartbeat != seen.heartbeat:
+            seen = self._seen[directory] = _Seen(heartbeat, now, True)
+        elif now - seen.since >= _patience(holder):
+            seen.alive = False
+        return bool(seen.alive)
+
+    def wait(self) -> bool:
+        """Watch all undecided holders until each is decided; whether there were any."""
+        undecided = [directory for directory, seen in self._seen.items() if seen.alive is None]
+        waited = bool(undecided)
+        while undecided:
+            clock.sleep(POLL_S)
+            for directory in undecided:
+                try:
+                    self.is_alive(directory)
+                except OSError:
+                    self._seen.pop(directory, None)  # the next `is_alive` raises it
+            undecided = [path for path in undecided if path in self._seen and self._seen[path].alive is None]
+        return waited

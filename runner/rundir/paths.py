@@ -1,0 +1,118 @@
+"""Every path of a run; no other module joins path strings."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.system import files
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run, which holds everything there is to know about it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, written by the last command that started the run; attempts read it."""
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        """Commit, diff, package versions and overrides at submission."""
+        return self.path / "code.json"
+
+    @property
+    def attempt(self) -> Path:
+        """The current attempt, or one that was killed before it could record its end."""
+        return self.path / "attempt.json"
+
+    @property
+    def attempts(self) -> Path:
+        """One line per ended attempt."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One object per step and per evaluation: only what the run determines, nothing that is timed."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timings(self) -> Path:
+        """What depends on the machine: tokens/s, the cost of saves. Never compared between runs."""
+        return self.path / "timings.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """State, step, last loss, last cause: what `runner status` shows."""
+        return self.path / "status.json"
+
+    @property
+    def finished(self) -> Path:
+        """The completion mark, written last: the number of steps at which the run finished."""
+        return self.path / "finished.json"
+
+    @property
+    def job(self) -> Path:
+        """The submitted job (its id and launcher), written by the launcher."""
+        return self.path / "job.json"
+
+    @property
+    def lease(self) -> Path:
+        """The lease of the process that trains: a file per fencing number, the highest is the holder's."""
+        return self.path / "lease"
+
+    @property
+    def submission(self) -> Path:
+        """The lease of the command that submits the run, so that two shells do not submit it twice."""
+        return self.path / "submission"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the committed checkpoints, by their names alone, in ascending order."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = (re.fullmatch(r"step_(\d+)", name) for name in files.list_dir(self.checkpoints))
+        return sorted(int(name[1]) for name in names if name)
+
+    def newest_checkpoint(self) -> tuple[int, float] | None:
+        """Step of the newest committed checkpoint and when it was written (seconds since 1970, file system's clock)."""
+        for step in reversed(self.checkpoint_steps()):
+            with suppress(OSError):  # deleted meanwhile, to make room for a newer one
+                return step, (self.checkpoints / f"step_{step:08d}").stat().st_mtime
+        return None
+
+    @property
+    def order(self) -> Path:
+        """What the data order is computed from; `runner inspect` reads it."""
+        return self.path / "order.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """Standard output and error of submitted jobs."""
+        return self.path / "logs"
+
+    @property
+    def local_log(self) -> Path:
+        """Standard output and error of a run that a sweep started on this machine."""
+        return self.logs / "local.out"
+
+    @property
+    def loggers(self) -> Path:
+        """The ids of this run in W&B and MLflow."""
+        return self.path / "loggers.json"
+
+    @property
+    def csv(self) -> Path:
+        return self.path / "metrics.csv"

@@ -1,0 +1,166 @@
+"""code.json: the code that a run was started with, and what has changed since.
+
+Works without git and outside a repository. Imports neither torch nor hydra.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+
+# What the numbers depend on; the versions of other packages do not matter.
+PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "submitit", "safetensors")
+GIT_TIMEOUT_S = 10.0
+MAX_DIFF = 1 << 20  # characters kept; the digest is of the whole diff
+
+# A repository's own configuration names programs that git runs: none of them is run to describe it.
+SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=")
+SAFE_DIFF = ("--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
+
+
+def describe_code() -> dict[str, Any]:
+    """The code as it is now: of the repositories of the current directory and of this package, and of the package."""
+    package = _package()
+    return {
+        "time": clock.wall(),
+        "command": sys.argv,
+        "directory": os.getcwd(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "runner": {"source": str(package), "digest": _source_digest(package)},
+        "repositories": {str(root): found for root in _roots() if (found := _describe_repository(root))},
+    }
+
+
+def write_code(path: Path, code: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Write code.json; the commits and overrides of earlier submissions of the run are kept in `earlier`."""
+    before = files.read_object(path)
+    kept = [*before.get("earlier", []), _summary(before)] if before else []
+    files.write_json(path, {"overrides": list(overrides), **code, "earlier": kept})
+
+
+def code_changes(run_dir: Path) -> list[str]:
+    """How the code differs from the code that the run was started with, one line per difference.
+
+    Of the repositories in code.json, those are compared that hold the current directory or this package: git is never
+    started in a directory because a file names it.
+    """
+    before = files.read_object(RunDir(run_dir).code)
+    if not before:
+        return []
+    now = describe_code()
+    changes = [] if before.get("python") == now["python"] else [f"python {before.get('python')} -> {now['python']}"]
+    packages = before.get("packages", {})
+    for name in PACKAGES:
+        old, new = packages.get(name), now["packages"].get(name)
+        if old != new:
+            changes.append(f"{name} {old or '(absent)'} -> {new or '(absent)'}")
+    if before.get("runner", {}).get("digest") != now["runner"]["digest"]:
+        changes.append(f"the source of runner in {now['runner']['source']} has changed")
+    repositories = before.get("repositories", {})
+    for root, new in now["repositories"].items():
+        old = repositories.get(root)
+        if old is None:
+            continue  # this attempt was started from elsewhere
+        if old["commit"] != new["commit"]:
+            changes.append(f"commit of {root}: {old['commit'][:12]} -> {new['commit'][:12]}")
+        elif old["diff_digest"] != new["diff_digest"]:
+            changes.append(f"the uncommitted changes in {root} have changed")
+    return changes
+
+
+def _summary(code: dict[str, Any]) -> dict[str, Any]:
+    commits = {root: repository["commit"] for root, repository in code.get("repositories", {}).items()}
+    return {"time": code.get("time"), "overrides": code.get("overrides"), "commits": commits}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _package() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def _source_digest(folder: Path) -> str:
+    """Digest of the Python files in `folder`."""
+    sources = [Path(parent, name) for parent, _, names in files.walk(folder) for name in names if name.endswith(".py")]
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + files.read_bytes(path) + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _roots() -> list[Path]:
+    """The git repositories that hold the current directory and this package."""
+    found = set()
+    for folder in (Path.cwd(), _package()):
+        found.update([path for path in (folder, *folder.parents) if (path / ".git").exists()][:1])
+    return sorted(found)
+
+
+def _describe_repository(root: Path) -> dict[str, Any] | None:
+    """Commit, diff and untracked files of a git repository; None if git cannot tell its commit."""
+    filters = _own_filters(root)
+    if any("=" in key for key in filters):
+        return None  # the option -c cannot name such a filter, and so not disable it
+    safe = [*SAFE, *(option for key in filters for option in ("-c", f"{key}="))]
+    questions = (
+        ("rev-parse", "HEAD"),
+        ("diff", "HEAD", *SAFE_DIFF),
+        ("status", "--porcelain", "--ignore-submodules=dirty"),
+    )
+    asked = [_start_git(root, *safe, *question) for question in questions]  # side by side: each may take seconds
+    commit, diff, status = (_output(process) for process in asked)
+    if commit is None:
+        return None
+    return {
+        "commit": commit.strip(),
+        "diff": (diff or "")[:MAX_DIFF],
+        "diff_digest": hashlib.sha256((diff or "").encode()).hexdigest()[:16],
+        "untracked": [line[3:] for line in (status or "").splitlines() if line.startswith("??")],
+    }
+
+
+def _own_filters(root: Path) -> list[str]:
+    """The keys of the filters (programs) that the repository's own configuration defines, not those of the user."""
+    query = ("config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")
+    lines = (_output(_start_git(root, *query)) or "").splitlines()
+    return [key for scope, _, key in (line.partition("\t") for line in lines) if scope in ("local", "worktree")]
+
+
+def _start_git(root: Path, *arguments: str) -> processes.Process[bytes] | None:
+    """Put a question to git; None if git is not installed."""
+    # A diff that only refreshes git's index must not wait for its lock, and missing objects must not be fetched.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return processes.start(command, env=environment, stdout=processes.PIPE, stderr=processes.DEVNULL)
+    except OSError:
+        return None
+
+
+def _output(process: processes.Process[bytes] | None) -> str | None:
+    if process is None:
+        return None
+    try:
+        output, _ = process.communicate(timeout=GIT_TIMEOUT_S)
+    except processes.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None
+    return output.decode(errors="replace") if process.returncode == 0 else None

@@ -1,0 +1,64 @@
+"""What schedulers report about submitted runs, asked through the launchers that submitted them.
+
+A run directory may be shared and its files written by anybody, so job.json only selects among the launchers that this
+installation knows; nothing is imported because a file names it. Nothing here imports torch, numpy or hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from runner.contracts import JobInfo
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+GROUP = "runner.launchers"
+"""The entry-point group in which a package registers its launchers, classes that can be called without arguments."""
+SHIPPED = ("launch.local:LocalLauncher", "launch.slurm:SlurmLauncher")
+
+
+def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
+    """The jobs that schedulers report, and for runs whose scheduler could not be asked the reason; both by path."""
+    submitted: dict[str, list[Path]] = {}
+    found: dict[Path, JobInfo] = {}
+    unanswered: dict[Path, str] = {}
+    for run in runs:
+        try:
+            files.read_object(run.status)  # launchers read it: one unreadable file must not fail the whole query
+            if name := launcher_of(run):
+                submitted.setdefault(name, []).append(run.path)
+        except OSError as error:
+            unanswered[run.path] = f"{error.filename} cannot be read ({error.strerror})"
+    for name, paths in submitted.items():
+        try:
+            launcher = _known_launcher(name)
+            found.update(launcher.load()().jobs(paths))
+        except (LookupError, ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+            unanswered.update(dict.fromkeys(paths, f"{name!r:.99} cannot report which jobs are live: {error}"))
+    return found, unanswered
+
+
+def launcher_of(run: RunDir) -> str | None:
+    """The class that submitted the run, None if the run was never submitted; it may have been started here since.
+
+    Raises:
+        OSError: job.json cannot be read.
+    """
+    return str(files.read_object(run.job).get("launcher") or "no launcher") if run.job.exists() else None
+
+
+def _known_launcher(name: str) -> metadata.EntryPoint:
+    """The registered launcher of that name (`module.Class`).
+
+    Raises:
+        LookupError: there is none.
+    """
+    for value in SHIPPED:
+        if name == value.replace(":", "."):
+            return metadata.EntryPoint(name, value, GROUP)
+    for registered in metadata.entry_points(group=GROUP):
+        if name == registered.value.replace(":", "."):
+            return registered
+    raise LookupError(f"unknown launcher (install the package that registers it as an entry point of {GROUP})")

@@ -1,0 +1,273 @@
+"""This process among the ranks of the run: rank, world size, and the collectives the runner needs.
+
+`World.from_environment` reads what torchrun sets (the Slurm launcher sets the same from the SLURM variables). With one
+process every collective is the identity and nothing is initialized. Control traffic uses gloo on the CPU, gradients
+nccl where there are GPUs. Importing this module imports no torch.
+
+Errors travel between ranks as plain data, never as pickled exceptions: one that cannot be unpickled would leave the
+other ranks waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from runner import errors
+from runner.errors import PeerError, UserError
+from runner.system import clock
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+# A rank that died is noticed at once, by its closed connection; this is for one that hangs. Rank 0 may
+# take long over a slow disk or a scheduler that does not answer, while the others wait for it.
+TIMEOUT = timedelta(minutes=10)
+
+PROBE_S = 5.0
+"""How long `World.lost_a_peer` waits for an answer. A dead peer is noticed at once; only live ones use this up."""
+_PROBE_TAG = 1_000_003  # no collective and no other message of ours uses it
+
+
+def current_ranks() -> tuple[int, int]:
+    """(rank, world size) of torch.distributed; (0, 1) where it is not in use. Imports no torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    initialized = getattr(distributed, "is_initialized", None)  # absent from a torch that is built without it
+    if initialized is None or not initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks of the run.
+
+    All ranks must call the same methods in the same order.
+
+    Every method that communicates raises PeerError if another rank has ended or does not answer within the timeout.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    _group: Any = field(default=None, repr=False, compare=False)  # None: the default process group
+
+    @staticmethod
+    def from_environment() -> World:
+        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process where they are not set.
+
+        Raises:
+            UserError: the variables are not integers or contradict each other.
+        """
+        try:
+            rank, size, local_rank = (
+                int(os.environ.get(name, default))
+                for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+            )
+        except ValueError as error:
+            raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}") from None
+        if not 0 <= rank < size:
+            raise UserError(f"RANK={rank} must be between 0 and WORLD_SIZE - 1 = {size - 1}")
+        if size > 1:
+            # DDP's advice to turn off the search for unused parameters, which `runner.training.parallel` has a reason
+            # to ignore, comes from C++ and can only be silenced before torch is imported.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        return World(rank, size, local_rank)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only one that writes the run directory."""
+        return self.rank == 0
+
+    def start(self, device: torch.device) -> None:
+        """Join the default process group (nothing to do with one process)."""
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            with _peer_errors():
+                dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def with_own_group(self, timeout_s: float) -> World:
+        """The same ranks over a gloo group of their own.
+
+        A background thread may use it, one thread at a time, while training uses the default group.
+
+        Args:
+            timeout_s: how long a collective waits for a rank that does not answer.
+        """
+        if self.size == 1:
+            return self
+        import torch.distributed as dist
+
+        with _peer_errors():
+            return replace(self, _group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a CPU tensor over all ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with _peer_errors():
+                dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The value of rank `source` on every rank (anything picklable; only ever sent between ranks of one job)."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box: list[Any] = [value]
+        with _peer_errors():
+            dist.broadcast_object_list(box, src=source, group=self._group)
+        return box[0]  # type: ignore[no-any-return]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        with _peer_errors():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather_on_main(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on rank 0; an empty list on the others, which are spared the memory."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size if self.is_main else []
+        with _peer_errors():
+            dist.gather_object(value, values if self.is_main else None, dst=0, group=self._group)
+        return values
+
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        """Run `function` on rank 0 alone; its result, or its error, on every rank.
+
+        Raises:
+            Exception: on rank 0 what `function` raised; on the others the same UserError or OSError, and a PeerError
+                in place of anything else.
+        """
+        if self.size == 1:
+            return function()
+        result, error = _outcome(function) if self.is_main else (None, None)
+        result, report = self.broadcast((result, None if error is None else _pack(error, 0)))
+        if report is not None:
+            raise _shared(error or _unpack(report))
+        return result  # type: ignore[return-value]
+
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        """Run `function` on every rank; if one fails, all fail, with the error of the lowest rank that failed.
+
+        Raises:
+            Exception: on the lowest failing rank what `function` raised; on the others the same UserError or OSError,
+                and a PeerError in place of anything else.
+        """
+        if self.size == 1:
+            return function()
+        import torch
+
+        result, error = _outcome(function)
+        failed = torch.zeros(self.size, dtype=torch.int8)
+        failed[self.rank] = error is not None
+        if not self.sum(failed).any():
+            return result  # type: ignore[return-value]
+        first = int(failed.nonzero()[0])
+        report = self.broadcast(("", "", None, None) if error is None else _pack(error, self.rank), first)
+        if error is not None and first == self.rank:
+            raise _shared(error)
+        raise _shared(_unpack(report)) from error
+
+    def lost_a_peer(self) -> bool:
+        """Whether the process of another rank has ended. To be called once, after an error that ends this process.
+
+        A gradient exchange that fails inside `backward` raises a plain RuntimeError, as this rank's own code might.
+        Reading from a process that has ended fails at once; one that lives answers if it failed too, or is waiting
+        in a collective and does not. A peer that hangs cannot be distinguished from one that waits for this rank.
+        """
+        distributed: Any = sys.modules.get("torch.distributed")
+        if self.size == 1 or distributed is None or not distributed.is_initialized():
+            return False
+        import torch
+
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        options: dict[str, Any] = {"group": self._group, "tag": _PROBE_TAG}
+        deadline = clock.monotonic() + PROBE_S
+        try:
+            messages = [distributed.isend(torch.zeros(1), peer, **options) for peer in peers]
+            messages += [distributed.irecv(torch.zeros(1), peer, **options) for peer in peers]
+            for message in messages:
+                message.wait(timedelta(seconds=max(deadline - clock.monotonic(), 0.1)))
+        except RuntimeError:  # a wait that times out closes every connection, so that later errors mean nothing
+            return clock.monotonic() < deadline
+        return False
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    """Errors of a collective (torch's are all RuntimeErrors) as PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"another rank of this job has ended or does not answer: see its output ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:  # noqa: BLE001 whatever it is, the other ranks must learn of it
+        return None, error
+
+
+Report = tuple[str, str, int | None, str | None]
+"""An error as plain data: class in runner.errors (or OSError), message, errno, file name."""
+
+
+def _pack(error: Exception, rank: int) -> Report:
+    """The portable form of an error of `rank`."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return "OSError", f"{error.strerror} (rank {rank})", error.errno, error.filename and str(error.filename)
+    if isinstance(error, UserError):
+        known = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
+        return known, str(error), None, None
+    # An exception's own __str__ may fail as well; the traceback module is prepared for that.
+    return PeerError.__name__, f"rank {rank}: {''.join(traceback.format_exception_only(error)).strip()}", None, None
+
+
+def _unpack(report: Report) -> Exception:
+    kind, message, errno, filename = report
+    if kind == "OSError":
+        return OSError(errno, message, filename)
+    error: Exception = getattr(errors, kind)(message)
+    return error
+
+
+def _shared(error: Exception) -> Exception:
+    """`error`, marked as one that every rank raises."""
+    if isinstance(error, UserError):
+        error.everywhere = True
+    return error

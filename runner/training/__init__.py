@@ -1,0 +1,1 @@
+"""One attempt at a run: built, restored, trained, recorded."""

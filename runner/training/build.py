@@ -1,0 +1,260 @@
+"""Resolved config -> the objects that one attempt trains with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from runner.config.schedule import PhaseSchedule, learning_rate, learning_rate_factor
+from runner.config.schema import Config, Precision, SamplerKind
+from runner.config.targets import bind, instantiate
+from runner.data.datasets import MixtureDataset
+from runner.data.order.batch_shape import BatchShape, position_at
+from runner.data.order.segments import Segment
+from runner.data.queries.order_record import OrderRecord
+from runner.errors import UserError
+from runner.system.distributed import World
+from runner.training.optim import AdamW, LearningRateScheduler, decay_groups
+
+
+def choose_device(wanted: str, world: World) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        UserError: the configured GPU does not exist.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = world.local_rank if device.index is None else device.index
+        if index >= count:
+            raise UserError(
+                f"train.device={wanted}: there is no GPU {index}, this machine has {count}: "
+                "use train.device=cpu, or fewer ranks on this machine"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python's, numpy's and torch's generators, each rank with a stream of its own."""
+    words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]) % 2**32)
+    torch.manual_seed(int(words[2]) >> 1)
+
+
+def sources(config: Config, group: str = "sources") -> dict[str, Any]:
+    """The datasets of `data.sources` or `data.eval_sources`, by name.
+
+    Raises:
+        UserError: one cannot be instantiated, is not a map-style dataset, or has more tokens than the model.
+    """
+    datasets = {name: instantiate(f"data.{group}.{name}", node) for name, node in getattr(config.data, group).items()}
+    vocabulary = config.model.get("vocab_size")
+    for name, dataset in datasets.items():
+        if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"data.{group}.{name} is a {type(dataset).__name__}, not a map-style dataset with a length: "
+                "use one, or read a stream with data.loader (docs/streaming.md)"
+            )
+        tokens = getattr(dataset, "vocab_size", None)
+        if isinstance(vocabulary, int) and isinstance(tokens, int) and tokens > vocabulary:
+            raise UserError(
+                f"model.vocab_size={vocabulary} is too small for data.{group}.{name}, with tokens 0 to {tokens - 1}: "
+                f"set data.vocab_size={tokens} (model.vocab_size follows it unless set)"
+            )
+    return datasets
+
+
+def join(datasets: dict[str, Any], mixed: bool) -> Any:
+    """One dataset of all of them; a single one is returned as it is unless its samples must carry `dataset_idx`."""
+    if len(datasets) == 1 and not mixed:
+        return next(iter(datasets.values()))
+    return MixtureDataset(list(datasets.values()), list(datasets))
+
+
+def phase_schedule(config: Config) -> PhaseSchedule:
+    """Weights by source name, temperature and learning-rate scale at each step."""
+    weights = {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
+    return PhaseSchedule(config.phases, weights, config.sampler.temperature)
+
+
+def batch_shape(config: Config, world: World) -> tuple[int, int]:
+    """(micro-batches per step, samples per step over all ranks: the global batch).
+
+    Raises:
+        UserError: train.global_batch_size cannot be divided among the ranks.
+    """
+    micro = config.train.batch_size * world.size
+    accum, whole = config.train.grad_accum_steps, config.train.global_batch_size
+    if whole is None:
+        return accum or 1, micro * (accum or 1)
+    if whole % micro == 0 and accum is not None and accum * micro != whole:
+        raise UserError(
+            f"train.global_batch_size={whole} is not train.batch_size={config.train.batch_size} x {world.size} ranks"
+            f" x train.grad_accum_steps={accum}: remove train.grad_accum_steps, or set it to {whole // micro}"
+        )
+    if whole % micro:
+        if whole % world.size:
+            remedy = f"choose a multiple of {world.size}, or another number of ranks"
+        else:
+            remedy = f"choose a train.batch_size that divides {whole // world.size}"
+        raise UserError(
+            f"train.global_batch_size={whole} is not a multiple of train.batch_size={config.train.batch_size} x "
+            f"{world.size} ranks: {remedy}"
+        )
+    return whole // micro, whole
+
+
+def model(config: Config) -> nn.Module:
+    """The model, with the same initial weights on every rank."""
+    seed_everything(config.seed)
+    module = instantiate("model", config.model)
+    if not isinstance(module, nn.Module):
+        target, found = config.model["_target_"], type(module).__name__
+        raise UserError(f"model._target_={target} must create a torch.nn.Module, not a {found}")
+    return module
+
+
+def optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of `module`; our AdamW does not decay norms, biases and embeddings."""
+    node = dict(config.optimizer)
+    if node["_target_"] == f"{AdamW.__module__}.{AdamW.__qualname__}":
+        params: Any = decay_groups(module, float(node.get("weight_decay", 0.01)))
+    else:
+        params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not params:
+            raise UserError(f"model {config.model['_target_']} has no parameter that requires a gradient")
+    return instantiate("optimizer", node, params)  # type: ignore[no-any-return]
+
+
+def scheduler(config: Config, optimizer: torch.optim.Optimizer, phases: PhaseSchedule) -> LearningRateScheduler:
+    """Learning rate by step: warmup, decay and the phases' lr_scale."""
+    rate = learning_rate(config.scheduler, config.train.steps)
+    return LearningRateScheduler(optimizer, learning_rate_factor(rate, phases))
+
+
+def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The precision of the forward pass."""
+    wanted = config.train.precision
+    if wanted is Precision.auto:
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        wanted = Precision.bfloat16 if native else Precision.float32
+    if wanted is Precision.float32:
+        return nullcontext
+    return lambda: torch.autocast(device.type, torch.bfloat16)
+
+
+def loss(config: Config) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """The loss: (model, batch) -> one loss per sample."""
+    node = config.train.loss or {"_target_": "runner.models.loss.next_token_loss"}
+    if not node.get("_target_"):
+        raise UserError("train.loss has no _target_: name a function, or remove train.loss")
+    return bind("train.loss", node)
+
+
+def sampler(
+    config: Config,
+    dataset: Any,
+    datasets: dict[str, Any],
+    world: World,
+    shapes: Sequence[BatchShape],
+    allow_change: bool,
+) -> Any:
+    """The sampler of this rank.
+
+    Args:
+        dataset: the sources `datasets` concatenated; the sampler yields indices into it.
+        shapes: the batch shapes of the run: they turn the start step of a phase into a position.
+        allow_change: whether the state of another data plan may be loaded.
+    """
+    from runner.data import DistributedSampler, ElasticSampler, MixtureSampler
+
+    options, phases = config.sampler, phase_schedule(config)
+    common = {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
+    if options.kind is SamplerKind.distributed:
+        return DistributedSampler(dataset, **common, shuffle=options.shuffle, drop_last=options.drop_last)
+    first = phases.at(0)
+    if options.kind is SamplerKind.mixture:
+        return MixtureSampler(
+            dataset.cumulative_sizes,
+            first.weight_list,
+            **common,
+            shuffle=options.shuffle,
+            drop_last=options.drop_last,
+            temperature=first.temperature,
+        )
+    starts = sorted({phase.start_step for phase in config.phases.values()} - {0})
+    segments = [(position_at(shapes, step), phases.at(step)) for step in starts]
+    return ElasticSampler(
+        {name: len(part) for name, part in datasets.items()},
+        first.weights,
+        global_batch_size=shapes[-1].global_batch_size,
+        temperature=first.temperature,
+        segments=[
+            {"start": start, "weights": state.weights, "temperature": state.temperature} for start, state in segments
+        ],
+        max_epochs=options.max_epochs,
+        exclude=options.exclude,
+        shuffle=options.shuffle,
+        allow_data_change=allow_change,
+        **common,
+    )
+
+
+def order_record(config: Config, sampler: Any, sizes: dict[str, int], shapes: Sequence[BatchShape]) -> OrderRecord:
+    """What `runner inspect` needs to know about the data order."""
+    shape: dict[str, Any] = {
+        "steps": config.train.steps,
+        "sequence_length": config.data.sequence_length,
+        "batch_shapes": tuple(shapes),
+    }
+    if config.sampler.kind is SamplerKind.elastic:
+        return OrderRecord.of_elastic(sampler.state_dict(), sizes, **shape)
+    phases = phase_schedule(config)
+    starts = sorted({0, *(phase.start_step for phase in config.phases.values())})
+    return OrderRecord(
+        kind=config.sampler.kind.value,
+        seed=config.seed,
+        sizes=sizes,
+        segments=tuple(Segment(step, phases.at(step).weights, phases.at(step).temperature) for step in starts),
+        shuffle=config.sampler.shuffle,
+        drop_last=config.sampler.drop_last,
+        **shape,
+    )
+
+
+def data_plan(config: Config) -> dict[str, Any]:
+    """The part of the config that determines the data order: equal if only the batch shape was changed."""
+    options = config.sampler
+    return {
+        "weights": {name: options.weights.get(name, 1.0) for name in config.data.sources},
+        "temperature": options.temperature,
+        "shuffle": options.shuffle,
+        "exclude": list(options.exclude),
+        "max_epochs": dict(options.max_epochs),
+        "phases": {
+            name: [phase.start_step, dict(phase.weights), phase.temperature] for name, phase in config.phases.items()
+        },
+    }
+
+
+def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint and the run that loads it must have in common, each source by itself: a run may allow sources
+    to be added and removed."""
+    parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.value}
+    for name, dataset in datasets.items():
+        own = dataset.fingerprint() if hasattr(dataset, "fingerprint") else {}
+        parts[f"source {name}"] = {"samples": len(dataset), **own}
+    return parts

@@ -1,0 +1,204 @@
+"""The data order as the training loop sees it: batches with their records, phases, and the ledger of what was consumed.
+
+Three kinds. `SeededConsumption` drives the two seeded samplers: a phase that changes weights ends the epoch, because
+their index lists are drawn for a whole epoch. `ElasticConsumption` has nothing to do at a phase: its segments are
+positions, known in advance. `UntrackedConsumption` is for a user's own loader, which keeps its order to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runner.config.schedule import PhaseSchedule
+from runner.data.loading.protocols import BatchRecord
+from runner.data.order.ledger import DataLedger
+from runner.errors import CheckpointError
+
+
+@dataclass
+class UntrackedConsumption:
+    """For a loader that does not report its samples."""
+
+    loader: Any
+
+    @property
+    def names(self) -> list[str]:
+        return []
+
+    def enter_step(self, step: int) -> bool:
+        return False
+
+    def batches(self) -> Iterator[tuple[Any, None]]:
+        return ((batch, None) for batch in self.loader)
+
+    def consume(self, record: BatchRecord | None) -> None:
+        pass
+
+    def control(self) -> np.ndarray:
+        return np.zeros(0, dtype=np.int64)
+
+    def commit(self, vector: np.ndarray) -> None:
+        pass
+
+    def totals(self) -> dict[str, Any]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@dataclass
+class TrackedConsumption:
+    """Common to the samplers: every consumed sample goes into the ledger, and from there into the metrics."""
+
+    loader: Any
+    sampler: Any
+    ledger: DataLedger
+    tokens_per_sample: int
+
+    @property
+    def names(self) -> list[str]:
+        """The sources, in the order of `dataset_idx`."""
+        return self.ledger.names
+
+    def enter_step(self, step: int) -> bool:
+        """Let the phase of `step` take effect; True if the loader must be iterated anew."""
+        return False
+
+    def batches(self) -> Iterator[tuple[Any, BatchRecord]]:
+        """The rest of the epoch, each batch with its record."""
+        recorded: Iterator[tuple[Any, BatchRecord]] = self.loader.iter_recorded()
+        return recorded
+
+    def consume(self, record: BatchRecord | None) -> None:
+        """Count the samples of a batch that the training takes."""
+        assert record is not None
+        assert record.indices is not None
+        self.ledger.consume(record.indices, self.positions(record))
+
+    def positions(self, record: BatchRecord) -> np.ndarray:
+        """Positions of a batch's samples in the whole run."""
+        assert record.positions is not None
+        return record.positions
+
+    def control(self) -> np.ndarray:
+        """This rank's part of the ledger since the last commit, to be summed over ranks."""
+        return self.ledger.local().view(np.int64)
+
+    def commit(self, vector: np.ndarray) -> None:
+        """Add the sum over all ranks to the ledger."""
+        if vector.any():
+            self.ledger.commit(vector.view(np.uint64))
+
+    def totals(self) -> dict[str, Any]:
+        """For the metrics: the digest, and what was consumed of each source so far."""
+        counts = self.ledger.counts
+        sources = {
+            name: {
+                "samples": counts[name],
+                "tokens": counts[name] * self.tokens_per_sample,
+                "epochs": round(counts[name] / size, 6),
+            }
+            for name, size in zip(self.ledger.names, self.ledger.sizes, strict=True)
+        }
+        return {"digest": self.ledger.digest, "sources": sources}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the ledger of a checkpoint; call it after the loader was restored.
+
+        Raises:
+            CheckpointError: an entry is missing.
+            SamplerStateError: the order as it is now does not yield the samples that were consumed.
+        """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise CheckpointError(
+                f"the order in the train state has no {', '.join(map(repr, missing))}: it was saved with another kind "
+                "of sampler or loader; put back sampler and data.loader, or use another checkpoint"
+            )
+        self.ledger.load_state_dict(state["ledger"])
+        self.verify(state)
+
+    def verify(self, state: dict[str, Any]) -> None:
+        """Recompute the samples consumed last and compare their digest."""
+
+
+@dataclass
+class ElasticConsumption(TrackedConsumption):
+    """The elastic sampler's positions are those of the whole run."""
+
+    def verify(self, state: dict[str, Any]) -> None:
+        self.ledger.verify(self.sampler.locate)
+
+
+@dataclass
+class SeededConsumption(TrackedConsumption):
+    """DistributedSampler and MixtureSampler, whose positions count the samples consumed by all ranks."""
+
+    phases: PhaseSchedule | None = None
+    num_replicas: int = 1
+    rank: int = 0
+    _in_force: tuple[Any, float] | None = None
+    _pending: int = 0
+    _epoch: int = -1
+    _epoch_start: int = 0
+
+    def start_at(self, step: int) -> None:
+        """Set the weights that were in force in the last step before `step`; call it before the loader is restored."""
+        if self.phases is not None:
+            state = self.phases.at(max(step - 1, 0))
+            self._in_force = (state.weights, state.temperature)
+            self.sampler.update_weights(state.weight_list, state.temperature)
+
+    def enter_step(self, step: int) -> bool:
+        if self.phases is None:
+            return False
+        state = self.phases.at(step)
+        wanted = (state.weights, state.temperature)
+        if wanted == self._in_force:
+            return False
+        self._in_force = wanted
+        self.sampler.update_weights(state.weight_list, state.temperature)
+        if self.loader.batches_yielded:
+            self.loader.end_epoch()
+        return True
+
+    def positions(self, record: BatchRecord) -> np.ndarray:
+        """Counted from the samples of all ranks before this step; ranks alternate."""
+        assert record.indices is not None
+        count = len(record.indices)
+        base = self.ledger.total + self._pending * self.num_replicas
+        if record.epoch != self._epoch:
+            self._epoch, self._epoch_start = record.epoch, base
+        self._pending += count
+        return base + self.rank + self.num_replicas * np.arange(count, dtype=np.int64)
+
+    def commit(self, vector: np.ndarray) -> None:
+        super().commit(vector)
+        self._pending = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": self._epoch, "epoch_start": self._epoch_start}
+
+    def verify(self, state: dict[str, Any]) -> None:
+        """Only within the current epoch: the lists of earlier ones would have to be drawn again."""
+        self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
+        names, sizes = np.array(self.ledger.names), self.ledger.sizes
+        ends = np.cumsum(sizes)
+
+        def locate(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            indices = self.sampler.indices_at(positions - self._epoch_start, self._epoch)
+            source = np.searchsorted(ends, indices, side="right")
+            return names[source], indices - (ends - sizes)[source]
+
+        self.ledger.verify(locate, since=self._epoch_start)

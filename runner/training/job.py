@@ -1,0 +1,34 @@
+"""A process that somebody started by hand, as the job of an attempt (`runner.contracts.Job`)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+
+class LocalJob:
+    """A process on this machine; nothing requeues it but rerunning the command."""
+
+    auto_restarts = False
+    max_timeouts: int | None = None
+    early_signal: int | None = None
+
+    def identity(self) -> dict[str, Any]:
+        host = socket.gethostname()
+        return {"job_id": os.environ.get("TORCHELASTIC_RUN_ID"), "restart_count": 0, "host": host, "node": None}
+
+    def cause(self, signum: int) -> str:
+        return "interrupted"
+
+    def cause_of_loss(self, record: dict[str, Any]) -> str:
+        return "killed"
+
+    def on_started(self) -> None:
+        """Nobody else counts attempts."""
+
+    def yield_verdict(self) -> None:
+        """Nobody waits for a verdict."""
+
+    def requeue_if_needed(self, cause: str) -> str:
+        return cause  # the exit status reports that rerunning the command continues the run

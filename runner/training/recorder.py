@@ -1,0 +1,159 @@
+"""Where the records of a run go. Rank 0 has a `RunRecorder`; the other ranks have a `SilentRecorder`.
+
+metrics.jsonl takes what the run determines, timings.jsonl what the machine determines. A full disk does not stop
+training: records wait in memory until they can be written, and no checkpoint is committed before the metrics up to its
+step are durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from runner.metrics import JsonlWriter, Writer
+from runner.rundir.attempt_log import AttemptLog
+from runner.system import clock
+
+TIMINGS_EVERY_STEPS = 10
+
+
+class Bar(Protocol):
+    """A progress display."""
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None: ...
+
+    def say(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SilentRecorder:
+    """For the ranks that write nothing."""
+
+    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None:
+        pass
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        pass
+
+    def before_save(self) -> bool:
+        return True
+
+    def cadence(self, explanation: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class RunRecorder:
+    """Writes the run directory's records, the loggers, the progress display and the status."""
+
+    metrics: JsonlWriter
+    timings: JsonlWriter
+    writers: list[Writer]
+    bar: Bar
+    log: AttemptLog
+    last_save: Callable[[], dict[str, Any] | None]
+    _waiting: list[dict[str, Any]] = field(default_factory=list)
+    _seconds: float = 0.0
+    _tokens: int = 0
+    _reported_save: int | None = None
+    _interval: str = ""
+
+    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None:
+        """Write one step's record.
+
+        Args:
+            record: the line of metrics.jsonl.
+            seconds: how long the step took.
+            tokens: of all ranks.
+        """
+        self._write(record)
+        self._seconds += seconds
+        self._tokens += tokens
+        speed = self._tokens / self._seconds if self._seconds else 0.0
+        self.bar.update(record["step"], record["loss"], speed)
+        self.log.update(step=record["step"], loss=record["loss"], tokens_per_s=round(speed, 1))
+        if record["step"] % TIMINGS_EVERY_STEPS == 0:
+            self._write_timing(record["step"], speed)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Write one evaluation's record."""
+        self._write(record)
+        self.log.update(eval_loss=record["eval_loss"])
+        self.bar.say(f"step {record['step']}: eval loss {record['eval_loss']:.4f}")
+
+    def before_save(self) -> bool:
+        """Make every record so far durable; False if the disk refuses (then nothing may be committed)."""
+        try:
+            self._drain()
+            self.metrics.sync()
+        except OSError as error:
+            reason = error.strerror or error
+            self.warn(f"metrics could not be written ({reason}): no checkpoint was saved; will retry")
+            return False
+        return True
+
+    def cadence(self, explanation: str) -> None:
+        """How often checkpoints are saved and why: into the status, and onto the screen when the interval changes."""
+        interval = explanation.partition(":")[0]
+        if interval != self._interval:
+            self._interval = interval
+            self.bar.say(explanation)
+        self.log.update(cadence=explanation)
+
+    def warn(self, message: str) -> None:
+        """An error that training survives: into the status and onto the screen."""
+        self.bar.say(f"warning: {message}")
+        self.log.warn(message)
+
+    def close(self) -> None:
+        """Flush and close everything; records that still cannot be written are reported."""
+        try:
+            self._drain()
+        except OSError as error:
+            self.warn(f"{len(self._waiting)} records could not be written: {error}")
+        for writer in self.writers:
+            writer.close()
+        self.bar.close()
+        for file in (self.metrics, self.timings):
+            try:
+                file.close()
+            except OSError as error:
+                self.warn(f"{file.path.name} could not be closed: {error}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._waiting.append(record)
+        try:
+            self._drain()
+        except OSError as error:
+            if len(self._waiting) == 1:  # reported once, not at every step
+                self.warn(f"metrics are kept in memory until they can be written: {error.strerror or error}")
+        for writer in self.writers:
+            writer.write(record)
+
+    def _drain(self) -> None:
+        while self._waiting:
+            self.metrics.write(self._waiting[0])
+            self._waiting.pop(0)
+
+    def _write_timing(self, step: int, speed: float) -> None:
+        record: dict[str, Any] = {"step": step, "time": clock.wall(), "tokens_per_s": speed}
+        save = self.last_save()
+        if save and save.get("step") != self._reported_save:
+            self._reported_save = save.get("step")
+            record["save"] = save
+        self._seconds = self._tokens = 0
+        try:
+            self.timings.write(record)
+        except OSError:
+            return  # measured again ten steps later
+        for writer in self.writers:
+            writer.write({"step": step, "tokens_per_s": speed, **_flat_save(record.get("save"))})
+
+
+def _flat_save(save: dict[str, Any] | None) -> dict[str, Any]:
+    return {f"save_{k}": v for k, v in (save or {}).items() if isinstance(v, (int, float)) and k != "step"}

@@ -1,0 +1,344 @@
+"""The objects of one attempt: built from the config, restored from the newest checkpoint, trained."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from runner.checkpoint import TrainStateManager, restore_train_state
+from runner.checkpoint.cadence import AdaptiveInterval, Cadence
+from runner.config.schema import Config, NonFinite, SamplerKind
+from runner.config.targets import instantiate
+from runner.data import StatefulDataLoader
+from runner.data.datasets import collate
+from runner.data.order.batch_shape import BatchShape, append_shape
+from runner.data.order.ledger import DataLedger
+from runner.data.sampler import DistributedSampler
+from runner.metrics import JsonlWriter, resume_jsonl
+from runner.metrics.progress import ProgressBar
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.system import clock
+from runner.system.distributed import World
+from runner.system.signals import STOP
+from runner.training import build
+from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
+from runner.training.evaluation import Evaluation
+from runner.training.parallel import wrap
+from runner.training.recorder import RunRecorder, SilentRecorder
+from runner.training.run_state import RunState
+from runner.training.step import Forward, TrainStep
+from runner.training.trainer import Trainer
+
+LEASE_CHECK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class WarningHandler(logging.Handler):
+    """Shows what `runner`'s modules log at WARNING and above, and records it in the status."""
+
+    def __init__(self, log: AttemptLog) -> None:
+        super().__init__(logging.WARNING)
+        self.warn: Callable[[str], None] = self._before_recorder
+        self._log = log
+        self._pid = os.getpid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if os.getpid() == self._pid:
+            self.warn(message)
+        else:  # a loader worker: the status belongs to its parent
+            _print_warning(message)
+
+    def _before_recorder(self, message: str) -> None:
+        _print_warning(message)
+        self._log.warn(message)
+
+
+def _print_warning(message: str) -> None:
+    with suppress(OSError):  # a job's log may be on the disk that is full
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Session:
+    """What an attempt needs to train."""
+
+    trainer: Trainer
+    recorder: RunRecorder | SilentRecorder
+    warm_up: threading.Thread
+    handler: WarningHandler | None = None
+
+    @property
+    def step(self) -> int:
+        return self.trainer.step
+
+    def train(self, steps: int) -> bool:
+        """Train to `steps`; False if a signal came before. Files are closed either way."""
+        try:
+            return self.trainer.run(steps)
+        finally:
+            self.trainer.manager.settle()
+            self.close()
+            if self.warm_up.is_alive():
+                self.warm_up.join()  # an import cannot be cut off by the end of the interpreter
+
+    def close(self) -> None:
+        """Close the recorder and stop forwarding warnings."""
+        self.recorder.close()
+        if self.handler is not None:
+            logging.getLogger("runner").removeHandler(self.handler)
+
+    @staticmethod
+    def open(run: RunDir, config: Config, world: World, log: AttemptLog | None, lease: Lease | None) -> Session:
+        """Build everything, restore the newest checkpoint, and truncate the metrics to its step.
+
+        Args:
+            log: this attempt's, on rank 0.
+            lease: that of the run directory, on rank 0.
+
+        Raises:
+            UserError: the config, the data or the checkpoint does not fit.
+        """
+        with _warnings_forwarded(log) as handler:
+            return _Opening(run, config, world, log, lease, handler).session()
+
+
+@contextmanager
+def _warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
+    """A handler on the logger `runner`, on the rank that has `log`; taken off again only if the block fails."""
+    if log is None:
+        yield None
+        return
+    handler = WarningHandler(log)
+    logging.getLogger("runner").addHandler(handler)
+    try:
+        yield handler
+    except BaseException:
+        logging.getLogger("runner").removeHandler(handler)
+        raise
+
+
+@dataclass
+class _Opening:
+    """Builds the parts of a session in their order; each method builds one of them."""
+
+    run: RunDir
+    config: Config
+    world: World
+    log: AttemptLog | None
+    lease: Lease | None
+    handler: WarningHandler | None
+
+    def session(self) -> Session:
+        config = self.config
+        device = build.choose_device(config.train.device, self.world)
+        if config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        datasets = build.sources(config)
+        model = wrap(build.model(config), config.strategy.value, self.world, device)
+        optimizer = build.optimizer(config, model)
+        scheduler = build.scheduler(config, optimizer, build.phase_schedule(config))
+        build.seed_everything(config.seed, self.world.rank)
+        manager = self._manager(build.fingerprint(config, datasets))
+        state: Mapping[str, Any] = manager.load(model, optimizer) or {}
+        if not state:
+            self._warn_if_checkpoints_are_gone()
+        step = int(state["step"]) if state else 0
+        saved = RunState.from_extra(state) if state else None
+        run_state = self._run_state(saved, step)
+        loader, consumption = self._training_data(datasets, device, run_state, saved, step)
+        _, tokens, _ = restore_train_state(state, scheduler, loader)
+        if saved is not None:
+            consumption.load_state_dict(saved.order)
+        if isinstance(consumption, TrackedConsumption) and self.world.is_main:
+            sizes = {name: len(part) for name, part in datasets.items()}
+            build.order_record(config, consumption.sampler, sizes, run_state.batch_shapes).write(self.run.order)
+        recorder = self._recorder(step, run_state.evaluated, manager)
+        compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model
+        forward = Forward(self.world, device, compiled, build.loss(config), build.autocast(config, device))
+        accum = run_state.batch_shapes[-1].grad_accum_steps
+        # What the first save imports takes a second: meanwhile, but not before the first step.
+        warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
+        trainer = Trainer(
+            world=self.world,
+            train_step=TrainStep(forward, optimizer, scheduler, consumption.names, accum, config.train.clip_norm),
+            loader=loader,
+            consumption=consumption,
+            evaluation=self._evaluation(forward),
+            manager=manager,
+            cadence=self._cadence(step),
+            recorder=recorder,
+            run_state=run_state,
+            stop=lambda: bool(STOP),
+            check_lease=self._lease_check(),
+            skip_nonfinite=config.train.on_nonfinite is NonFinite.skip,
+            step=step,
+            tokens_seen=tokens,
+            after_first_step=warm_up.start,
+        )
+        return Session(trainer, recorder, warm_up, self.handler)
+
+    def _warn_if_checkpoints_are_gone(self) -> None:
+        """A run whose checkpoints were all removed starts again, but not silently."""
+        earlier = self.log.earlier if self.log else []
+        saved = max((attempt.get("checkpoint_step") or 0 for attempt in earlier), default=0)
+        if saved:
+            _log.warning(
+                f"the checkpoint of step {saved} is gone from {self.run.checkpoints}: starting again at step 0"
+            )
+
+    def _run_state(self, saved: RunState | None, step: int) -> RunState:
+        """The state of this attempt, resumed at `step`; sets the number of CPU threads."""
+        # As many as the run began with: their number decides how sums are split.
+        threads = self.config.run.threads or (saved.threads if saved else None)
+        if threads:
+            torch.set_num_threads(threads)
+        accum, _ = build.batch_shape(self.config, self.world)
+        shape = BatchShape(step, self.world.size, self.config.train.batch_size, accum)
+        return RunState(
+            order={},
+            evaluated=saved.evaluated if saved else False,
+            threads=torch.get_num_threads(),
+            batch_shapes=append_shape(saved.batch_shapes if saved else (), shape),
+            data_plan=build.data_plan(self.config),
+        )
+
+    def _training_data(
+        self,
+        datasets: dict[str, Any],
+        device: torch.device,
+        run_state: RunState,
+        saved: RunState | None,
+        step: int,
+    ) -> tuple[Any, TrackedConsumption | UntrackedConsumption]:
+        """The training loader, not restored yet, and its order as the training loop sees it."""
+        config, world = self.config, self.world
+        if config.data.loader:
+            loader = instantiate("data.loader", config.data.loader)
+            return loader, UntrackedConsumption(loader)
+        dataset = build.join(datasets, mixed=len(datasets) > 1)
+        # The same plan at other positions: only the batch shape changed.
+        same_plan = saved is not None and saved.data_plan == run_state.data_plan
+        allow = config.run.allow_data_change or same_plan
+        sampler = build.sampler(config, dataset, datasets, world, run_state.batch_shapes, allow)
+        pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+        options = replace(config.data, pin_memory=pin)
+        loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, config=options)
+        ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
+        if config.sampler.kind is SamplerKind.elastic:
+            return loader, ElasticConsumption(loader, sampler, ledger, config.data.sequence_length)
+        consumption = SeededConsumption(
+            loader,
+            sampler,
+            ledger,
+            config.data.sequence_length,
+            phases=build.phase_schedule(config) if config.sampler.kind is SamplerKind.mixture else None,
+            num_replicas=world.size,
+            rank=world.rank,
+        )
+        consumption.start_at(step)
+        return loader, consumption
+
+    def _evaluation(self, forward: Forward) -> Evaluation | None:
+        """The held-out loader: plain, unshuffled, from the start each time."""
+        config = self.config
+        if not config.eval.every_steps or not config.data.eval_sources:
+            return None
+        datasets = build.sources(config, "eval_sources")
+        dataset = build.join(datasets, mixed=len(datasets) > 1)
+        loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=config.eval.batch_size or config.train.batch_size,
+            sampler=DistributedSampler(dataset, self.world.size, self.world.rank, shuffle=False),
+            collate_fn=collate,
+            generator=torch.Generator(),  # its own: the global one belongs to training
+        )
+        return Evaluation(forward, loader, config.eval.batches, config.eval.every_steps)
+
+    def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:
+        options, lease = self.config.checkpoint, self.lease
+        return TrainStateManager(
+            self.run.checkpoints,
+            fingerprint=fingerprint,
+            keep_last=options.keep_last,
+            keep_every_steps=options.keep_every_steps,
+            keep_best=options.keep_best,
+            mode=options.mode.value,
+            check_fence=lease.check if lease else None,
+            fence=lease.fence if lease else 0,
+        )
+
+    def _recorder(self, step: int, evaluated: bool, manager: TrainStateManager) -> RunRecorder | SilentRecorder:
+        """Truncate the metrics to `step` and open them."""
+        if self.log is None:
+            return SilentRecorder()
+        self.log.resumed(step)
+        reached = resume_jsonl(self.run.metrics, step, evaluated)
+        resume_jsonl(self.run.timings, step, evaluated)
+        if reached < step:
+            _log.warning(
+                f"{self.run.metrics} ends at step {reached}, but the checkpoint is of step {step}: "
+                "the records between are lost; the run continues"
+            )
+        recorder = RunRecorder(
+            metrics=JsonlWriter(self.run.metrics),
+            timings=JsonlWriter(self.run.timings),
+            writers=[
+                instantiate(f"logger.{name}", node, self.run, step, _log.warning)
+                for name, node in self.config.logger.items()
+                if isinstance(node, dict) and node.get("_target_")
+            ],
+            bar=ProgressBar(self.config.train.steps),
+            log=self.log,
+            last_save=lambda: dict(manager.last_save) if manager.last_save else None,
+        )
+        if self.handler is not None:
+            self.handler.warn = recorder.warn
+        self._show_start(recorder, step, self.log)
+        return recorder
+
+    def _show_start(self, recorder: RunRecorder, step: int, log: AttemptLog) -> None:
+        steps = self.config.train.steps
+        for name, phase in self.config.phases.items():
+            if phase.start_step >= steps:
+                recorder.bar.say(
+                    f"warning: phases.{name}.start_step={phase.start_step} is never reached: "
+                    f"the run ends after {steps} steps"
+                )
+        lost = log.earlier[-1].get("steps_lost") if log.earlier else 0
+        repeated = f" (repeating {lost} steps that were not saved)" if lost else ""
+        recorder.bar.say(f"{'resuming' if step else 'starting'} at step {step} of {steps} in {self.run.path}{repeated}")
+
+    def _cadence(self, step: int) -> Cadence:
+        options = self.config.checkpoint
+        adaptive = None
+        if options.adaptive:
+            adaptive = AdaptiveInterval(options.min_interval_s, options.max_interval_s)
+            if self.log:
+                adaptive.observe_attempts((line["ended"] - line["started"], line["cause"]) for line in self.log.earlier)
+        now = clock.monotonic()
+        return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
+
+    def _lease_check(self) -> Callable[[], None]:
+        """Notices soon, at next to no cost, that a newer attempt holds the lease; every commit asks anyway."""
+        last = clock.monotonic()
+
+        def check() -> None:
+            nonlocal last
+            now = clock.monotonic()
+            if self.lease is not None and now - last >= LEASE_CHECK_S:
+                last = now
+                self.lease.check()
+
+        return check

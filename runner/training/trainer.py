@@ -1,0 +1,231 @@
+"""The training loop: steps, and what happens at the boundary between two of them.
+
+At the boundary after step s, in this order: evaluate if due, save if due, stop if asked to; then the phase of the next
+step takes effect, and only then is its first batch drawn. A checkpoint is therefore taken before anything of the next
+step has happened, and a resume executes the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from runner.checkpoint import build_train_state
+from runner.checkpoint.cadence import Cadence
+from runner.data.loading.protocols import BatchRecord
+from runner.errors import TrainingError
+from runner.system import clock
+from runner.system.distributed import World
+from runner.training.evaluation import Evaluation
+from runner.training.run_state import RunState
+from runner.training.step import Batch, StepResult, TrainStep
+
+
+class Recorder(Protocol):
+    """Where records go; only rank 0 has one that writes."""
+
+    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None: ...
+
+    def evaluation(self, record: dict[str, Any]) -> None: ...
+
+    def before_save(self) -> bool: ...
+
+    def cadence(self, explanation: str) -> None: ...
+
+
+class Consumption(Protocol):
+    """The data order as the loop sees it (see `runner.training.consumption`)."""
+
+    def enter_step(self, step: int) -> bool: ...
+
+    def batches(self) -> Iterator[tuple[Batch, BatchRecord | None]]: ...
+
+    def consume(self, record: BatchRecord | None) -> None: ...
+
+    def control(self) -> np.ndarray: ...
+
+    def commit(self, vector: np.ndarray) -> None: ...
+
+    def totals(self) -> dict[str, Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class Trainer:
+    """The loop of one attempt, and the step it is at (`step` = complete steps)."""
+
+    world: World
+    train_step: TrainStep
+    loader: Any
+    consumption: Consumption
+    evaluation: Evaluation | None
+    manager: Any
+    cadence: Cadence
+    recorder: Recorder
+    run_state: RunState  # of the resumed checkpoint; `order` and `evaluated` are brought up to date at a save
+    stop: Callable[[], bool]
+    check_lease: Callable[[], None]
+    skip_nonfinite: bool = False
+    step: int = 0
+    tokens_seen: int = 0
+    eval_loss: float | None = None
+    clock: Callable[[], float] = clock.monotonic
+    after_first_step: Callable[[], None] = lambda: None
+    _batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
+    _stop_agreed: bool = False
+    _save_agreed: bool = False
+
+    def __post_init__(self) -> None:
+        self.evaluated = self.run_state.evaluated
+
+    def run(self, steps: int) -> bool:
+        """Train until `steps` steps are complete, and evaluated if that is due; False if a signal came before.
+
+        Either way the final state is saved and committed.
+
+        Raises:
+            TrainingError: a non-finite loss, or the data ended.
+            SupersededError: a newer attempt holds the lease.
+            PeerError: another rank has ended or does not answer.
+        """
+        started_at = self.step
+        self._agree()  # a signal may have come while the session was opened
+        while True:
+            self.check_lease()
+            interrupted = False
+            if self.evaluation and not self.evaluated and self.evaluation.due(self.step):
+                self.evaluated = self._evaluate(self.evaluation)
+                interrupted = not self.evaluated
+            leaving, saved = self._stop_agreed or self.step >= steps, True
+            if (leaving and self.step > started_at) or self._save_agreed:
+                saved = self.save(wait=leaving)
+                # After a signal there is no time to fix a disk: the last good checkpoint has to do.
+                if leaving and not saved and not self._stop_agreed:
+                    raise TrainingError(self._unsaved())
+            if leaving:
+                return self.step >= steps and not interrupted and saved
+            self.advance()
+            if self.step == started_at + 1:
+                self.after_first_step()
+
+    def advance(self) -> None:
+        """Make one step and record it.
+
+        Raises:
+            TrainingError: a non-finite loss, or the data ended.
+        """
+        if self.consumption.enter_step(self.step):
+            self._batches = None
+        began = self.clock()
+        result = self.train_step(self._next_batch)
+        if not (result.finite or self.skip_nonfinite):
+            raise TrainingError(self._nonfinite(result))
+        self.step += 1
+        self.evaluated = False
+        self.tokens_seen += result.tokens
+        self._agree()
+        self.recorder.step(self._record(result), self.clock() - began, result.tokens)
+
+    def save(self, wait: bool) -> bool:
+        """Make metrics durable, then commit a checkpoint of this boundary; False if it is known to have failed.
+
+        Args:
+            wait: return only when it is committed.
+        """
+        if not self.world.run_on_main(self.recorder.before_save):
+            return False
+        kept = replace(self.run_state, order=self.consumption.state_dict(), evaluated=self.evaluated)
+        state = build_train_state(self.step, self.tokens_seen, self.train_step.scheduler, self.loader, kept.to_extra())
+        metric = self.eval_loss if self.evaluated else None
+        self._learn_cost()
+        model, optimizer = self.train_step.forward.model, self.train_step.optimizer
+        saved: bool = self.manager.save(self.step, model, optimizer, state, metric=metric, wait=wait)
+        self.cadence.saved(self.step, self.clock())
+        return saved
+
+    def _next_batch(self) -> Batch:
+        for _ in range(2):  # an epoch may end here, and the next one begin
+            if self._batches is None:
+                self._batches = self.consumption.batches()
+            for batch, record in self._batches:
+                self.consumption.consume(record)
+                return batch
+            self._batches = None
+        remedy = f"set train.steps={self.step}, or add" if self.step else "add"
+        raise TrainingError(
+            f"the data ended at step {self.step}, after {self.tokens_seen} tokens: {remedy} data "
+            "(more sources, a higher sampler.max_epochs, a smaller train.batch_size)"
+        )
+
+    def _record(self, result: StepResult) -> dict[str, Any]:
+        """The line of metrics.jsonl for the step just made."""
+        record: dict[str, Any] = {
+            "step": self.step,
+            "loss": result.loss,
+            "lr": result.lr,
+            "tokens_seen": self.tokens_seen,
+            "grad_norm": result.grad_norm,
+        }
+        if not result.finite:
+            record["skipped"] = True
+        record |= self.consumption.totals()
+        if result.loss_by_source:
+            record["loss_by_source"] = result.loss_by_source
+        return record
+
+    def _agree(self) -> None:
+        """Let all ranks see the same stop flag, the same decision to save, the same data ledger."""
+        due = self.step > 0 and self.world.is_main and self.cadence.should_save(self.step, self.clock())
+        flags = np.array([self.stop(), due], dtype=np.int64)
+        vector = torch.from_numpy(np.concatenate([flags, self.consumption.control()]))
+        vector = self.world.sum(vector)
+        self._stop_agreed, self._save_agreed = bool(vector[0]), bool(vector[1])
+        self.consumption.commit(vector[2:].numpy())
+
+    def _evaluate(self, evaluation: Evaluation) -> bool:
+        """Evaluate and record; False if a signal came meanwhile (the resumed run evaluates again)."""
+        loss = evaluation.run(self._stop_now)
+        if loss is None:
+            return False
+        self.eval_loss = loss
+        self.recorder.evaluation({"step": self.step, "eval_loss": loss})
+        return True
+
+    def _stop_now(self) -> bool:
+        """The stop flag, agreed across ranks, in the middle of an evaluation."""
+        flag = self.world.sum(torch.tensor([int(self.stop())]))
+        self._stop_agreed = self._stop_agreed or bool(flag[0])
+        return self._stop_agreed
+
+    def _learn_cost(self) -> None:
+        """Report the cost of the previous save to an adaptive cadence."""
+        if self.cadence.adaptive is None:
+            return
+        self.manager.wait()
+        cost = self.manager.last_save
+        if cost and cost["write_s"]:
+            self.cadence.adaptive.observe_save(cost["stall_s"], cost["write_s"])
+            self.recorder.cadence(self.cadence.explain(self.clock()))
+
+    def _unsaved(self) -> str:
+        reason = self.manager.last_error or "metrics could not be written"
+        return (
+            f"the last save, at step {self.step}, failed: {reason}; {self._kept()}; "
+            "fix the cause (free space, permissions) and rerun the command to resume"
+        )
+
+    def _nonfinite(self, result: StepResult) -> str:
+        self.manager.wait()  # the last good one may still be on its way to the disk
+        return (
+            f"the loss of step {self.step + 1} is {result.loss} (gradient norm {result.grad_norm}): training stopped, "
+            f"{self._kept()}. Lower optimizer.lr or train.clip_norm, or skip such steps with train.on_nonfinite=skip"
+        )
+
+    def _kept(self) -> str:
+        last = self.manager.newest()
+        return f"the checkpoint of step {last.step} is kept" if last else "there is no checkpoint yet"

@@ -1,0 +1,136 @@
+"""Real drills: sound runs are bit-identical under every fault, unsound ones are caught and explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import PACED, PATIENCE_S, ROOT, TINY
+
+from runner.chaos.faults import KINDS
+
+# Many runs in sequence: a busy machine may take long.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# Its own generator starts afresh in every attempt, and is in no checkpoint.
+DATASET = """
+import random
+
+import numpy as np
+
+
+class Noise:
+    def __init__(self, sequence_length, **options):
+        self.length = sequence_length
+        self.random = random.Random({seed})
+
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, index):
+        tokens = np.array([self.random.randrange(256) for _ in range(self.length + 1)], dtype=np.int64)
+        return {{"input_ids": tokens[:-1], "labels": tokens[1:]}}
+"""
+
+
+def start(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "runner", "chaos", *TINY, *arguments, "--json"],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}:{cwd}", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def drill(*arguments: str, cwd: Path = ROOT) -> tuple[int, dict[str, Any], str]:
+    """Exit status, result and output."""
+    process = start(*arguments, cwd=cwd)
+    output, shown = process.communicate(timeout=1500)
+    return process.returncode, json.loads(output) if output else {}, shown
+
+
+def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
+    """All kinds are injected and survived, and the run ends bit-identical."""
+    status, result, shown = drill(
+        "data=mixture",
+        "sampler=elastic",
+        "model.dropout=0.1",
+        "train.steps=60",
+        "eval.every_steps=15",
+        f"--root={tmp_path / 'root'}",
+        f"--report={tmp_path / 'report.html'}",
+    )
+    assert status == 0, shown
+    assert result["verdict"] == "identical"
+    kinds = {kind for kind, fault in KINDS.items() if fault.on_this_machine}
+    assert {fault["kind"] for fault in result["faults"]} == kinds
+    assert all(fault["answered"] for fault in result["faults"])
+    assert all(found["tensors"] and found["records"] == 64 for found in result["comparisons"].values())
+    assert "data:image/png" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seed", "explanation"),
+    [("0", "the difference comes from resuming after a fault"), ("", "the configuration itself is not reproducible")],
+    ids=["own generator", "unseeded"],
+)
+def test_a_run_that_is_not_reproducible_is_caught(tmp_path: Path, seed: str, explanation: str) -> None:
+    """A dataset with a generator of its own: the first step that differs is named, and the reason."""
+    (tmp_path / "noise.py").write_text(DATASET.format(seed=seed))
+    status, result, shown = drill(
+        "data.sources.code._target_=noise.Noise",
+        "eval.every_steps=0",
+        "train.steps=30",
+        "--kills=1",
+        "--faults=sigterm",
+        "--seed=3",
+        f"--root={tmp_path / 'root'}",
+        cwd=tmp_path,
+    )
+    assert status == 1, shown
+    assert result["verdict"] == "not identical"
+    assert all(fault["answered"] for fault in result["faults"])
+    differences = [found["differences"] for found in result["comparisons"].values()]
+    first = next(found[0] for found in differences if found)  # in the first run the fault may have come too late
+    assert first["step"] >= 1
+    assert first["key"] == "loss"
+    assert any(explanation in line for line in result["lines"]), result["lines"]
+
+
+def test_an_interrupted_drill_stops_its_runs_and_can_be_continued(tmp_path: Path) -> None:
+    """Ctrl-C: nothing is left running; rerunning the command injects no fault twice."""
+    root = tmp_path / "root"
+    arguments = [PACED, "train.steps=40", "--kills=2", "--faults=sigkill,sigterm", f"--root={root}"]
+    journal = root / "faults.jsonl"
+    process = start(*arguments, HOLD_FILE=str(journal))  # after the first fault no run can finish
+    deadline = time.monotonic() + PATIENCE_S
+    while not journal.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75, shown
+    assert "rerun the command to continue the drill" in shown
+    before = journal.read_text()
+    assert not subprocess.run(
+        ["pgrep", "-f", f"run.dir={tmp_path}"], capture_output=True, text=True, check=False
+    ).stdout
+    status, result, shown = drill(*arguments)
+    assert status == 0, shown
+    assert journal.read_text().startswith(before)
+    assert [fault["number"] for fault in result["faults"]] in ([1, 2], [2, 1])
+
+
+def test_a_run_that_fails_without_faults_is_reported_as_such(tmp_path: Path) -> None:
+    process = start("optimizer.lr=1e30", "train.clip_norm=null", "train.steps=20", f"--root={tmp_path / 'root'}")
+    _, shown = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert "error: the run does not work without faults" in shown

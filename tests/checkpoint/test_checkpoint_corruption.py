@@ -1,0 +1,310 @@
+"""Corruption of every kind is detected, set aside and survived; no code in a checkpoint is ever run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Toy, manager, names
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint import manifest as manifests
+from runner.errors import CheckpointError
+
+FILES = [".metadata", "__0_0.distcp", "manifest.json", "train_state.pt"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("saved")
+    toy, saving = Toy(), manager(directory)
+    for _ in range(2):
+        toy.train()
+        toy.save(saving)
+    return directory
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def load(directory: Path) -> int:
+    """The step that is loaded."""
+    toy = Toy(seed=3)
+    state = manager(directory).load(toy.model, toy.optimizer)
+    assert state is not None
+    return int(state["step"])
+
+
+def positions(size: int) -> Iterator[int]:
+    """Both ends of a file, and some offsets between them."""
+    yield from {0, 1, size // 7, size // 4, size // 3, size // 2, 2 * size // 3, size - 2, size - 1}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_anywhere_is_detected_set_aside_and_survived(
+    saved: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = (saved / "step_00000002" / name).stat().st_size
+    for position in positions(size):
+        for change in (0x01, 0x80):
+            run = shutil.copytree(saved, tmp_path / f"{position}-{change}")
+            raw = bytearray((run / "step_00000002" / name).read_bytes())
+            raw[position] ^= change
+            (run / "step_00000002" / name).write_bytes(raw)
+            assert corruption(run) is not None, f"byte {position} of {name}"
+    assert load(run) == 1
+    assert names(run) == ["step_00000001", "step_00000002.corrupt"]
+    assert "set aside as step_00000002.corrupt" in caplog.messages[0]
+
+
+def corruption(run: Path) -> str | None:
+    newest = next(c for c in checkpoint_dir.candidates(run) if c.path.name == "step_00000002")
+    return checkpoint_dir.corruption_of(newest)
+
+
+def test_every_single_byte_of_the_manifest_matters(saved: Path) -> None:
+    raw = (saved / "step_00000002" / "manifest.json").read_bytes()
+    manifests.decode(raw)
+    for position in range(len(raw)):
+        for change in (0x01, 0x20, 0x80):
+            changed = bytearray(raw)
+            changed[position] ^= change
+            with pytest.raises(manifests.CorruptionError):
+                manifests.decode(bytes(changed))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("keep", [0.0, 0.5, -1])
+def test_a_truncated_file_is_detected(run: Path, name: str, keep: float) -> None:
+    path = run / "step_00000002" / name
+    size = path.stat().st_size
+    os.truncate(path, size - 1 if keep < 0 else int(size * keep))
+    assert load(run) == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_detected(run: Path, name: str) -> None:
+    (run / "step_00000002" / name).unlink()
+    assert load(run) == 1
+
+
+def test_a_file_that_grew_is_detected(run: Path) -> None:
+    with open(run / "step_00000002" / "__0_0.distcp", "ab") as file:
+        file.write(b"x")
+    assert load(run) == 1
+
+
+def test_an_empty_directory_and_a_zeroed_manifest_are_set_aside(run: Path) -> None:
+    (run / "step_00000007").mkdir()
+    shutil.copytree(run / "step_00000002", run / "step_00000008")
+    (run / "step_00000008" / "manifest.json").write_bytes(bytes(500))
+    assert load(run) == 2
+    assert names(run) == ["step_00000001", "step_00000002", "step_00000007.corrupt", "step_00000008.corrupt"]
+
+
+def test_a_second_corrupt_checkpoint_of_the_same_step_gets_another_name(run: Path) -> None:
+    (run / "step_00000002.corrupt").mkdir()
+    (run / "step_00000002" / "train_state.pt").unlink()
+    load(run)
+    assert names(run) == ["step_00000001", "step_00000002.corrupt", "step_00000002.corrupt-2"]
+
+
+def test_a_run_whose_checkpoints_are_all_corrupt_stops_every_time(run: Path) -> None:
+    for step in (1, 2):
+        (run / f"step_0000000{step}" / "train_state.pt").unlink()
+    for words in ("train_state.pt cannot be read", "set aside earlier"):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            load(run)
+        assert "\n" not in str(caught.value)
+        assert "start again from step 0" in str(caught.value)
+
+
+def test_newest_changes_nothing(run: Path) -> None:
+    (run / "step_00000002" / "train_state.pt").unlink()
+    newest = manager(run).newest()
+    assert newest is not None
+    assert newest.step == 1
+    assert names(run) == ["step_00000001", "step_00000002"]
+
+
+def test_missing_permission_is_not_corruption(run: Path, monkeypatch: Any) -> None:
+    """A checkpoint that is not readable is not set aside, since its owner can fix that."""
+    original = os.open
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path).endswith("step_00000002/train_state.pt"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        load(run)
+    assert names(run) == ["step_00000001", "step_00000002"]
+
+
+# What an attacker may write. Everything below verifies: whoever can change a file can change the manifest.
+
+
+class Trap:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def forge(path: Path, **changes: Any) -> None:
+    """Write a manifest that matches the files as they are now."""
+    files = {name: manifests.record_of(path / name) for name in os.listdir(path) if name != "manifest.json"}
+    manifest = replace(manifests.read(path), **{"files": files, **changes})
+    (path / "manifest.json").write_bytes(manifest.encode())
+
+
+def test_a_pickle_in_the_train_state_is_refused_and_not_run(run: Path, tmp_path: Path) -> None:
+    torch.save({"step": 2, "trap": Trap(tmp_path / "sprung")}, run / "step_00000002" / "train_state.pt")
+    forge(run / "step_00000002")
+    with pytest.raises(CheckpointError, match=r"train_state.pt is refused.*mkdir") as caught:
+        load(run)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "sprung").exists()
+    assert names(run) == ["step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_pickle_in_the_metadata_is_refused_and_not_run(run: Path, tmp_path: Path, hidden: bool) -> None:
+    path = run / "step_00000002" / ".metadata"
+    trap: Any = Trap(tmp_path / "sprung")
+    if hidden:
+        metadata = pickle.loads(path.read_bytes())
+        metadata.planner_data = {"deep": [trap]}
+        trap = metadata
+    path.write_bytes(pickle.dumps(trap))
+    forge(path.parent)
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused.*posix.mkdir.*it was not run"):
+        load(run)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("what", [b"", b"\x80\x04N.", pickle.dumps([1]), pickle.dumps({"a": 1})])
+def test_invalid_metadata_is_refused_in_one_line(run: Path, what: bytes) -> None:
+    path = run / "step_00000002" / ".metadata"
+    path.write_bytes(what)
+    forge(path.parent)
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused") as caught:
+        load(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(run: Path, tmp_path: Path) -> None:
+    path = run / "step_00000002"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.0.weight")
+    size = (path / "__0_0.distcp").stat().st_size
+    with open(path / "__0_0.distcp", "ab") as file:
+        torch.save(Trap(tmp_path / "sprung"), file)
+    length = (path / "__0_0.distcp").stat().st_size - size
+    metadata.storage_data[index] = replace(info, offset=size, length=length)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    forge(path)
+    with pytest.raises(CheckpointError, match=r"'model.0.weight' is not a plain tensor"):
+        load(run)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("place", ["../../secret.distcp", "/etc/passwd", "other.distcp"])
+def test_metadata_cannot_point_outside(run: Path, place: str) -> None:
+    path = run / "step_00000002"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.storage_data = {i: replace(s, relative_path=place) for i, s in metadata.storage_data.items()}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    forge(path)
+    with pytest.raises(CheckpointError, match="which is not a file of the checkpoint"):
+        load(run)
+
+
+@pytest.mark.parametrize("name", ["../step_00000001/train_state.pt", "/etc/passwd", "a/b", "..", "", "manifest.json"])
+def test_a_manifest_cannot_name_files_outside(run: Path, name: str) -> None:
+    path = run / "step_00000002"
+    forge(path, files={name: manifests.FileRecord(1, "0")})
+    candidate = next(c for c in checkpoint_dir.candidates(run) if c.path == path)
+    assert candidate.corruption is not None
+    assert "outside the checkpoint" in candidate.corruption
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_are_not_followed(run: Path, tmp_path: Path, name: str) -> None:
+    path = run / "step_00000002" / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert load(run) == 1
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(run: Path) -> None:
+    path = run / "step_00000002" / "train_state.pt"
+    path.unlink()
+    os.mkfifo(path)
+    assert load(run) == 1
+
+
+def test_a_directory_that_others_may_write_to_is_warned_about(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run.chmod(0o775)
+    load(run)
+    assert len(caplog.messages) == 1
+    assert "is writable by its group" in caplog.messages[0]
+
+
+def test_an_unknown_format_version_is_refused_by_name_and_not_set_aside(run: Path) -> None:
+    forge(run / "step_00000002", version=3)
+    with pytest.raises(
+        CheckpointError, match="format version 3, and this version of the runner reads only 1: load it with"
+    ):
+        load(run)
+    assert names(run) == ["step_00000001", "step_00000002"]
+
+
+def test_a_manifest_without_its_checksum_is_corrupt(run: Path) -> None:
+    path = run / "step_00000002"
+    body = json.loads((path / "manifest.json").read_text())
+    del body["sha256"]
+    (path / "manifest.json").write_text(json.dumps(body))
+    assert load(run) == 1
+
+
+def test_a_train_state_of_an_unknown_format_version_is_refused(run: Path) -> None:
+    path = run / "step_00000002"
+    state = torch.load(path / "train_state.pt", weights_only=True)
+    torch.save({**state, "version": 9}, path / "train_state.pt")
+    forge(path)
+    with pytest.raises(CheckpointError, match=r"train_state.pt has format version 9"):
+        load(run)
+
+
+@pytest.mark.parametrize("missing", ["step", "tokens_seen", "rng", "optimizer"])
+def test_an_entry_that_is_missing_from_the_train_state_is_named(run: Path, missing: str) -> None:
+    path = run / "step_00000002"
+    state = torch.load(path / "train_state.pt", weights_only=True)
+    del state[missing]
+    torch.save(state, path / "train_state.pt")
+    forge(path)
+    with pytest.raises(CheckpointError, match=f"step_00000002.*{missing}"):
+        load(run)
+
+
+def test_a_copy_of_an_old_checkpoint_does_not_pass_as_a_newer_one(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(run / "step_00000001", run / "step_00000006")
+    assert load(run) == 2
+    assert names(run) == ["step_00000001", "step_00000002", "step_00000006.corrupt"]
+    assert "it contains step 1" in caplog.messages[0]

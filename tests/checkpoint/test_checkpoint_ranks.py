@@ -1,0 +1,177 @@
+"""A checkpoint of any number of ranks loads on any other number, under DDP and FSDP2, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FINGERPRINT, Clockwork
+from ranks import on_ranks
+from torch import nn
+
+from runner.errors import CheckpointError
+
+pytestmark = pytest.mark.slow
+
+
+class Splitting(Clockwork):
+    """A position per rank, whose sum is kept when the number of ranks changes."""
+
+    def aggregate_state_dict(self, states: list[dict[str, int]]) -> dict[str, Any]:
+        return {"sum": sum(state["position"] for state in states)}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any], rank: int, world: int) -> dict[str, int]:
+        whole, rest = divmod(aggregated["sum"], world)
+        return {"position": whole + (rank < rest)}
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a scalar and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+        self.head = nn.Linear(7, 5, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        out: torch.Tensor = self.head(x) * self.scale
+        return out
+
+
+def whole(tensor: torch.Tensor) -> list[float]:
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return [float(value) for value in full.detach().double().flatten()]
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All values of model and optimizer, by name; called on all ranks."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    values: dict[str, Any] = {name: whole(value) for name, value in inner.state_dict().items()}
+    for name, parameter in inner.named_parameters():
+        for key, value in sorted(optimizer.state[parameter].items()):
+            values[f"{name}:{key}"] = whole(value)
+    values["lr"] = [group["lr"] for group in optimizer.param_groups]
+    return values
+
+
+def build(strategy: str, world: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    if world > 1 and strategy == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        fully_shard(model)
+    elif world > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def attempt(rank: int, world: int, strategy: str, directory: str, number: int) -> None:
+    """One attempt on `world` ranks: load, train two steps, save, and write down what was loaded and saved."""
+    from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
+
+    if world > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{directory}/rendezvous{number}", rank=rank, world_size=world
+        )
+    model, optimizer = build(strategy, world, seed=number)
+    manager = TrainStateManager(Path(directory) / "checkpoints", fingerprint=FINGERPRINT)
+    loader, step = Splitting(10 * rank), 0
+    state = manager.load(model, optimizer)
+    if state is not None:
+        step, _, _ = restore_train_state(state, dataloader=loader)
+    loaded = everything(model, optimizer)
+    rng = torch.rand(2).tolist()
+    for _ in range(2):
+        torch.manual_seed(1000 * rank + step)
+        optimizer.zero_grad()
+        model(torch.randn(3, 7)).square().mean().backward()
+        optimizer.step()
+        step += 1
+    manager.save(step, model, optimizer, build_train_state(step, step, None, loader), wait=number % 2 == 0)
+    manager.wait()
+    assert manager.last_error is None, manager.last_error
+    note = {"loaded": loaded, "saved": everything(model, optimizer), "step": step, "rng": rng, "at": loader.position}
+    (Path(directory) / f"note-{number}-{rank}.json").write_text(json.dumps(note))
+    if world > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def notes(directory: Path, number: int, world: int) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"note-{number}-{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("strategies", [("ddp",) * 4, ("fsdp",) * 4, ("fsdp", "ddp", "fsdp", "ddp")])
+def test_four_ranks_then_two_then_one_then_three(tmp_path: Path, strategies: tuple[str, ...]) -> None:
+    before: list[dict[str, Any]] = []
+    for number, (world, strategy) in enumerate(zip((4, 2, 1, 3), strategies, strict=True)):
+        on_ranks(attempt, world, world, strategy, str(tmp_path), number)
+        now = notes(tmp_path, number, world)
+        assert all(note["step"] == 2 * (number + 1) for note in now)
+        assert len({tuple(note["rng"]) for note in now}) == (world if before else 1)
+        assert sum(note["at"] for note in now) == 60
+        if before:
+            for note in now:
+                assert note["loaded"] == before[0]["saved"]
+        before = now
+    files = {path.name for path in (tmp_path / "checkpoints" / "step_00000008").iterdir()}
+    assert {".metadata", "manifest.json", "train_state.pt", "__0_0.distcp", "__1_0.distcp"} <= files
+
+
+class LogCapture(logging.Handler):
+    """Keeps the messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def broken(rank: int, directory: str) -> None:
+    """The disk of rank 1 fails: all ranks continue, none waits, the next save is intact."""
+    import errno
+
+    from faults import failing, intercepted
+
+    from runner.checkpoint import TrainStateManager, build_train_state
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    model, optimizer = build("ddp", 2, 0)
+    warnings = LogCapture()
+    logging.getLogger("runner").addHandler(warnings)
+    manager = TrainStateManager(Path(directory) / "checkpoints")
+    manager.warm_up()
+    with intercepted(failing(1, errno.EIO) if rank == 1 else None):
+        assert not manager.save(1, model, optimizer, build_train_state(1, 0), wait=True)
+    assert manager.last_error is not None
+    assert ("Input/output error (rank 1)" if rank == 0 else "Input/output error") in manager.last_error
+    assert len(warnings.messages) == (1 if rank == 0 else 0)
+    torch.distributed.barrier()
+    assert not list((Path(directory) / "checkpoints").iterdir())
+    torch.distributed.barrier()
+    assert manager.save(2, model, optimizer, build_train_state(2, 0), wait=True)
+    assert manager.load(model, optimizer)
+    os.truncate(Path(directory) / "checkpoints" / "step_00000002" / "__1_0.distcp", 3) if rank == 1 else None
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        TrainStateManager(Path(directory) / "checkpoints").load(model, optimizer)
+    torch.distributed.destroy_process_group()
+
+
+def test_an_error_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    on_ranks(broken, 2, str(tmp_path))

@@ -1,0 +1,163 @@
+"""The train state: everything is restored, nothing else is changed, and loading it runs no code."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import Clockwork
+
+from runner.checkpoint import build_train_state, get_rng_state, restore_train_state, set_rng_state
+from runner.checkpoint.staging import snapshot
+from runner.checkpoint.state import TrainState, rng_for_rank
+from runner.errors import CheckpointError, UserError
+
+
+def draw() -> tuple[float, float, list[float]]:
+    return random.random(), float(np.random.rand()), torch.randn(3).tolist()
+
+
+def reloaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_generators_continue_exactly_after_loading_with_weights_only() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    np.random.randn()  # fills the cache of a second value
+    state = reloaded(get_rng_state())
+    first = draw(), np.random.randn()
+    set_rng_state(state)
+    assert (draw(), np.random.randn()) == first
+
+
+def test_numpy_state_may_also_be_in_its_own_form() -> None:
+    state = {"numpy": np.random.get_state()}
+    first = np.random.rand()
+    set_rng_state(state)
+    assert np.random.rand() == first
+
+
+@pytest.mark.parametrize("state", [{"pyhton": 1}, {"python": (3, 4, None)}, {"torch_cpu": torch.zeros(3)}])
+def test_what_is_not_a_generator_state_is_refused_in_one_line(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        set_rng_state(state)
+    assert "\n" not in str(caught.value)
+
+
+def test_new_ranks_get_generators_that_are_distinct_and_reproducible() -> None:
+    saved = [get_rng_state()]
+    assert rng_for_rank(saved, 0) is saved[0]
+    states = [rng_for_rank(saved, rank)["torch_cpu"] for rank in (1, 2, 1)]
+    assert torch.equal(states[0], states[2])
+    assert not torch.equal(states[0], states[1])
+    set_rng_state(reloaded(rng_for_rank(saved, 5)))
+
+
+def test_everything_is_restored() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for _ in range(15):
+        optimizer.step()
+        scheduler.step()
+    state = reloaded(build_train_state(15, 99, scheduler, Clockwork(7), {"best": 2.5, "tags": ["a"]}))
+    fresh = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 10)
+    loader = Clockwork()
+    assert restore_train_state(state, fresh, loader) == (15, 99, {"best": 2.5, "tags": ["a"]})
+    assert loader.position == 7
+    assert fresh.state_dict()["_last_lr"] == scheduler.state_dict()["_last_lr"]
+
+
+def test_parts_that_were_not_passed_are_absent() -> None:
+    assert set(build_train_state(0, 0)) == {"step", "tokens_seen", "rng"}
+
+
+def test_an_extra_entry_with_a_reserved_name_is_refused() -> None:
+    with pytest.raises(UserError, match="'rng'"):
+        build_train_state(0, 0, extra={"rng": 1})
+
+
+@pytest.mark.parametrize("missing", ["step", "tokens_seen", "rng", "scheduler", "dataloader"])
+def test_a_missing_entry_is_named_and_only_an_empty_state_is_a_fresh_start(missing: str) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 10)
+    assert restore_train_state({}, scheduler, Clockwork()) == (0, 0, {})
+    state = build_train_state(1, 3, scheduler, Clockwork())
+    del state[missing]
+    with pytest.raises(CheckpointError, match=f"the train state has no '{missing}', only '"):
+        restore_train_state(state, scheduler, Clockwork())
+
+
+def test_an_incomplete_optimizer_entry_is_named() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"entry 'optimizer' of a.pt has no 'values', only 'class_name', 'param_g"
+    ):
+        TrainState.from_dict(
+            {**build_train_state(1, 3), "optimizer": {"class_name": "SGD", "param_groups": []}}, "a.pt"
+        )
+
+
+def test_the_positions_of_another_number_of_ranks_are_split_anew_or_refused() -> None:
+    state = build_train_state(1, 1, None, Clockwork(1))
+    state["dataloader_by_rank"] = [{"position": 1}, {"position": 2}]
+    with pytest.raises(CheckpointError, match="resume with 2 ranks"):
+        restore_train_state(state, dataloader=Clockwork())
+
+    class Splitting(Clockwork):
+        def aggregate_state_dict(self, states: list[dict[str, int]]) -> dict[str, int]:
+            return {"sum": sum(state["position"] for state in states)}
+
+        def deaggregate_state_dict(self, aggregated: dict[str, int], rank: int, world: int) -> dict[str, int]:
+            return {"position": aggregated["sum"] * 10 + rank + world}
+
+    loader = Splitting()
+    restore_train_state(state, dataloader=loader)
+    assert loader.position == 31
+
+
+def test_a_snapshot_is_independent_of_the_original_and_contains_plain_values() -> None:
+    tensor = torch.ones(2)
+    original = {"a": [tensor, (1, 2.0, None)], "n": np.float64(0.5), "i": np.int64(3)}
+    copy = reloaded(snapshot(original))
+    tensor.zero_()
+    assert copy["a"][0].tolist() == [1, 1]
+    assert copy["a"][1] == (1, 2.0, None)
+    assert (copy["n"], copy["i"]) == (0.5, 3)
+    assert type(copy["n"]) is float
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), object(), {1, 2}, Clockwork()])
+def test_what_could_not_be_loaded_safely_is_refused_at_the_save(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"train state\['loader'\]\[0\]"):
+        snapshot({"loader": [value]})
+
+
+def test_importing_the_package_needs_no_torch() -> None:
+    code = (
+        "import sys, runner.checkpoint, runner.checkpoint.cadence, runner.checkpoint.directory, runner.rundir.lease;"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_importing_the_manager_does_not_import_torch_distributed_checkpoint() -> None:
+    code = "import sys, runner.checkpoint.manager; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_has_no_state_is_named() -> None:
+    with pytest.raises(CheckpointError, match="generators is None: pass what get_rng_state"):
+        set_rng_state(None)  # type: ignore[arg-type]
+    for name in ("scheduler", "dataloader"):
+        with pytest.raises(UserError, match=f"the {name} is a object, which has no state_dict"):
+            build_train_state(1, 2, **{name: object()})  # type: ignore[arg-type]

@@ -1,0 +1,37 @@
+"""Chaos through the queue of a real cluster: jobs are killed, requeued and cancelled, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import SLURM, environment
+from runs import ROOT, TINY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_jobs_that_are_killed_requeued_and_cancelled_end_bit_identical(cluster: Cluster, tmp_path: Path) -> None:
+    kinds = ["sigterm", "requeue", "cancel", "sigkill", "flip", "twice"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "runner", "chaos", *TINY, *SLURM, "train.loss._target_=paced.loss"),
+            *("train.steps=120", "eval.every_steps=50", f"--kills={len(kinds)}", f"--faults={','.join(kinds)}"),
+            *("--json", f"--root={tmp_path / 'root'}"),
+        ],
+        cwd=ROOT,
+        env={**cluster.environment, **environment(STEP_SLEEP_S="0.08")},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = json.loads(done.stdout)
+    assert result["verdict"] == "identical"
+    assert sorted(fault["kind"] for fault in result["faults"]) == sorted(kinds)
+    assert not cluster.run("squeue", "-h")

@@ -1,0 +1,210 @@
+"""Jobs of one task on a real cluster: however Slurm interrupts them, they end bit-identical to an uninterrupted run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import COMMON, SLURM, STEPS, Job, environment, preempt, runner, statuses
+from runs import ROOT, Run, assert_same_run
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def job(cluster: Cluster, tmp_path: Path) -> Job:
+    return Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
+
+
+def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, reference: Run) -> None:
+    job.submit(**job.hold(20))
+    assert job.row()["state"] in ("pending", "running")
+    for step in (20, 40, 60):
+        job.wait_for_step(step)
+        assert job.row()["state"] == "running"
+        preempt(cluster, "n1")
+        # It saved and exited within the grace time, and did not end as COMPLETED.
+        job.wait_for_state("PENDING")
+        assert job.row()["state"] == "requeued"
+        job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["preempted", "preempted", "preempted", "finished"]
+    assert job.steps_lost() == 0
+    assert job.row()["state"] == "finished"
+    assert_same_run(job, reference)
+
+
+def test_near_its_time_limit_a_job_requeues_itself(job: Job, reference: Run) -> None:
+    # Slurm may send the signal up to a minute early: two minutes leave at least 15 s to train.
+    job.submit("launcher.time=2", "launcher.signal_delay_s=45", **job.hold(20))
+    job.wait_for_requeue(timeout_s=180)
+    assert job.causes() == ["time limit"]
+    assert 20 <= job.attempts()[0]["end_step"] < STEPS
+    job.release()
+    while job.slurm()["JobState"] != "COMPLETED":
+        job.wait_for_state("COMPLETED", "PENDING", timeout_s=120)
+        if job.slurm()["JobState"] == "PENDING":
+            job.wait_for_requeue()
+    assert set(job.causes()) == {"time limit", "finished"}
+    assert job.steps_lost() == 0
+    assert_same_run(job, reference)
+
+
+def test_a_step_longer_than_the_notice_is_not_the_end_of_the_run(job: Job, cluster: Cluster) -> None:
+    job.submit("launcher.time=1", "launcher.signal_delay_s=20", STEP_SLEEP_S="100")
+    job.wait_for_requeue()
+    # The attempt was killed in its step; the next one records the cause that it had noted.
+    cluster.wait((job.path / "attempts.jsonl").exists, 180, "the second attempt")
+    assert job.causes() == ["time limit"]
+    cluster.run("scancel", job.job_id)
+    assert job.ends() == "CANCELLED"
+
+
+def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(job: Job, cluster: Cluster, reference: Run) -> None:
+    first = job.submit(**job.hold(20))
+    job.wait_for_step(20)
+    cluster.run("scancel", first)
+    assert job.ends() == "CANCELLED"
+    assert job.causes() == ["cancelled"]
+    assert job.row()["state"] == "cancelled"
+    time.sleep(3)  # by now a job that requeued itself would be in the queue
+    assert job.slurm()["JobState"] == "CANCELLED"
+    assert job.submit() != first
+    assert job.ends() == "COMPLETED"
+    assert job.steps_lost() == 0
+    assert_same_run(job, reference)
+
+
+def test_two_shells_at_once_submit_one_job(job: Job, cluster: Cluster, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner", *SLURM, *job.overrides, f"run.dir={job.path}"]
+    env = {**cluster.environment, **environment(**job.hold(5))}
+    shells = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [shell.wait(120) for shell in shells] == [0, 0]
+    assert len(cluster.run("squeue", "-h", f"--name={job.path.name}", "-o", "%Z").split()) == 1
+    job.wait_for_step(5)
+    cluster.run("scancel", job.job_id)
+    assert job.ends() == "CANCELLED"
+
+
+def test_a_job_cancelled_before_it_starts_is_cancelled(job: Job, cluster: Cluster) -> None:
+    job.submit("+launcher.additional.hold=true")
+    assert job.row()["state"] == "pending"
+    cluster.run("scancel", job.job_id)
+    assert job.row()["state"] == "cancelled"
+
+
+def test_requeued_by_an_administrator_it_reads_the_frozen_config(
+    cluster: Cluster, tmp_path: Path, reference: Run
+) -> None:
+    # The config that the job was submitted with is edited while it runs; the attempt after must not see it.
+    tree = tmp_path / "conf"
+    (tree / "experiment").mkdir(parents=True)
+    mine = tree / "experiment" / "mine.yaml"
+    shutil.copy(ROOT / "conf" / "experiment" / "smoke.yaml", mine)
+    overrides = [each for each in COMMON if each != "experiment=smoke"]
+    job = Job(tmp_path / "run", ["--config-dir", str(tree), "experiment=mine", *overrides], cluster=cluster)
+    job.submit("launcher.nodelist=n1", **job.hold(20))
+    job.wait_for_step(20)
+    mine.write_text(mine.read_text() + "optimizer:\n  lr: 99\n")
+    cluster.run("scontrol", "requeue", job.job_id)
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["requeued", "finished"]
+    assert job.steps_lost() == 0
+    assert_same_run(job, reference)
+
+
+def test_a_crash_loop_stops(job: Job, tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
+    fault.write_text("kill")
+    job.overrides += ["train.steps=20", "+train.loss.fail_at=5"]
+    job.submit(FAIL_FILE=str(fault))
+    for _ in range(3):
+        job.wait_for_requeue()
+    assert job.ends() == "FAILED"
+    assert job.causes() == ["killed", "killed", "killed", "crash loop"]
+    assert job.row()["state"] == "crash loop"
+    # Once the cause is fixed, rerunning the command resumes the run.
+    fault.unlink()
+    job.submit("launcher.retry_failed=true", FAIL_FILE=str(fault))
+    assert job.ends() == "COMPLETED"
+    assert job.row()["state"] == "finished"
+
+
+def test_a_signal_while_python_starts_is_not_the_end_of_the_run(job: Job, reference: Run) -> None:
+    job.submit(**job.hold(20))
+    job.cluster.wait(job.processes, 60)
+    for process in job.processes():
+        process.send_signal(signal.SIGTERM)
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert_same_run(job, reference)
+
+
+def test_bad_input_is_one_line_and_nothing_is_submitted(cluster: Cluster, tmp_path: Path) -> None:
+    cases = {
+        "launcher.partition=lwo": "did you mean 'low'",
+        "launcher.time=soon": "is not a time that Slurm accepts",
+        "launcher.time=2-0": "exceeds the limit of partition 'low': 1-00:00:00",
+        "launcher.nodes=7": "Slurm would refuse this job",
+        "launcher.nodse=2": "nodse",
+    }
+    root = tmp_path / "outputs"
+    for override, words in cases.items():
+        done = runner(cluster, "launcher=slurm", *COMMON, override, f"run.root={root}")
+        assert done.returncode == 2, override
+        assert words in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    # An error in the last job of a sweep is found before the first is submitted.
+    done = runner(cluster, "-m", "launcher=slurm", *COMMON, "train.batch_size=1,2,0", f"run.root={root}")
+    assert done.returncode == 2
+    assert "train.batch_size=0" in done.stderr
+    assert not root.exists()
+    assert str(tmp_path) not in cluster.run("squeue", "-h", "-o", "%Z %o")
+
+
+def test_without_slurm_the_error_names_the_login_node(tmp_path: Path) -> None:
+    bare = Cluster(tmp_path)
+    bare.environment = {**os.environ, **environment(), "PATH": "/nowhere"}
+    done = runner(bare, "launcher=slurm", *COMMON, f"run.root={tmp_path / 'outputs'}", PATH="/nowhere")
+    assert done.returncode == 2
+    assert "login node" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_dry_run_shows_the_script_and_submits_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    arguments = ["-m", "launcher=slurm", *COMMON, "seed=1,2", "launcher.dry_run=true", f"run.root={root}"]
+    done = runner(cluster, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --array=0-1%2" in done.stdout
+    assert not root.exists()
+    assert not statuses(cluster, tmp_path)
+
+
+def test_a_task_that_is_killed_while_the_controller_is_away_is_requeued(
+    job: Job, cluster: Cluster, reference: Run
+) -> None:
+    """The batch script waits for the controller: if it ended, the job would fail for good."""
+    job.submit("checkpoint.every_steps=10", **job.hold(35))
+    job.wait_for_step(35)
+    (process,) = job.processes()
+    cluster.stop_controller()
+    try:
+        process.kill()
+        cluster.wait(lambda: "Unable to contact slurm controller" in job.log(), 120, "the batch script asking")
+    finally:
+        cluster.start_controller()
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["killed", "finished"]
+    assert job.steps_lost() <= 20
+    assert_same_run(job, reference)

@@ -1,0 +1,416 @@
+"""When a job is requeued, by whom, and under which cause (docs/requeueing.md), with Slurm's commands faked on PATH."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from fake_slurm import RUNNING, FakeSlurm, inside, job_line, slurm
+
+from launch import job, requeue, scheduler
+from launch.slurm import SlurmLauncher
+from runner.system import clock
+
+__all__ = ["inside", "slurm"]
+
+AT = "2026-01-01T00:00:00"
+ENDING = {**RUNNING, "JobState": "COMPLETING"}
+SILENT = "Unable to contact slurm controller\n"
+
+
+# The cause of a stop
+
+
+# What really arrives, as measured on a real cluster, and how the job is then requeued: Slurm would requeue a cancelled
+# job as well, unless it is asked for a job that is not over (`incomplete`).
+CAUSES = [
+    (signal.SIGTERM, {**RUNNING, "PreemptTime": AT}, "preempted", "incomplete 12_1"),
+    (signal.SIGUSR2, {**RUNNING, "PreemptTime": AT}, "preempted", "incomplete 12_1"),
+    (signal.SIGUSR2, RUNNING, "time limit", "incomplete 12_1"),
+    (signal.SIGUSR1, RUNNING, "time limit", "incomplete 12_1"),
+    # States of a running job until the last node has acknowledged the signal.
+    (signal.SIGTERM, {**RUNNING, "JobState": "SIGNALING", "PreemptTime": AT}, "preempted", "incomplete 12_1"),
+    (signal.SIGTERM, {**RUNNING, "JobState": "STOPPED", "PreemptTime": AT}, "preempted", "incomplete 12_1"),
+    (signal.SIGTERM, ENDING, "cancelled", None),
+    (signal.SIGTERM, {**ENDING, "Reason": "TimeLimit"}, "time limit", "12_1"),
+    (signal.SIGTERM, {"JobState": "COMPLETING", "Restarts": "1"}, "requeued", None),
+    (signal.SIGTERM, RUNNING, "interrupted", "incomplete 12_1"),
+    (signal.SIGINT, RUNNING, "cancelled", None),
+    # PreemptMode=CANCEL without a grace time ends the job in the second of the preemption; a scancel does not.
+    (signal.SIGTERM, {**ENDING, "PreemptTime": AT, "EndTime": AT}, "preempted", "12_1"),
+    (signal.SIGTERM, {**ENDING, "PreemptTime": AT, "EndTime": "2026-01-01T00:00:04"}, "cancelled", None),
+    # The batch script or the node was lost, and this process lives on.
+    (signal.SIGTERM, {**ENDING, "Reason": "JobLaunchFailure"}, "node failure", "12_1"),
+    (signal.SIGTERM, {**ENDING, "Reason": "NodeDown"}, "node failure", "12_1"),
+]
+
+
+@pytest.mark.parametrize(("signum", "state", "cause", "requeues"), CAUSES)
+def test_the_cause_follows_from_the_state_of_the_job_and_decides_whether_it_is_requeued(
+    inside: FakeSlurm, signum: int, state: dict[str, str], cause: str, requeues: str | None
+) -> None:
+    inside.shows_job(**state)
+    here = job.SlurmJob()
+    assert here.cause(signum) == cause
+    assert here.requeue_if_needed(cause) == cause
+    # A task of an array is named in this form: its job id may be that of the whole array.
+    assert set(inside.calls("scontrol show job")) <= {"scontrol show job -o 12_1"}
+    assert inside.calls("scontrol requeue")[-1:] == ([f"scontrol requeue {requeues}"] if requeues else [])
+
+
+def test_a_signal_may_arrive_before_the_state_that_explains_it(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.shows_job(**RUNNING)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: inside.shows_job(**{**ENDING, "Restarts": "1"}))
+    assert job.SlurmJob().cause(signal.SIGTERM) == "requeued"
+
+
+def test_the_cause_follows_from_the_signal_if_slurm_does_not_answer(inside: FakeSlurm) -> None:
+    inside.fails("scontrol_show_job", SILENT)
+    assert job.SlurmJob().cause(signal.SIGUSR2) == "time limit"
+    assert job.SlurmJob().cause(signal.SIGTERM) == "interrupted"
+
+
+def test_a_kill_is_told_apart_from_a_lost_node(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    before = {"job_id": "12_1", "restart_count": 0}
+    assert job.SlurmJob().cause_of_loss(before) == "node failure"
+    requeue.killed_file(tmp_path, "13").write_text("status 137\n")
+    here = job.SlurmJob()
+    here.on_started()
+    assert here.cause_of_loss(before) == "killed"
+    assert not requeue.killed_file(tmp_path, "13").exists()
+    assert job.SlurmJob().cause_of_loss({"job_id": "11", "restart_count": 0}) == "killed"
+
+
+def test_a_signal_before_the_attempt_has_handlers_is_remembered(inside: FakeSlurm) -> None:
+    before = {signum: signal.getsignal(signum) for signum in job.STOP_SIGNALS}
+    try:
+        here = job.SlurmJob()
+        here.catch_signals()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert here.early_signal == signal.SIGUSR2
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+# Requeueing from inside the job
+
+
+def test_a_step_longer_than_the_notice_requeues_the_job_before_it_is_killed(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would; and an attempt whose timer requeued the job keeps its cause."""
+    monkeypatch.setattr(requeue, "KILL_MARGIN_S", 3600.0)  # the end is nearer than that: at once
+    soon = (datetime.now() + timedelta(minutes=1)).isoformat(timespec="seconds")
+    inside.shows_job(**RUNNING, EndTime=soon)
+    here = job.SlurmJob()
+    assert here.cause(signal.SIGUSR2) == "time limit"
+    deadline = time.monotonic() + 60
+    while not inside.calls("scontrol requeue") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
+    inside.shows_job(JobState="COMPLETING", Restarts="1")
+    assert here.requeue_if_needed("time limit") == "time limit"
+    assert len(inside.calls("scontrol requeue")) == 1
+
+
+def test_a_job_that_is_cancelled_during_its_notice_is_not_requeued(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: list[float] = []
+
+    def cancelled_meanwhile(seconds: float, function: Callable[[], None]) -> None:
+        delays.append(seconds)
+        inside.shows_job(**ENDING)
+        function()
+
+    monkeypatch.setattr(clock, "call_later", cancelled_meanwhile)
+    soon = (datetime.now() + timedelta(minutes=1)).isoformat(timespec="seconds")
+    inside.shows_job(**RUNNING, EndTime=soon)
+    assert job.SlurmJob().cause(signal.SIGUSR2) == "time limit"
+    assert 50 < delays[0] <= 60 - requeue.KILL_MARGIN_S
+    assert not inside.calls("scontrol requeue")
+
+
+def test_nothing_is_requeued_while_slurm_does_not_answer(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job may have been cancelled: to requeue it on a guess would undo what a person wanted."""
+    inside.fails("scontrol_show_job", SILENT)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            inside.shows_job(**ENDING)
+
+    monkeypatch.setattr(clock, "sleep", pause)
+    assert job.SlurmJob().requeue_if_needed("preempted") == "cancelled"
+    assert not inside.calls("scontrol requeue")
+
+
+def test_a_job_that_is_cancelled_just_before_it_is_requeued_stays_cancelled(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.shows_job(**RUNNING)
+    ask = scheduler.requeue
+
+    def cancelled_first(job_id: str, only_running: bool) -> None:
+        inside.shows_job(**ENDING)
+        ask(job_id, only_running)
+
+    monkeypatch.setattr(scheduler, "requeue", cancelled_first)
+    assert job.SlurmJob().requeue_if_needed("preempted") == "cancelled"
+    assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
+
+
+def test_a_job_is_requeued_although_the_sites_default_is_not_to(inside: FakeSlurm) -> None:
+    inside.shows_job(**RUNNING)
+    inside.fails("scontrol_requeue_incomplete", "Requested operation is presently disabled for job 12_1\n")
+    (inside.folder / "scontrol_update_jobid=12_1.then").write_text("scontrol_requeue_incomplete.err")
+    assert job.SlurmJob().requeue_if_needed("preempted") == "preempted"
+    assert inside.calls("scontrol update") == ["scontrol update jobid=12_1 requeue=1"]
+    assert len(inside.calls("scontrol requeue")) == 2
+
+
+def test_a_controller_that_does_not_answer_does_not_count_as_a_refusal(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is away: to exit then would end the job for good."""
+    inside.fails("scontrol_show_job", SILENT)
+    pauses = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses == 3 * requeue.MAX_REFUSALS:
+            inside.shows_job(**RUNNING)
+
+    monkeypatch.setattr(clock, "sleep", pause)
+    assert job.SlurmJob().requeue_if_needed("interrupted") == "interrupted"
+    assert len(inside.calls("scontrol requeue")) == 1
+
+
+def test_a_refused_requeue_is_retried(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside.shows_job(**RUNNING)
+    inside.fails("scontrol_requeue_incomplete", SILENT)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            inside.prints("scontrol_requeue_incomplete", "")
+
+    monkeypatch.setattr(clock, "sleep", pause)
+    assert job.SlurmJob().requeue_if_needed("time limit") == "time limit"
+    assert len(inside.calls("scontrol requeue")) == 4
+    assert pauses == [requeue.RETRY_S] * 3
+
+
+def test_after_an_interruption_that_slurm_refuses_to_requeue_the_batch_script_decides(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No end of the job is near that would stop the attempts to requeue it."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    inside.shows_job(**RUNNING)
+    inside.fails("scontrol_requeue_incomplete", "Access/permission denied\n")
+    here = job.SlurmJob()
+    assert here.requeue_if_needed("interrupted") == "interrupted"
+    assert len(inside.calls("scontrol requeue")) == requeue.MAX_REFUSALS
+    here.record_verdict()
+    assert not requeue.verdict_file(tmp_path, "13").exists()
+
+
+def test_a_job_that_is_queued_already_counts_as_requeued(inside: FakeSlurm) -> None:
+    inside.shows_job(**RUNNING)
+    inside.fails("scontrol_requeue_incomplete", "Job is pending execution for job 12_1\n")
+    assert job.SlurmJob().requeue_if_needed("preempted") == "preempted"
+    assert len(inside.calls("scontrol requeue")) == 1
+
+
+def test_a_job_that_is_cancelled_while_it_saves_is_not_requeued(inside: FakeSlurm) -> None:
+    inside.shows_job(**ENDING)
+    assert job.SlurmJob().requeue_if_needed("preempted") == "cancelled"
+    assert not inside.calls("scontrol requeue")
+
+
+# Between the ranks and the batch script
+
+
+def test_what_cannot_be_requeued_here_is_left_to_the_batch_script(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python may be in a container without Slurm's commands; the batch script is not."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    here = job.SlurmJob()
+    cause = here.cause(signal.SIGUSR2)
+    assert here.requeue_if_needed(cause) == "time limit"
+    here.record_verdict()
+    assert not requeue.verdict_file(tmp_path, "13").exists()
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decides: bool
+) -> None:
+    """But not from a rank that ends because another one did."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    module = type(sys)("somewhere")
+
+    def attempt(run_dir: Path, job: job.SlurmJob) -> int:
+        if not decides:
+            job.yield_verdict()
+        return 1
+
+    module.attempt = attempt  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    before = {signum: signal.getsignal(signum) for signum in (*job.STOP_SIGNALS, signal.SIGCONT)}
+    try:
+        with pytest.raises(SystemExit) as left:
+            job.start(str(tmp_path), "somewhere:attempt")
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert left.value.code == 1
+    assert requeue.verdict_file(tmp_path, "13").exists() == decides
+
+
+# Requeueing from the batch script
+
+
+def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> int:
+    """Run the batch script of a run as task 1 of array 12, with `srun` as its ranks; its exit status."""
+    (slurm.folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
+    (run / "logs").mkdir(parents=True, exist_ok=True)
+    script = SlurmLauncher(setup=setup).preview([run])
+    environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert "unbound" not in done.stderr
+    assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["13.killed"]), done.stderr
+    return done.returncode
+
+
+# No rank decided how the job ends:
+# (state of the job, kills before, status of srun) -> (is requeued, kills after)
+ENDS = [
+    (RUNNING, 0, 137, True, 1),
+    (RUNNING, 2, 143, True, 3),
+    (RUNNING, 3, 137, False, 3),  # the environment is broken
+    (RUNNING, 0, 1, True, 1),  # a memory limit, or an srun that reached no controller
+    (RUNNING, 0, 0, False, 0),
+    ({"JobName": "my JobState=FAILED run", **RUNNING, "Command": "/x JobState=FAILED Restarts=7"}, 0, 137, True, 1),
+    ({**RUNNING, "Restarts": "1"}, 0, 137, False, 0),  # the job runs again already, elsewhere
+    ({**RUNNING, "JobState": "SIGNALING"}, 0, 137, True, 1),
+    (ENDING, 0, 137, False, 0),  # Slurm itself ended it
+    ({**RUNNING, "JobState": "CANCELLED"}, 0, 137, False, 0),
+    ({**RUNNING, "PreemptTime": AT}, 3, 143, True, 3),  # before Python handled signals, any number of times
+]
+
+
+@pytest.mark.parametrize(("state", "before", "status", "requeued", "after"), ENDS)
+@pytest.mark.parametrize("setup", [[], ["set -euo pipefail"]])
+def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
+    slurm: FakeSlurm,
+    tmp_path: Path,
+    state: dict[str, str],
+    before: int,
+    status: int,
+    requeued: bool,
+    after: int,
+    setup: list[str],
+) -> None:
+    slurm.prints("scontrol_show_job", job_line(**state) + "\n")
+    killed = requeue.killed_file(tmp_path / "run" / "logs", "13")
+    killed.parent.mkdir(parents=True)
+    killed.write_text("status 137\n" * before)
+    assert batch_script(slurm, tmp_path / "run", f"exit {status}", setup) == status
+    assert slurm.calls("scontrol requeue") == (["scontrol requeue incomplete 12_1"] if requeued else [])
+    assert len(killed.read_text().splitlines()) == after
+
+
+def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Whatever happens to the other ranks then."""
+    slurm.shows_job(**RUNNING)
+    verdict = requeue.verdict_file(tmp_path / "run" / "logs", "13")
+    verdict.parent.mkdir(parents=True)
+    assert batch_script(slurm, tmp_path / "run", f"touch {verdict}; exit 137", []) == 137
+    assert not slurm.calls("scontrol requeue")
+    verdict.touch()  # a leftover of an earlier attempt
+    assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
+    assert len(slurm.calls("scontrol requeue")) == 1
+
+
+def test_a_setup_that_fails_ends_the_job(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.shows_job(**RUNNING)
+    assert batch_script(slurm, tmp_path / "run", "exit 0", ["exit 3"]) == 3
+    assert not slurm.calls("scontrol requeue")
+
+
+@pytest.mark.parametrize("setup", [[], ["set -euo pipefail"]])
+def test_the_batch_script_waits_for_a_controller_that_is_away(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: list[str]
+) -> None:
+    """It ends no job while it is away, and cannot requeue one either."""
+    monkeypatch.setattr(requeue, "SCRIPT_PAUSE_S", 0.1)
+    slurm.shows_job(**RUNNING)
+    slurm.fails("scontrol_show_job", SILENT)
+    slurm.fails("scontrol_requeue_incomplete", SILENT)
+    slurm.fails("scontrol_update_jobid=12_1", SILENT)
+
+    def come_back() -> None:
+        for call, error in (
+            ("scontrol show", "scontrol_show_job"),
+            ("scontrol requeue", "scontrol_requeue_incomplete"),
+        ):
+            while len(slurm.calls(call)) < 2:
+                time.sleep(0.01)
+            (slurm.folder / f"{error}.err").unlink()
+
+    threading.Thread(target=come_back, daemon=True).start()
+    assert batch_script(slurm, tmp_path / "run", "exit 137", setup) == 137
+    assert len(slurm.calls("scontrol requeue")) >= 2
+    # One kill, however often Slurm was asked.
+    assert len(requeue.killed_file(tmp_path / "run" / "logs", "13").read_text().splitlines()) == 1
+
+
+def test_without_requeue_killed_the_batch_script_requeues_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
+    assert "REQUEUE_MAX_KILLS=0" in SlurmLauncher(requeue_killed=False).preview([tmp_path])
+
+
+def test_the_batch_script_needs_no_file_of_this_installation(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """An upgrade between a submission and a requeue does not change how the job is requeued."""
+    script = SlurmLauncher().preview([tmp_path])
+    assert requeue.SCRIPT.read_text().strip() in script
+    assert str(requeue.SCRIPT) not in script
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
+    alone = subprocess.run(["shellcheck", requeue.SCRIPT], capture_output=True, text=True, check=False)
+    assert alone.returncode == 0, alone.stdout
+    script = SlurmLauncher(nodes=2).preview([tmp_path])
+    whole = subprocess.run(
+        ["shellcheck", "--severity=warning", "-"], input=script, capture_output=True, text=True, check=False
+    )
+    assert whole.returncode == 0, whole.stdout

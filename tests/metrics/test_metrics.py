@@ -1,0 +1,507 @@
+"""Metrics: every step once after any kill; loggers continue one run and never harm the training."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.__main__ import run as command
+from runner.errors import UserError
+from runner.metrics import JsonlWriter, resume_jsonl
+from runner.metrics.external import ExternalWriter, scalars
+from runner.metrics.mlflow import MLflow
+from runner.metrics.progress import ProgressBar, duration, quantity
+from runner.metrics.tables import export_csv
+from runner.metrics.tensorboard import TensorBoard
+from runner.metrics.wandb import WandB
+from runner.rundir.paths import RunDir
+from runner.system import files
+from runner.system.files import append_line, read_lines
+
+
+def main(arguments: list[str]) -> int:
+    return command(["metrics", *arguments])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 8.0 / step, "samples": {"code": step, "prose": 2 * step}, "digest": "ab"}
+
+
+def write(run: RunDir, first: int, last: int, evaluate: int = 10) -> None:
+    with JsonlWriter(run.metrics) as writer:
+        for step in range(first, last + 1):
+            writer.write(record(step))
+            if step % evaluate == 0:
+                writer.write({"step": step, "eval_loss": 9.0 / step})
+
+
+def steps(run: RunDir) -> list[int]:
+    return [line["step"] for line in read_lines(run.metrics) if "loss" in line]
+
+
+# ---- metrics.jsonl
+
+
+def test_a_record_is_in_the_file_as_soon_as_it_is_written(run: RunDir) -> None:
+    writer = JsonlWriter(run.metrics)
+    writer.write(record(1))
+    writer.write({"step": 1, "eval_loss": 0.1 + 0.2})
+    assert list(read_lines(run.metrics)) == [record(1), {"step": 1, "eval_loss": 0.1 + 0.2}]
+    writer.sync()
+    writer.close()
+    writer.close()
+
+
+def test_resuming_keeps_records_up_to_the_step(run: RunDir) -> None:
+    write(run, 1, 25)
+    assert resume_jsonl(run.metrics, 20) == 25
+    assert steps(run) == list(range(1, 21))
+    assert list(read_lines(run.metrics))[-1] == {"step": 20, "eval_loss": 9.0 / 20}
+    write(run, 21, 30)
+    assert steps(run) == list(range(1, 31))
+    assert resume_jsonl(run.metrics, 30) == 30
+    assert steps(run) == list(range(1, 31))
+
+
+def test_an_evaluation_that_will_be_repeated_is_dropped(run: RunDir) -> None:
+    """A state saved during an evaluation is restored twice: the first attempt has already written the record."""
+    write(run, 1, 25)
+    assert resume_jsonl(run.metrics, 20, evaluated=False) == 25
+    assert list(read_lines(run.metrics))[-1] == record(20)
+    assert resume_jsonl(run.metrics, 20, evaluated=False) == 20
+    assert list(read_lines(run.metrics))[-1] == record(20)
+
+
+def test_resuming_at_step_0_keeps_nothing_and_creates_nothing(run: RunDir) -> None:
+    assert resume_jsonl(run.metrics, 0) == 0
+    assert not run.metrics.exists()
+    write(run, 1, 5)
+    assert resume_jsonl(run.metrics, 0) == 5
+    assert run.metrics.read_bytes() == b""
+
+
+def test_a_superseded_process_writes_to_a_file_that_nobody_reads(run: RunDir) -> None:
+    """A frozen process still has the old file open when it wakes up."""
+    frozen = JsonlWriter(run.metrics)
+    frozen.write(record(1))
+    resume_jsonl(run.metrics, 1)
+    frozen.write(record(999))
+    write(run, 2, 3)
+    frozen.close()
+    assert steps(run) == [1, 2, 3]
+
+
+@given(last=st.integers(1, 12), cut=st.integers(0, 400), resume=st.integers(0, 12))
+def test_a_file_truncated_anywhere_resumes_with_complete_records(
+    tmp_path_factory: pytest.TempPathFactory, last: int, cut: int, resume: int
+) -> None:
+    run = RunDir(tmp_path_factory.mktemp("run"))
+    write(run, 1, last, evaluate=3)
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole[: max(0, len(whole) - cut)])
+    there = steps(run)
+    resume_jsonl(run.metrics, resume)
+    assert steps(run) == [step for step in there if step <= resume]
+    assert run.metrics.read_bytes() in (b"", whole[: run.metrics.stat().st_size])
+
+
+def test_garbage_at_the_end_is_dropped(run: RunDir) -> None:
+    write(run, 1, 3)
+    with open(run.metrics, "ab") as file:
+        file.write(b"\0\0\0\0\nnull\n{}\n[1]\n")
+    assert resume_jsonl(run.metrics, 3) == 3
+    assert steps(run) == [1, 2, 3]
+
+
+def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, real, calls = JsonlWriter(run.metrics), files.write_fd, []
+
+    def full(fd: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data[:7])
+
+    monkeypatch.setattr(files, "write_fd", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(record(1))
+    monkeypatch.setattr(files, "write_fd", real)
+    writer.write(record(1))
+    writer.close()
+    assert list(read_lines(run.metrics)) == [record(1)]
+
+
+# ---- tables and plots
+
+
+def test_csv_has_one_row_per_step(run: RunDir) -> None:
+    write(run, 1, 20)
+    table = list(csv.DictReader(io.StringIO(export_csv(run).read_text())))
+    assert [row["step"] for row in table] == [str(step) for step in range(1, 21)]
+    assert list(table[0]) == ["step", "loss", "samples/code", "samples/prose", "digest", "eval_loss"]
+    assert (table[9]["eval_loss"], table[8]["eval_loss"]) == ("0.9", "")
+    assert (table[2]["samples/prose"], table[2]["loss"], table[2]["digest"]) == ("6", repr(8 / 3), "ab")
+
+
+def test_the_command_writes_csv_and_a_plot_and_a_summary(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, 1, 20)
+    append_line(run.attempts, {"attempt": 1, "start_step": 0, "end_step": 12})
+    append_line(run.attempts, {"attempt": 2, "start_step": 10, "end_step": 20})
+    picture = tmp_path / "loss.svg"
+    assert main([str(run.path), str(run.path), "--csv", "--plot", str(picture)]) == 0
+    assert run.csv.is_file()
+    drawn = picture.read_text()
+    assert "<svg" in drawn
+    assert main([str(run.path)]) == 0
+    assert "step 20, loss 0.4000  held-out loss 0.4500, best 0.4500 at step 20" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "status"),
+    [
+        (["nowhere"], "has no metrics.jsonl", 2),
+        (["run", "--plot", "loss.xyz"], "unknown format", 2),
+        (["run", "--plot", "missing/loss.png"], "missing/loss.png", 1),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: RunDir,
+    arguments: list[str],
+    message: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(run, 1, 3)
+    monkeypatch.chdir(run.path.parent)
+    assert main(arguments) == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_a_step_has_nothing_to_plot(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.metrics.touch()
+    assert main([str(run.path)]) == 0
+    assert "no step yet" in capsys.readouterr().out
+    assert main([str(run.path), "--plot", str(run.path / "x.png")]) == 2
+
+
+def test_resumes_are_read_from_the_attempt_log(run: RunDir) -> None:
+    from runner.metrics.plot import resumes, smooth
+
+    for start in (0, 10, None, 10, 30):
+        append_line(run.attempts, {"start_step": start})
+    assert resumes(run) == [10, 30]
+    assert smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+def test_the_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, runner.metrics, runner.metrics.external, runner.metrics.tensorboard, runner.metrics.progress;"
+        "sys.exit(bool({'torch', 'numpy', 'rich', 'tensorboard', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- loggers
+
+
+def test_numbers_of_a_record_by_name() -> None:
+    assert scalars({"step": 3, "a": 1, "b": {"c": 0.5, "d": {"e": 2}}, "text": "x", "flag": True, "none": None}) == {
+        "a": 1.0,
+        "b/c": 0.5,
+        "b/d/e": 2.0,
+    }
+
+
+def test_tensorboard_shows_one_curve_over_all_attempts(run: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed, last in ((0, 25), (20, 37), (30, 50)):
+        writer = TensorBoard(run, resumed)
+        for step in range(resumed + 1, last + 1):
+            writer.write(record(step) | {"attempt": resumed})
+            writer.write({"step": step, "eval_loss": 1.0})
+        writer.flush()
+        writer.close()
+    events = EventAccumulator(str(run.tensorboard), {"scalars": 0}).Reload()
+    for tag in ("loss", "samples/code", "eval_loss"):
+        assert [event.step for event in events.Scalars(tag)] == list(range(1, 51))
+    assert [event.value for event in events.Scalars("attempt")] == [0.0] * 20 + [20.0] * 10 + [30.0] * 20
+
+
+class Faulty(ExternalWriter):
+    """A logger whose library fails in a chosen method."""
+
+    name = module = package = "json"
+
+    def __init__(self, run: RunDir, fails: str, report: Callable[[str], None]) -> None:
+        super().__init__(run, 0, report)
+        self.fails = fails
+        self.logged: list[int] = []
+
+    def open(self) -> None:
+        self._maybe("open")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._maybe("log")
+        self.logged.append(step)
+
+    def sync(self) -> None:
+        self._maybe("sync")
+
+    def end(self) -> None:
+        self._maybe("end")
+
+    def _maybe(self, where: str) -> None:
+        if where == self.fails:
+            raise ConnectionError("no network\nand a long story")
+
+
+@pytest.mark.parametrize("fails", ["open", "log", "sync", "end"])
+def test_a_logger_that_fails_is_reported_once_and_disabled(run: RunDir, fails: str) -> None:
+    reported: list[str] = []
+    writer = Faulty(run, fails, reported.append)
+    for step in range(1, 50):
+        writer.write(record(step))
+        writer.flush()
+    writer.close()
+    writer.close()
+    assert reported == ["logger json failed and is disabled from here on (ConnectionError: no network)"]
+
+
+def test_a_working_logger_gets_every_record(run: RunDir) -> None:
+    writer = Faulty(run, "", pytest.fail)
+    for step in range(1, 200):
+        writer.write(record(step))
+    writer.close()
+    assert writer.logged == list(range(1, 200))
+
+
+def test_a_hanging_logger_does_not_delay_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from runner.metrics import external
+
+    monkeypatch.setattr(external, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(external, "QUEUE_RECORDS", 4)
+    reported: list[str] = []
+    release = threading.Event()
+    writer = Faulty(run, "", reported.append)
+    monkeypatch.setattr(writer, "log", lambda step, values: release.wait(10))
+    for step in range(1, 20):
+        writer.write(record(step))
+    writer.close()
+    release.set()
+    assert "4 records are waiting" in reported[0]
+    assert "did not finish within 0.05 s" in reported[1]
+
+
+@pytest.mark.parametrize(("make", "package"), [(WandB, "wandb"), (MLflow, "mlflow")])
+def test_a_logger_that_is_not_installed_is_named(
+    run: RunDir, make: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"pip install {package}"):
+        make(run, 0)
+
+
+WANDB = """
+    import json, pathlib
+
+    class Run:
+        # the service's side of a run: steps only go forward, a resumed one begins after its last
+        def __init__(self, id, dir):
+            self.file = pathlib.Path(dir) / f"wandb-{id}.jsonl"
+            lines = self.file.read_text().splitlines() if self.file.exists() else []
+            self.step = json.loads(lines[-1])["step"] + 1 if lines else 0
+
+        def log(self, values, step):
+            with open(self.file, "a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\\n")
+
+        def finish(self):
+            pass
+
+    def init(id, resume, dir, **options):
+        assert (resume, options["project"], options["mode"]) == ("allow", "mine", "offline")
+        return Run(id, dir)
+"""
+
+
+def test_wandb_continues_one_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's interface is faked; its own behavior is described in docs/logging.md."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "wandb.py").write_text(textwrap.dedent(WANDB))
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    for resumed, last in ((0, 25), (20, 40)):
+        writer = WandB(run, resumed, mode="offline", project="mine")
+        for step in range(resumed + 1, last + 1):
+            writer.write(record(step))
+        writer.close()
+    monkeypatch.delitem(sys.modules, "wandb")
+    (logged,) = run.path.glob("wandb-*.jsonl")
+    assert [line["step"] for line in read_lines(logged)] == list(range(1, 41))
+    assert json.loads(run.loggers.read_text()) == {"wandb": logged.stem.removeprefix("wandb-")}
+
+
+MLFLOW = """
+    import json, pathlib, types
+
+    class Store(dict):
+        pass
+
+    RUNS = {}
+
+    class MlflowClient:
+        def __init__(self, uri):
+            assert uri == "memory"
+
+        def get_experiment_by_name(self, name):
+            return None
+
+        def create_experiment(self, name):
+            return "7"
+
+        def create_run(self, experiment, run_name):
+            RUNS["r1"] = {"metrics": [], "status": None}
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+
+        def update_run(self, id, status):
+            RUNS[id]["status"] = status
+
+        def get_run(self, id):
+            keys = {m.key: m.value for m in RUNS[id]["metrics"]}
+            return types.SimpleNamespace(data=types.SimpleNamespace(metrics=keys))
+
+        def get_metric_history(self, id, key):
+            return [m for m in RUNS[id]["metrics"] if m.key == key]
+
+        def log_batch(self, id, metrics):
+            assert len(metrics) <= 1000
+            RUNS[id]["metrics"] += metrics
+
+        def set_terminated(self, id):
+            RUNS[id]["status"] = "FINISHED"
+"""
+ENTITIES = """
+    import collections
+    Metric = collections.namedtuple("Metric", "key value timestamp step")
+"""
+
+
+def test_mlflow_continues_one_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's interface is faked; its own behavior is described in docs/logging.md."""
+    package = tmp_path / "lib" / "mlflow"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(textwrap.dedent(MLFLOW))
+    (package / "entities.py").write_text(textwrap.dedent(ENTITIES))
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    for resumed, last in ((0, 725), (720, 740)):
+        writer = MLflow(run, resumed, tracking_uri="memory")
+        for step in range(resumed + 1, last + 1):
+            writer.write(record(step))
+        writer.close()
+    logged = sys.modules["mlflow"].RUNS
+    for name in ("mlflow", "mlflow.entities"):
+        monkeypatch.delitem(sys.modules, name)
+    assert list(logged) == ["r1"]
+    assert logged["r1"]["status"] == "FINISHED"
+    for key in ("loss", "samples/code"):
+        assert [m.step for m in logged["r1"]["metrics"] if m.key == key] == list(range(1, 741))
+
+
+# ---- progress
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers what was written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def clock(step_s: float) -> Callable[[], float]:
+    now = iter(range(10**6))
+    return lambda: next(now) * step_s
+
+
+def test_a_log_file_gets_occasional_lines() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(100, stream=stream, clock=clock(1.0))
+    for step in range(1, 101):
+        bar.update(step, 4.0 / step, 12_345.0)
+    bar.say("step 100: eval loss 1.0")
+    bar.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step 1/100  loss 4.0000  12.3k tokens/s  ? left"
+    assert lines[1] == "step 11/100  loss 0.3636  12.3k tokens/s  1:29 left"
+    assert lines[-2] == "step 100/100  loss 0.0400  12.3k tokens/s  0:00 left"
+    assert lines[-1] == "step 100: eval loss 1.0"
+    assert len(lines) == 12
+
+
+def test_a_terminal_gets_a_bar_and_messages_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    bar = ProgressBar(50, stream=screen, clock=clock(0.03))
+    for step in range(11, 51):
+        bar.update(step, 1.0, 900.0)
+        if step == 30:
+            bar.say("step 30: [brackets] stay")
+    bar.close()
+    bar.close()
+    shown = screen.getvalue()
+    assert "50/50" in shown
+    assert "900 tokens/s" in shown
+    assert "step 30: [brackets] stay" in shown
+    assert shown.count("\r") < 40
+    assert shown.rstrip().endswith("\x1b[?25h")
+
+
+def test_numbers_are_short() -> None:
+    assert [quantity(n) for n in (7, 999, 1500, 2.5e6, 3e9)] == ["7", "999", "1.5k", "2.5M", "3.0G"]
+    assert [duration(s) for s in (None, 5.9, 65, 3725)] == ["?", "0:05", "1:05", "1:02:05"]
+
+
+class Gone(Screen):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    flush = property(lambda self: self.write)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_closed_terminal_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Gone()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    bar = ProgressBar(3, stream=screen, clock=clock(1.0))
+    for step in (1, 2, 3):
+        bar.update(step, 1.0, 900.0)
+        bar.say("words")
+    bar.close()

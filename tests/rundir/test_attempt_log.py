@@ -1,0 +1,332 @@
+"""The attempt log: how attempts end, which ends stop a run, and that only the holder of the lease writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.config.composition import compose
+from runner.errors import CrashLoopError, ExitStatus, SupersededError, UserError
+from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.system import clock
+from runner.system.files import read_lines
+from runner.system.processes import this_process
+from runner.system.signals import STOP, STOP_SIGNALS, StopFlag
+from runner.training import attempt as training_attempt
+
+
+def begin(run: RunDir, check_fence: Callable[[], None] | None = None) -> AttemptLog:
+    return AttemptLog.begin(run, {"job_id": "7"}, 100, lambda record: "killed", check_fence=check_fence)
+
+
+def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Path) -> None:
+    """A save in progress, or one that failed, does not count."""
+    run = RunDir(tmp_path)
+    log = begin(run)
+    assert json.loads(run.status.read_text())["checkpoint_time"] is None
+    for step, when in ((10, 1_000.0), (20, 2_000.0)):
+        path = run.checkpoints / f"step_{step:08d}"
+        path.mkdir(parents=True)
+        os.utime(path, (when, when))
+    (run.checkpoints / "step_00000030.tmp-1").mkdir()
+    log.update(force=True)
+    status = json.loads(run.status.read_text())
+    assert (status["checkpoint_step"], status["checkpoint_time"]) == (20, 2_000.0)
+
+
+def record_ends(run: RunDir, *causes: str) -> None:
+    """Attempts of job 7 that made no progress."""
+    for number, cause in enumerate(causes, start=1):
+        line = {"attempt": number, "job_id": "7", "start_step": 0, "checkpoint_step": 0, "cause": cause}
+        with open(run.attempts, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("causes", "max_timeouts", "stops"),
+    [
+        (["crash"] * 2, None, False),
+        (["crash"] * 3, None, True),
+        (["crash", "preempted", "crash", "crash"], None, False),
+        (["time limit"] * 3, None, True),
+        (["time limit"] * 3, 5, False),  # counted separately
+        (["crash", "time limit", "crash", "crash"], 5, True),
+    ],
+)
+def test_three_attempts_without_progress_are_a_crash_loop(
+    tmp_path: Path, causes: list[str], max_timeouts: int | None, stops: bool
+) -> None:
+    run = RunDir(tmp_path)
+    record_ends(run, *causes)
+    log = begin(run)
+    if stops:
+        with pytest.raises(CrashLoopError, match="in a row"):
+            log.check_crash_loop(max_timeouts)
+    else:
+        log.check_crash_loop(max_timeouts)
+
+
+@pytest.mark.parametrize(("noted", "cause"), [("preempted", "preempted"), ("interrupted", "killed"), (None, "killed")])
+def test_a_killed_attempt_keeps_the_cause_that_it_noted_unless_that_may_follow_from_a_crash(
+    tmp_path: Path, noted: str | None, cause: str
+) -> None:
+    """When a rank dies, srun signals the others before it kills them: that alone must not hide a crash loop."""
+    run = RunDir(tmp_path)
+    log = begin(run)
+    log.note(**({"cause": noted} if noted else {}))
+    assert begin(run).last_cause == cause
+
+
+class LimitedJob:
+    """A job that reaches its time limit before anything is built, every time."""
+
+    auto_restarts = True
+    max_timeouts: int | None = 4
+    early_signal: int | None = signal.SIGUSR2
+
+    def __init__(self, restart_count: int) -> None:
+        self.restart_count = restart_count
+        self.requeued = False
+
+    def identity(self) -> dict[str, Any]:
+        return {"job_id": "7", "restart_count": self.restart_count, "host": "here", "node": "n1"}
+
+    def on_started(self) -> None: ...
+
+    def cause_of_loss(self, record: dict[str, Any]) -> str:
+        return "killed"
+
+    def yield_verdict(self) -> None: ...
+
+    def cause(self, signum: int) -> str:
+        return "time limit"
+
+    def requeue_if_needed(self, cause: str) -> str:
+        self.requeued = True
+        return cause
+
+
+@pytest.fixture
+def flag() -> Any:
+    """The stop flag; it and the handlers are restored."""
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    STOP.signum = None
+    yield STOP
+    STOP.signum = None
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def close_listener(flag: StopFlag) -> None:
+    """Close the listener of an attempt; usually its process ends, here the next attempt runs in the same one."""
+    signal.set_wakeup_fd(-1)
+    flag.wait_for_listener()
+    for end in flag._sockets or ():
+        end.close()
+    flag._sockets = flag._thread = None
+
+
+def test_consecutive_time_limits_without_progress_stop_the_run_at_max_timeouts(tmp_path: Path, flag: Any) -> None:
+    """Four in a row, although three other ends would be a crash loop; a new checkpoint resets the count."""
+    job = compose([f"run.dir={tmp_path / 'run'}"])
+    run = RunDir(job.run_dir)
+    run.path.mkdir()
+    run.config.write_text(job.text)
+
+    def attempt(number: int) -> bool:
+        """Whether the job was requeued."""
+        flag.signum = None
+        limited = LimitedJob(number)
+        status = training_attempt.attempt(run.path, limited)
+        close_listener(flag)
+        assert status == (ExitStatus.INTERRUPTED if limited.requeued else ExitStatus.FAILED)
+        return limited.requeued
+
+    assert [attempt(number) for number in range(3)] == [True] * 3
+    (run.checkpoints / "step_00000010").mkdir(parents=True)
+    lines = run.attempts.read_text().splitlines()
+    run.attempts.write_text(
+        "\n".join([*lines[:-1], json.dumps({**json.loads(lines[-1]), "checkpoint_step": 10})]) + "\n"
+    )
+    assert [attempt(number) for number in range(3, 7)] == [True, True, True, False]
+    status = json.loads(run.status.read_text())
+    assert (status["state"], status["cause"]) == ("failed", "timeouts")
+    assert "launcher.max_timeouts=4" in status["reason"]
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1, 2]", '{"a": 1}'])
+def test_a_malformed_record_does_not_keep_an_attempt_from_starting(tmp_path: Path, line: str) -> None:
+    run = RunDir(tmp_path)
+    record_ends(run, "crash")
+    with open(run.attempts, "a") as file:
+        file.write(f"{line}\n")
+    run.attempt.write_text(line)
+    assert begin(run).record["attempt"] == 2
+
+
+def test_an_attempt_whose_cause_cannot_be_noted_still_ends_in_order(tmp_path: Path) -> None:
+    """As on a full disk: the cause is kept in memory, and the job is still requeued."""
+    run = RunDir(tmp_path)
+    log = begin(run)
+    run.attempt.unlink()
+    run.attempt.mkdir()  # nothing can be written there
+    log.announce_end("preempted")
+    assert log.record["cause"] == "preempted"
+    assert json.loads(run.status.read_text())["state"] == "requeued"
+
+
+def test_a_cause_noted_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    log = begin(run)
+    log.end("finished", 0)
+    log.note(cause="preempted")
+    assert not run.attempt.exists()
+    assert [line["cause"] for line in read_lines(run.attempts)] == ["finished"]
+
+
+@pytest.mark.parametrize("failure", [None, ValueError("a bug"), UserError("a mistake")])
+def test_a_superseded_attempt_changes_no_record(
+    tmp_path: Path, flag: Any, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    """However it ends: the records belong to the newer attempt."""
+    job = compose([f"run.dir={tmp_path / 'run'}"])
+    run = RunDir(job.run_dir)
+    run.path.mkdir()
+    run.config.write_text(job.text)
+
+    def superseded(steps: int) -> bool:
+        (run.lease / "00000009.json").write_text(json.dumps({**this_process(), "pid": 1}))
+        run.attempt.write_text('{"attempt": 2}')
+        if failure is not None:
+            raise failure
+        return True
+
+    session = types.SimpleNamespace(train=superseded, step=5)
+    monkeypatch.setattr("runner.training.session.Session.open", lambda *parts: session)
+    assert training_attempt.attempt(run.path) == ExitStatus.SUPERSEDED
+    assert not run.finished.exists()
+    assert not run.attempts.exists()
+    assert json.loads(run.attempt.read_text()) == {"attempt": 2}
+
+
+def files_of(run: RunDir) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+
+
+WRITES: dict[str, Callable[[AttemptLog], object]] = {
+    "update": lambda log: log.update(step=9, force=True),
+    "resumed": lambda log: log.resumed(5),
+    "note": lambda log: log.note(cause="preempted"),
+    "announce_end": lambda log: log.announce_end("preempted"),
+    "end": lambda log: log.end("finished", 0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_superseded_process_that_wakes_changes_no_record(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path)
+    with Lease.acquire(run.lease, {"job_id": "7", "restart_count": 0}) as older:
+        log = begin(run, older.check)
+        log.update(step=3, loss=2.0)
+        with Lease.acquire(run.lease, {"job_id": "7", "restart_count": 1}) as newer:
+            begin(run, newer.check).update(step=4, loss=1.0)
+            before = files_of(run)
+            with pytest.raises(SupersededError):
+                WRITES[name](log)
+            log.warn("the disk is full")  # from any thread, so it does not raise
+            assert files_of(run) == before
+
+
+@pytest.mark.parametrize("writes", range(9))
+def test_a_process_superseded_between_two_writes_stops_at_the_second(tmp_path: Path, writes: int) -> None:
+    """Whichever write it is: each one asks for the fence."""
+    run = RunDir(tmp_path)
+    frozen: dict[str, bytes] = {}
+    asked = 0
+
+    def check_fence() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > writes:
+            frozen.update(files_of(run) if not frozen else {})
+            raise SupersededError("superseded")
+
+    def attempt() -> None:
+        log = begin(run, check_fence)
+        log.resumed(0)
+        log.announce_end("preempted")
+        log.end("preempted", 75)
+
+    with pytest.raises(SupersededError):
+        attempt()
+    temporary = {name for name in frozen if ".tmp-" in name}
+    assert files_of(run) == {name: content for name, content in frozen.items() if name not in temporary}
+
+
+def test_training_does_not_wait_for_the_disk_to_sync_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    log = begin(run)
+    monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("fsync"))
+    log.update(step=7, loss=1.5, force=True)
+    assert json.loads(run.status.read_text())["step"] == 7
+
+
+def test_the_status_is_written_every_two_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    log = begin(run)
+    written = []
+    for step in range(1, 9):
+        monkeypatch.setattr(clock, "monotonic", lambda now=1e9 + step * 0.8: now)
+        log.update(step=step)
+        written.append(json.loads(run.status.read_text())["step"])
+    assert written == [1, 1, 1, 4, 4, 4, 7, 7]
+
+
+def test_an_attempt_at_a_finished_run_changes_no_record(tmp_path: Path, flag: Any) -> None:
+    """Its last loss and tokens/s stay in the status."""
+    job = compose([f"run.dir={tmp_path / 'run'}", "train.steps=10"])
+    run = RunDir(job.run_dir)
+    run.path.mkdir()
+    run.config.write_text(job.text)
+    log = begin(run)
+    log.update(step=10, loss=2.5, tokens_per_s=100.0)
+    log.end("finished", 0)
+    run.finished.write_text(json.dumps({"steps": 10}))
+    before = files_of(run)
+    assert json.loads(before["status.json"])["tokens_per_s"] == 100.0
+    assert training_attempt.attempt(run.path) == ExitStatus.FINISHED
+    assert files_of(run) == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"attempt": "1", "cause": "crash"},
+        {"attempt": 1, "cause": ["crash"]},
+        {"attempt": 1, "cause": "crash", "steps_lost": "x"},
+        {"attempt": 1, "cause": "crash", "checkpoint_step": [1]},
+    ],
+)
+def test_an_attempt_of_the_wrong_shape_is_ignored(tmp_path: Path, line: dict[str, Any]) -> None:
+    run = RunDir(tmp_path)
+    run.attempts.write_text(json.dumps(line) + "\n")
+    assert ended_attempts(run) == []
+
+
+def test_the_last_record_is_that_of_the_last_complete_step(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert last_record(run) == {}
+    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.0}', '{"step": 2, "eval_loss": 1.0}', '{"step": 3, "lo']
+    run.metrics.write_text("\n".join(lines))
+    assert last_record(run) == {"step": 2, "loss": 2.0}

@@ -1,0 +1,311 @@
+"""The lease: a live holder keeps it, a dead one is replaced at once, a frozen one is fenced off."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runner.errors import LockedError, SupersededError, UserError
+from runner.rundir.lease import Lease, liveness, read_holder
+from runner.system import clock
+from runner.system.processes import state_of, this_process
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from runner.rundir.lease import Lease
+lease = Lease.acquire(Path(sys.argv[1]), {}, float(sys.argv[2]))
+print(lease.fence, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "lease"
+
+
+@pytest.fixture
+def other(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lease."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory), "0.6"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "1\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+class FakeTime:
+    """Stands in for the clock; each sleep passes at once, after `during_sleep` was called."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.during_sleep: Callable[[], object] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.during_sleep()
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    made = FakeTime()
+    monkeypatch.setattr(clock, "monotonic", lambda: made.now)
+    monkeypatch.setattr(clock, "sleep", made.sleep)
+    return made
+
+
+def held_by(directory: Path, fence: int = 4, **holder: Any) -> None:
+    """The lease file of some other process."""
+    directory.mkdir(parents=True)
+    described = {**this_process(), "host": "elsewhere", "interval_s": 0.05, **holder}
+    (directory / f"{fence:08d}.json").write_text(json.dumps(described))
+
+
+def test_numbers_increase_and_a_released_lease_is_free_at_once(directory: Path) -> None:
+    for fence in (1, 2, 3):
+        with Lease.acquire(directory, {}, 60.0) as lease:
+            assert lease.fence == fence
+            lease.check()
+        lease.release()
+    assert sorted(path.name for path in directory.iterdir()) == ["00000003.beat", "00000003.json"]
+
+
+def test_a_live_holder_keeps_the_lease_and_is_named(directory: Path, other: subprocess.Popen[str]) -> None:
+    with pytest.raises(LockedError, match=rf"in use by process {other.pid} on ") as caught:
+        Lease.acquire(directory, {}, 0.6)
+    assert "\n" not in str(caught.value)
+    assert other.poll() is None
+
+
+def test_a_newcomer_can_wait_for_a_live_holder(directory: Path, other: subprocess.Popen[str]) -> None:
+    messages: list[str] = []
+
+    def kill(text: str) -> None:
+        messages.append(text)
+        other.kill()
+
+    with Lease.acquire(directory, {}, 0.6, wait_s=600.0, report=kill) as lease:
+        assert lease.fence == 2
+    assert f"in use by process {other.pid}" in messages[0]
+    assert "waiting up to 600 s" in messages[0]
+
+
+@pytest.mark.parametrize(("wait_s", "stop"), [(0.0, False), (600.0, True)])
+def test_the_wait_for_a_live_holder_ends(
+    directory: Path, other: subprocess.Popen[str], wait_s: float, stop: bool
+) -> None:
+    with pytest.raises(LockedError, match=rf"in use by process {other.pid} on "):
+        Lease.acquire(directory, {}, 0.6, wait_s=wait_s, asked_to_stop=lambda: stop)
+
+
+def test_a_process_cannot_acquire_the_lease_twice(directory: Path) -> None:
+    with Lease.acquire(directory, {}, 0.3), pytest.raises(LockedError):
+        Lease.acquire(directory, {}, 0.3)
+
+
+def test_a_killed_holder_is_replaced_at_once(directory: Path, other: subprocess.Popen[str]) -> None:
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # not reaped: a zombie is dead too
+    with Lease.acquire(directory, {}, 3600.0) as lease:
+        assert lease.fence == 2
+
+
+def test_a_frozen_holder_is_replaced_after_the_timeout_and_fenced_off(
+    directory: Path, other: subprocess.Popen[str]
+) -> None:
+    other.send_signal(signal.SIGSTOP)
+    while (state := state_of(other.pid)) and state[0] != "T":
+        time.sleep(0.01)
+    messages: list[str] = []
+    with Lease.acquire(directory, {}, 0.6, report=messages.append) as lease:
+        assert lease.fence == 2
+        assert len(messages) == 1
+        assert "waiting up to" in messages[0]
+        other.send_signal(signal.SIGCONT)
+        while psutil.Process(other.pid).num_threads() > 1:  # its next heartbeat finds that it is superseded
+            time.sleep(0.01)
+        lease.check()
+
+
+def test_the_older_holder_finds_that_it_is_superseded(directory: Path) -> None:
+    older = Lease.acquire(directory, {"job_id": "9", "restart_count": 0}, 60.0)
+    newer = Lease.acquire(directory, {"job_id": "9", "restart_count": 1}, 60.0)
+    with pytest.raises(
+        SupersededError, match=r"held by process \d+ on .*, job 9 \(number 2\); this process was number 1"
+    ):
+        older.check()
+    older.release()
+    newer.check()
+    newer.release()
+
+
+def test_removing_the_lease_stops_its_holder(directory: Path) -> None:
+    lease = Lease.acquire(directory, {}, 60.0)
+    for path in directory.iterdir():
+        path.unlink()
+    with pytest.raises(SupersededError, match="nobody"):
+        lease.check()
+    lease.release()
+
+
+@pytest.mark.parametrize("jump_s", [0.0, 100.0])
+def test_a_delayed_newcomer_does_not_take_over_from_a_live_holder(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Stopped or starved while it waits, the newcomer finds its timeout over, although the holder is alive."""
+    held_by(directory, host=this_process()["host"])
+    now = 0.0
+
+    def monotonic() -> float:
+        nonlocal now
+        now += jump_s
+        return now
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(clock, "monotonic", monotonic)
+    monkeypatch.setattr(clock, "sleep", sleep)
+    with pytest.raises(LockedError):
+        Lease.acquire(directory, {}, 30.0)
+
+
+def test_a_heartbeat_during_a_delay_of_the_newcomer_counts(directory: Path, fake_time: FakeTime) -> None:
+    held_by(directory)
+
+    def delayed_beat() -> None:
+        (directory / "00000004.beat").write_text("1")
+        fake_time.now += 100.0
+
+    fake_time.during_sleep = delayed_beat
+    with pytest.raises(LockedError):
+        Lease.acquire(directory, {}, 30.0)
+
+
+def test_a_holder_on_another_host_is_watched_until_its_heartbeat(directory: Path, fake_time: FakeTime) -> None:
+    held_by(directory, job_id="5")
+    fake_time.during_sleep = lambda: (directory / "00000004.beat").write_text(str(fake_time.now))
+    with pytest.raises(LockedError, match="on elsewhere, job 5"):
+        Lease.acquire(directory, {}, 30.0)
+
+
+def test_a_holder_on_another_host_without_heartbeat_is_replaced_after_the_timeout(
+    directory: Path, fake_time: FakeTime
+) -> None:
+    """By the newcomer's own clock."""
+    held_by(directory)
+    with Lease.acquire(directory, {}, 30.0) as lease:
+        assert lease.fence == 5
+    assert 30.0 <= fake_time.now < 31.0
+
+
+@pytest.mark.parametrize("content", ['{"pid": 1', "[]", '{"pid": "x"}', '{"pid": 1, "restart_count": "x"}'])
+def test_a_holder_with_an_incomplete_file_is_replaced_after_the_timeout(
+    directory: Path, fake_time: FakeTime, content: str
+) -> None:
+    directory.mkdir(parents=True)
+    (directory / "00000007.json").write_text(content)
+    with Lease.acquire(directory, {}, 5.0) as lease:
+        assert lease.fence == 8
+    assert fake_time.now >= 5.0
+
+
+OWN: dict[str, Any] = {
+    "host": "a", "pid": 1, "boot_id": "b", "machine_id": "m", "pid_namespace": "n", "job_id": "7", "restart_count": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("holder", "verdict"),
+    [
+        ({"released": True}, "gone"),
+        ({"restart_count": 1, "host": "z"}, "gone"),
+        ({"restart_count": None, "host": "z"}, "gone"),
+        ({"restart_count": 2, "host": "z"}, "unknown"),
+        ({"restart_count": 3, "host": "z"}, "unknown"),
+        ({"job_id": "8", "restart_count": 0, "host": "z"}, "unknown"),
+        ({"job_id": None, "host": "z"}, "unknown"),
+        ({"job_id": None, "pid_namespace": "other"}, "unknown"),
+        ({"job_id": None, "boot_id": "old"}, "gone"),
+        ({"job_id": None, "boot_id": "old", "machine_id": "twin"}, "unknown"),
+        ({"job_id": None, "pid": 2**22 + 1}, "gone"),
+        ({"job_id": None, "pid": os.getpid(), "start_time": "0"}, "gone"),
+    ],
+)
+def test_liveness_without_waiting(holder: dict[str, Any], verdict: str) -> None:
+    assert liveness({**OWN, "start_time": "5", **holder}, OWN) == verdict
+
+
+def test_a_running_process_of_this_machine_is_alive() -> None:
+    assert liveness(this_process(), {**this_process(), "pid": 1}) == "alive"
+
+
+@pytest.mark.slow
+def test_one_of_many_newcomers_wins(directory: Path) -> None:
+    """Ten processes race for a lease whose holder is dead."""
+    held_by(directory, host=this_process()["host"], pid=2**22 + 1)
+    command = [sys.executable, "-c", HOLD, str(directory), "30"]
+    racers = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parents[2]
+        )
+        for _ in range(10)
+    ]
+    try:
+        won = [
+            racer.stdout.readline() for racer in racers if racer.stdout
+        ]  # the winner keeps the lease, the others exit
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate()
+    assert sorted(won) == [""] * 9 + ["5\n"]
+
+
+def test_the_holder_can_be_read(directory: Path) -> None:
+    assert read_holder(directory) is None
+    with Lease.acquire(directory, {"job_id": "3"}, 60.0):
+        found = read_holder(directory)
+        assert found is not None
+        assert (found[0], found[1]["job_id"], found[1]["pid"]) == (1, "3", os.getpid())
+
+
+def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used for the lease") as caught:
+        Lease.acquire(tmp_path / "file" / "lease", {}, 1.0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="timeout"):
+        Lease.acquire(tmp_path / "lease", {}, 0.0)
+
+
+def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look like a holder of unknown liveness, and be waited for."""
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("runner.system.files.os.write", full)
+    with pytest.raises(UserError, match="No space left"):
+        Lease.acquire(directory, {}, 1.0)
+    assert list(directory.iterdir()) == []

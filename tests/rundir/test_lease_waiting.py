@@ -1,0 +1,113 @@
+"""A job waits while the previous job still saves; nothing else waits, and a signal ends the wait."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_launcher import FakeLauncher
+
+from runner.cli import start
+from runner.config.composition import compose
+from runner.errors import ExitStatus, LockedError, StoppedError, UserError
+from runner.rundir import lease
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.system.signals import STOP
+from runner.training.job import LocalJob
+
+TIMEOUT_S = 0.3
+
+
+class QueuedJob(LocalJob):
+    """A job that a scheduler restarts."""
+
+    auto_restarts = True
+
+    def __init__(self) -> None:
+        self.requeued: list[str] = []
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "job_id": "13"}
+
+    def cause(self, signum: int) -> str:
+        return "preempted"
+
+    def requeue_if_needed(self, cause: str) -> str:
+        self.requeued.append(cause)
+        return cause
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def held(run: RunDir) -> Iterator[Lease]:
+    with Lease.acquire(run.lease, {"job_id": "12"}, TIMEOUT_S) as lease:
+        yield lease
+
+
+def test_a_job_waits_until_the_previous_one_has_released_the_lease(run: RunDir, held: Lease) -> None:
+    messages: list[str] = []
+
+    def release(text: str) -> None:
+        messages.append(text)
+        held.release()
+
+    with lease.acquire_for_job(run, QueuedJob(), TIMEOUT_S, release) as mine:
+        assert mine.fence == held.fence + 1
+    assert "job 12" in messages[0]
+
+
+def test_a_process_started_by_hand_does_not_wait(run: RunDir, held: Lease) -> None:
+    with pytest.raises(LockedError):
+        lease.acquire_for_job(run, LocalJob(), TIMEOUT_S, print)
+
+
+def test_the_wait_for_a_holder_that_keeps_training_ends(
+    run: RunDir, held: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "JOB_WAIT_S", 0.1)
+    job = QueuedJob()
+    with pytest.raises(LockedError):
+        lease.acquire_for_job(run, job, TIMEOUT_S, print)
+    assert job.requeued == []
+
+
+def test_a_signal_ends_the_wait_and_the_job_is_requeued(
+    run: RunDir, held: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = QueuedJob()
+    with pytest.raises(StoppedError, match=r"in use by process .*, job 12; preempted \(SIGTERM\)") as caught:
+        lease.acquire_for_job(run, job, TIMEOUT_S, lambda _: monkeypatch.setattr(STOP, "signum", signal.SIGTERM))
+    assert job.requeued == ["preempted"]
+    assert caught.value.status == ExitStatus.INTERRUPTED
+
+
+def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both looked before either wrote."""
+    run_dir = f"run.dir={tmp_path / 'run'}"
+    first, second = compose([run_dir, "seed=1"]), compose([run_dir, "seed=2"])
+    run, launched = RunDir(tmp_path / "run"), []
+
+    def attempt(run_dir: Path, job: object = None, lease: Lease | None = None) -> int:
+        assert lease is not None
+        lease.check()
+        with pytest.raises(LockedError):
+            start.run_here(second, FakeLauncher())
+        launched.append(run.config.read_text())
+        return 0
+
+    monkeypatch.setattr("runner.training.attempt.attempt", attempt)
+    launcher = FakeLauncher()
+    assert start.run_here(first, launcher) == 0
+    with pytest.raises(UserError, match="seed: 1 -> 2 cannot be changed"):
+        start.run_here(second, launcher)
+    assert launched == [first.text]

@@ -1,0 +1,135 @@
+"""code.json records the code a run was started with, a later attempt notices changes, and git runs nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runner.rundir import provenance
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of the user with one commit; the current directory."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "model.py").write_text("width = 1\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is elsewhere, in no repository: changes of this one meanwhile do not matter."""
+    package = tmp_path / "site" / "runner"
+    package.mkdir(parents=True)
+    (package / "provenance.py").write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+
+
+def freeze(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    provenance.write_code(run / "code.json", provenance.describe_code(), ["seed=1"])
+    return run
+
+
+def test_commit_diff_and_untracked_files_of_the_current_directory_are_recorded(project: Path, tmp_path: Path) -> None:
+    (project / "model.py").write_text("width = 2\n")
+    (project / "new.py").write_text("")
+    code = json.loads((freeze(tmp_path) / "code.json").read_text())
+    repository = code["repositories"][str(project)]
+    assert len(repository["commit"]) == 40
+    assert "+width = 2" in repository["diff"]
+    assert repository["untracked"] == ["new.py"]
+    assert code["overrides"] == ["seed=1"]
+    assert code["packages"]["torch"]
+
+
+def test_the_same_code_has_no_changes(project: Path, tmp_path: Path) -> None:
+    assert provenance.code_changes(freeze(tmp_path)) == []
+
+
+def test_edits_and_commits_are_noticed(project: Path, tmp_path: Path) -> None:
+    run = freeze(tmp_path)
+    (project / "model.py").write_text("width = 3\n")
+    (line,) = provenance.code_changes(run)
+    assert line == f"the uncommitted changes in {project} have changed"
+    git(project, "commit", "-qam", "second")
+    (line,) = provenance.code_changes(run)
+    assert line.startswith(f"commit of {project}: ")
+
+
+def test_other_versions_and_another_source_are_noticed(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = freeze(tmp_path)
+    monkeypatch.setattr(provenance, "_version", lambda package: "0.1")
+    monkeypatch.setattr(provenance, "_source_digest", lambda folder: "other")
+    lines = provenance.code_changes(run)
+    assert any(line.startswith("torch ") and line.endswith("-> 0.1") for line in lines)
+    assert any("source of runner" in line for line in lines)
+
+
+def test_it_works_without_git_and_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = freeze(tmp_path)
+    assert json.loads((run / "code.json").read_text())["repositories"] == {}
+    assert provenance.code_changes(run) == []
+    assert provenance.code_changes(tmp_path / "nowhere") == []
+
+
+def test_earlier_submissions_are_kept(project: Path, tmp_path: Path) -> None:
+    freeze(tmp_path)
+    freeze(tmp_path)
+    run = freeze(tmp_path)
+    earlier = json.loads((run / "code.json").read_text())["earlier"]
+    assert [entry["overrides"] for entry in earlier] == [["seed=1"], ["seed=1"]]
+
+
+def test_a_repository_is_not_asked_because_a_run_directory_names_it(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of the current directory and of the package are: git may run what a repository configures."""
+    run = freeze(tmp_path)
+    git(project, "commit", "-qm", "second", "--allow-empty")
+    monkeypatch.chdir(tmp_path)
+    assert provenance.code_changes(run) == []
+    monkeypatch.chdir(project)
+    assert len(provenance.code_changes(run)) == 1
+
+
+def test_git_runs_no_program_that_the_repository_configures(project: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran-$(basename $0)\ncat\n")
+    program.chmod(0o755)
+    (project / ".gitattributes").write_text("*.py filter=mine diff=mine\n")
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "attributes")
+    hooks = project / ".git" / "own-hooks"
+    hooks.mkdir()
+    (hooks / "post-index-change").symlink_to(program)
+    for key in ("core.fsmonitor", "diff.external", "diff.mine.command", "diff.mine.textconv", "filter.mine.clean"):
+        git(project, "config", key, str(program))
+    git(project, "config", "filter.mine.process", str(program))
+    git(project, "config", "filter.mine.required", "true")
+    git(project, "config", "core.hooksPath", str(hooks))
+    (project / "model.py").write_text("width = 2\n")
+    code = provenance.describe_code()
+    assert "+width = 2" in code["repositories"][str(project)]["diff"]
+    assert list(tmp_path.glob("ran-*")) == []
+    git(project, "config", "filter.a=b.clean", str(program))  # cannot be disabled on the command line
+    assert provenance.describe_code()["repositories"] == {}
+    assert list(tmp_path.glob("ran-*")) == []

@@ -1,0 +1,51 @@
+"""What a user might plug in: a loss that fails, a loader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from runner.data import StatefulDataLoader
+from runner.models.loss import next_token_loss
+
+_calls = 0
+
+
+def nan_at(model: nn.Module, batch: Mapping[str, torch.Tensor], call: int) -> torch.Tensor:
+    """The default loss, but NaN at one call of this process."""
+    global _calls  # noqa: PLW0603 a loss that counts its calls
+    _calls += model.training
+    losses = next_token_loss(model, batch)
+    return losses * float("nan") if _calls == call and model.training else losses
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Counts up, shifted by the rank; stateful."""
+
+    def __init__(self, length: int, sequence_length: int) -> None:
+        self.length, self.sequence_length, self.at = length, sequence_length, 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rank = int(os.environ.get("RANK", "0"))
+        while self.at < self.length:
+            start = 37 * self.at + 11 * rank
+            self.at += 1
+            tokens = torch.arange(start, start + self.sequence_length + 1) % 251
+            yield {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def stream_loader(length: int, sequence_length: int, batch_size: int) -> StatefulDataLoader[Any]:
+    """A loader over a stream, for `data.loader._target_`."""
+    return StatefulDataLoader(Stream(length, sequence_length), batch_size=batch_size)

@@ -1,0 +1,103 @@
+"""Slurm's commands as small scripts on PATH, which print a file and record how they were called."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import requeue
+
+SCRIPT = """\
+#!/bin/sh
+echo "$(basename "$0") $*" >> {folder}/calls
+key=$(echo "$(basename "$0") $1 $2" | tr ' /' '__')
+if [ -f {folder}/"$key".then ]; then rm -f {folder}/$(cat {folder}/"$key".then); fi
+for name in "$key" "$(basename "$0")"; do
+    if [ -f {folder}/"$name".err ]; then cat {folder}/"$name".err >&2; exit 1; fi
+    if [ -f {folder}/"$name".out ]; then cat {folder}/"$name".out; exit 0; fi
+done
+"""
+PARTITIONS = (
+    "PartitionName=low Default=YES GraceTime=20 MaxTime=1-00:00:00 Nodes=n[1-2] PreemptMode=REQUEUE\n"
+    "PartitionName=high Default=NO GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-2] PreemptMode=OFF\n"
+)
+CONFIG = "KillWait = 30 sec\nMaxArraySize = 11\nPreemptType = preempt/partition_prio\nPreemptMode = REQUEUE\n"
+RUNNING = {"JobState": "RUNNING", "Restarts": "0", "Reason": "None", "PreemptTime": "None"}
+"""The record of a job that runs."""
+
+
+class FakeSlurm:
+    """Fakes the process boundary: no class of the project is replaced."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("sbatch", "srun", "squeue", "scontrol", "scancel"):
+            script = folder / name
+            script.write_text(SCRIPT.format(folder=folder))
+            script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
+            monkeypatch.delenv(name)
+        self.prints("scontrol_show_partition", PARTITIONS)
+        self.prints("scontrol_show_config", CONFIG)
+        self.prints("scontrol_show_node", f"NodeName=n1 NodeHostName={os.uname().nodename}\n")
+        self.prints("sbatch", "Submitted batch job 12\n")
+
+    def prints(self, command: str, text: str) -> None:
+        """`command` (its name, or name_word_word) succeeds with `text` from now on."""
+        (self.folder / f"{command}.err").unlink(missing_ok=True)
+        (self.folder / f"{command}.out").write_text(text)
+
+    def fails(self, command: str, text: str) -> None:
+        """`command` fails with `text` on standard error from now on."""
+        (self.folder / f"{command}.err").write_text(text)
+
+    def shows_job(self, **fields: str) -> None:
+        """`scontrol show job` prints this record from now on."""
+        self.prints("scontrol_show_job", job_line(**fields))
+
+    def calls(self, command: str = "") -> list[str]:
+        """The command lines so far that begin with `command`."""
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(command)]
+
+
+def job_line(**fields: str) -> str:
+    """The record of a job as `scontrol show job -o` prints it."""
+    return " ".join(f"{key}={value}" for key, value in {"JobId": "12", **fields}.items()) + "\n"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Three run directories."""
+    made = [tmp_path / "outputs" / f"run{index}" for index in range(3)]
+    for run in made:
+        run.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def inside(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
+    """This process is in task 1 of array 12, which has the job id 13; nothing waits for long."""
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setattr(requeue, "RETRY_S", 0.01)
+    monkeypatch.setattr(requeue, "STATE_CHECK_PAUSE_S", 0.01)
+    yield slurm
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
+            thread.join()

@@ -1,0 +1,94 @@
+"""The default loss, slowed down as a test wants it, so that a run is still alive when the test disturbs it.
+
+It returns bit-identical values, so a run at any pace can be compared with one at full speed. Environment variables:
+
+- HOLD_FILE: a file with a number (else 0). After so many steps an attempt idles, HELD_S per step, until the file is
+  removed. A signal still makes it complete its step, save and exit. A file NAME.reached beside it shows that it idles.
+  HELD_IN=evaluation: it idles there instead of in training, after so many batches.
+- STEP_SLEEP_S, RESTARTED_SLEEP_S: additional seconds per step, the latter in a restarted job.
+- FSYNC_SLEEP_S, EVALUATION_SLEEP_S: additional seconds per fsync and per batch of an evaluation, while HOLD_FILE
+  exists.
+- FAIL_FILE: while it exists, calls from `fail_at` on fail: the file contains `kill` or anything else for an exception.
+  FAIL_RANK: on this rank only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.models.loss import next_token_loss
+
+# Well within the grace period of a preemption, and long compared with what a test does between two steps.
+HELD_S = float(os.environ.get("HELD_S", "3.0"))
+HELD_IN = os.environ.get("HELD_IN", "training")
+HOLD = Path(os.environ.get("HOLD_FILE", "/nonexistent"))
+
+_calls = {"training": itertools.count(1), "evaluation": itertools.count(1)}
+
+
+def loss(model: nn.Module, batch: Mapping[str, torch.Tensor], fail_at: int = 0) -> Any:
+    """`next_token_loss`, with the pauses and failures that the environment asks for (see the module)."""
+    where = "training" if model.training else "evaluation"
+    call = next(_calls[where])
+    time.sleep(_slow_down_s(where))
+    if where == HELD_IN:
+        _hold(call)
+    if fail_at and model.training and call >= fail_at:
+        _fail()
+    return next_token_loss(model, batch)
+
+
+def _slow_down_s(where: str) -> float:
+    if where == "evaluation":
+        return float(os.environ.get("EVALUATION_SLEEP_S", "0")) if HOLD.exists() else 0.0
+    seconds = os.environ.get("STEP_SLEEP_S", "0")
+    if "SLURM_RESTART_COUNT" in os.environ:
+        seconds = os.environ.get("RESTARTED_SLEEP_S", seconds)
+    return float(seconds)
+
+
+def _hold(call: int) -> None:
+    end = time.monotonic() + HELD_S
+    while time.monotonic() < end:
+        try:
+            text = HOLD.read_text()
+            if call <= (int(text) if text.isdigit() else 0):
+                return
+            HOLD.with_name(f"{HOLD.name}.reached").touch()
+        except FileNotFoundError:
+            return
+        time.sleep(0.02)
+
+
+def _fail() -> None:
+    fault = Path(os.environ.get("FAIL_FILE", "/nonexistent"))
+    rank = os.environ.get("RANK", "0")
+    if not fault.exists() or os.environ.get("FAIL_RANK", rank) != rank:
+        return
+    if fault.read_text() == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("failed on purpose")
+
+
+def _slow_down_fsync(seconds: float) -> None:
+    fsync = os.fsync
+
+    def slow_fsync(fd: Any) -> None:
+        if HOLD.exists():
+            time.sleep(seconds)
+        fsync(fd)
+
+    os.fsync = slow_fsync
+
+
+if "FSYNC_SLEEP_S" in os.environ:
+    _slow_down_fsync(float(os.environ["FSYNC_SLEEP_S"]))

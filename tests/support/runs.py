@@ -1,0 +1,194 @@
+"""Real runs as processes of their own: start, watch, kill, resume, compare bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "experiment=smoke",
+    "model.width=16",
+    "model.layers=1",
+    "run.threads=1",
+    "data.sequence_length=16",
+    "logger=none",
+]
+PACED = "train.loss._target_=paced.loss"  # lets a test hold a run or slow it down
+PATIENCE_S = 400.0  # for what normally takes a second or two: a long timeout costs nothing while all is well
+
+
+@dataclass
+class Run:
+    """One run directory and the command that works on it."""
+
+    path: Path
+    overrides: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+    ranks: int = 1
+
+    def hold(self, steps: int) -> dict[str, str]:
+        """Let every attempt idle after `steps` steps; returns the environment that it needs, with `paced.loss`.
+
+        A run that a test disturbs cannot end before that, however slow or fast the machine is.
+        """
+        self.hold_file.parent.mkdir(parents=True, exist_ok=True)
+        self.reached_file.unlink(missing_ok=True)
+        self.hold_file.write_text(str(steps))
+        return {"HOLD_FILE": str(self.hold_file)}
+
+    def hold_at(self, step: int, calls: int = 1, **env: str) -> None:
+        """Let the next attempt idle once the run is at `step`; a step calls the loss `calls` times.
+
+        It idles until it is killed, or until it got a signal and is released.
+        """
+        saved = max((int(path.name.removeprefix("step_")) for path in self.checkpoints()), default=0)
+        self.env = {**self.env, **self.hold(max(step - saved, 0) * calls), **env}
+
+    def release(self) -> None:
+        """Let it continue at full speed."""
+        self.hold_file.unlink(missing_ok=True)
+
+    def idles(self) -> bool:
+        """Whether the attempt has reached the point where it is held."""
+        return self.reached_file.exists()
+
+    @property
+    def hold_file(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.hold")
+
+    @property
+    def reached_file(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.hold.reached")
+
+    def command(self) -> list[str]:
+        """The command: one process, or torchrun with several."""
+        launch = [sys.executable]
+        if self.ranks > 1:
+            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [*launch, "-m", "runner", *self.overrides, f"run.dir={self.path}"]
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start an attempt in the background."""
+        self.process = subprocess.Popen(
+            self.command(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **self.env},
+        )
+        return self.process
+
+    def wait(self, timeout: float = PATIENCE_S) -> tuple[int, str]:
+        """Exit status and output of the attempt, once it has ended."""
+        assert self.process is not None
+        output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
+
+    def finish(self, timeout: float = PATIENCE_S) -> str:
+        """Run the command to its end, which must be a success; its output."""
+        self.release()
+        self.start()
+        status, output = self.wait(timeout)
+        assert status == 0, output
+        return output
+
+    def wait_until(self, moment: Callable[[Run], bool], timeout: float = PATIENCE_S) -> bool:
+        """Return as soon as `moment` holds; False if the attempt ended before it did."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            if moment(self):
+                return True
+            if time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(f"it never happened: {self.tail()}")
+            time.sleep(0.0005)
+        return False
+
+    def wait_for_end(self, timeout: float) -> bool:
+        """Whether the attempt ends within `timeout` seconds."""
+        assert self.process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+        return self.process.returncode is not None
+
+    def kill_when(self, moment: Callable[[Run], bool], signum: int = signal.SIGKILL) -> bool:
+        """Send `signum` as soon as `moment` holds; False if the attempt ended before it did."""
+        if not self.wait_until(moment):
+            return False
+        self.send(signum)
+        return True
+
+    def send(self, signum: int) -> None:
+        """Signal the process; with several ranks each of them, as when a node is lost or a job is preempted."""
+        assert self.process is not None
+        launched = psutil.Process(self.process.pid)
+        # torchrun starts each rank in a session of its own.
+        ranks = launched.children() if self.ranks > 1 else [launched]
+        if signum == signal.SIGKILL and self.ranks > 1:
+            # A node is lost at once: no rank may see another one die first.
+            ranks = [launched, *ranks]
+            self._send_each(ranks, signal.SIGSTOP)
+            while any(rank.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for rank in ranks):
+                time.sleep(0.001)
+        self._send_each(ranks, signum)
+
+    @staticmethod
+    def _send_each(processes: list[psutil.Process], signum: int) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):  # it ended because another rank was signaled
+                process.send_signal(signum)
+
+    def tail(self) -> str:
+        """The last lines of the metrics, for messages."""
+        return "".join(self.lines()[-3:])
+
+    def lines(self) -> list[str]:
+        path = self.path / "metrics.jsonl"
+        return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines() if line.endswith("\n")]  # one may be written in part
+
+    def attempts(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "attempts.jsonl").read_text().splitlines()]
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "status.json").read_text()))
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoints").glob("step_" + "[0-9]" * 8))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the newest checkpoint: parameters and optimizer state."""
+        from runner.checkpoint import manifest
+        from runner.checkpoint.reader import tensors
+
+        newest = self.checkpoints()[-1]
+        return dict(tensors(newest, manifest.read(newest)))
+
+
+def assert_same_run(one: Run, other: Run) -> None:
+    """Metrics file and final weights are bit-identical."""
+    assert one.lines() == other.lines()
+    mine, theirs = one.weights(), other.weights()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name

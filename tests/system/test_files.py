@@ -1,0 +1,135 @@
+"""All access to the file system: atomic writes, and reads that neither block nor follow links."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.errors import SupersededError
+from runner.system import files
+
+
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+def link(path: Path) -> None:
+    target = path.with_name("target")
+    target.write_text("{}\n")
+    path.symlink_to(target)
+
+
+NOT_REGULAR: list[Callable[[Path], None]] = [os.mkfifo, bind_socket, link, Path.mkdir]
+READERS: list[Callable[[Path], object]] = [
+    files.read_object,
+    lambda path: list(files.read_lines(path)),
+    lambda path: files.read_tail(path, 10),
+    files.read_regular,
+]
+
+
+@pytest.mark.parametrize("make", NOT_REGULAR)
+@pytest.mark.parametrize("read", READERS)
+def test_only_regular_files_are_read(
+    tmp_path: Path, make: Callable[[Path], None], read: Callable[[Path], object]
+) -> None:
+    """A FIFO without a writer would block, a link might lead anywhere."""
+    path = tmp_path / "record"
+    make(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        read(path)
+
+
+def test_a_link_is_followed_only_on_request(tmp_path: Path) -> None:
+    link(tmp_path / "record")
+    assert files.read_json(tmp_path / "record") == {}
+    with pytest.raises(OSError, match="not a regular file"):
+        files.read_json(tmp_path / "record", follow=False)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record"
+    path.write_text("x" * 9)
+    assert files.read_regular(path, limit=9) == b"x" * 9
+    with pytest.raises(OSError, match="larger than 8 bytes"):
+        files.read_regular(path, limit=8)
+    path.write_text("1\n22\n" + "3" * 99)
+    with pytest.raises(OSError, match="larger than 50 bytes"):
+        list(files.read_lines(path, limit=50))
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 40)
+    with pytest.raises(OSError, match="longer than 40 bytes"):
+        list(files.read_lines(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"1" * 5000])
+def test_what_is_not_json_is_read_as_nothing(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "record"
+    assert files.read_json(path) is None
+    path.write_bytes(content)
+    assert files.read_json(path) is None
+    assert files.read_object(path) == {}
+    path.write_bytes(b'{"a": 1}\n' + content + b'\n{"a": 2}\n{"a": 3')
+    assert list(files.read_lines(path)) == [{"a": 1}, {"a": 2}]
+
+
+def test_the_tail_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.write_text("0123456789")
+    assert [files.read_tail(path, size) for size in (3, 10, 99)] == [b"789", b"0123456789", b"0123456789"]
+
+
+def test_an_incomplete_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+    path.write_text('{"attempt": 1}\n{"attempt": 2, "cau')
+    files.append_line(path, {"attempt": 3})
+    files.append_line(path, {"attempt": 4})
+    assert list(files.read_lines(path)) == [{"attempt": 1}, {"attempt": 3}, {"attempt": 4}]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_an_atomic_write_is_synced_if_it_must_be_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    files.write_atomic(tmp_path / "record", "new", durable=durable)
+    assert (tmp_path / "record").read_text() == "new"
+    assert len(synced) == (2 if durable else 0)  # the file and the directory
+
+
+def test_a_write_that_is_refused_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.write_text("old")
+
+    def check() -> None:
+        assert path.read_text() == "old"
+        assert len(list(tmp_path.iterdir())) == 2  # all that remains to be done is the rename
+        raise SupersededError("superseded")
+
+    with pytest.raises(SupersededError):
+        files.write_atomic(path, "new", check=check)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record"]
+    assert path.read_text() == "old"
+
+
+def test_a_file_is_created_once_and_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record"
+    files.create(path, b"first")
+    with pytest.raises(FileExistsError):
+        files.create(path, b"second")
+    assert path.read_bytes() == b"first"
+    path.unlink()
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.create(path, b"third")
+    assert not path.exists()

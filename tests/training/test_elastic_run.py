@@ -1,0 +1,121 @@
+"""The second promise, with real ranks: a run resumed in another shape consumes exactly the remaining samples."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import PACED, TINY, Run
+
+# Many attempts in sequence: a busy machine may take long.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+COMMON = [
+    *TINY,
+    PACED,
+    "data=mixture",
+    "sampler=elastic",
+    "train.global_batch_size=12",
+    "train.steps=40",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=6",
+    "+phases.late={start_step: 17, weights: {prose: 5.0}}",
+]
+
+
+def records(run: Run) -> list[dict[str, Any]]:
+    return [record for record in run.records() if "loss" in record]
+
+
+def reached(step: int) -> Callable[[Run], bool]:
+    return lambda run: len(records(run)) >= step
+
+
+def test_four_ranks_then_two_one_and_three_see_the_same_samples(tmp_path: Path) -> None:
+    """Killed on 4 ranks and resumed on 2, 1 and 3 with the same global batch: same ledger, same loss up to rounding."""
+    whole = Run(tmp_path / "whole", [*COMMON, "train.batch_size=3"], ranks=4)
+    whole.finish()
+    shapes = [(4, 3, 9), (2, 6, 16), (1, 4, 25), (3, 2, None)]
+    for ranks, batch, until in shapes:
+        run = Run(tmp_path / "run", [*COMMON, f"train.batch_size={batch}"], ranks=ranks)
+        if until is None:
+            run.finish()
+            break
+        run.hold_at(until + 1, calls=12 // (ranks * batch))
+        run.start()
+        assert run.kill_when(reached(until))
+        run.wait()
+    assert [r["step"] for r in records(run)] == list(range(1, 41))
+    for ours, theirs in zip(records(run), records(whole), strict=True):
+        for exact in ("step", "digest", "sources", "lr", "tokens_seen"):
+            assert ours[exact] == theirs[exact]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert [attempt["cause"] for attempt in run.attempts()] == ["killed"] * 3 + ["finished"]
+
+
+def test_another_global_batch_resumes_at_the_same_position(tmp_path: Path) -> None:
+    """With another global batch the same sequence of samples continues: none repeated, none lost."""
+    common = [*COMMON, "phases.late.start_step=1000"]  # a phase would begin at another position
+    first = Run(tmp_path / "run", [*common, "train.batch_size=12", "train.steps=10"])
+    first.finish()
+    shape = ["train.global_batch_size=20", "train.batch_size=5", "train.steps=16"]
+    second = Run(first.path, [*common, *shape], ranks=2)
+    second.finish()
+    whole = Run(tmp_path / "whole", [*common, "train.batch_size=12", "train.steps=20"])
+    whole.finish()
+    assert records(second)[-1]["sources"] == records(whole)[-1]["sources"]
+    assert 10 * 12 + 6 * 20 == 20 * 12
+    assert records(second)[-1]["digest"] == records(whole)[-1]["digest"]
+
+
+def test_weights_edited_between_attempts_need_consent_and_repeat_nothing(tmp_path: Path) -> None:
+    """Changed weights are refused, naming the change; if allowed, every source continues at its key."""
+    run = Run(tmp_path / "run", [*COMMON, "train.batch_size=6", "train.steps=12"])
+    run.finish()
+    before = records(run)[-1]["sources"]
+    edited = Run(run.path, [*COMMON, "train.batch_size=6", "train.steps=16", "sampler.weights.code=0"])
+    edited.start()
+    status, output = edited.wait()
+    assert status == 2
+    assert "run.allow_data_change" in output
+    assert "sampler.weights.code" in output
+    assert records(run)[-1]["step"] == 12
+    edited.overrides.append("run.allow_data_change=true")
+    edited.finish()
+    after = records(edited)[-1]["sources"]
+    assert after["code"] == before["code"]
+    assert sum(after[s]["samples"] for s in after) == 16 * 12
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_ranks_killed_are_bit_identical_in_the_same_shape(strategy: str, tmp_path: Path) -> None:
+    """Two and three ranks with dropout and accumulation, after SIGKILL and SIGTERM."""
+    ranks = 3 if strategy == "ddp" else 2
+    common = [
+        *TINY,
+        PACED,
+        f"strategy={strategy}",
+        "train.steps=24",
+        "eval.every_steps=10",
+        "checkpoint.every_steps=5",
+        "model.dropout=0.2",
+        "train.grad_accum_steps=2",
+        "train.batch_size=2",
+    ]
+    whole = Run(tmp_path / "whole", common, ranks=ranks)
+    whole.finish()
+    run = Run(tmp_path / "run", common, ranks=ranks)
+    for until, signum in ((7, signal.SIGKILL), (13, signal.SIGTERM), (18, signal.SIGKILL)):
+        run.hold_at(until + 1, calls=2)
+        run.start()
+        assert run.kill_when(reached(until), signum)
+        run.release()
+        run.wait()
+    run.finish()
+    assert run.lines() == whole.lines()
+    mine, theirs = run.weights(), whole.weights()
+    assert mine.keys() == theirs.keys()
+    assert all((mine[name] == theirs[name]).all() for name in theirs)

@@ -1,0 +1,45 @@
+"""The runner's entries in the train state: a missing one is an error, never a default."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from resume import through_a_file
+
+from runner.data.order.batch_shape import BatchShape
+from runner.data.order.ledger import DataLedger
+from runner.errors import CheckpointError
+from runner.training.consumption import ElasticConsumption
+from runner.training.run_state import RunState
+
+STATE = RunState(
+    order={"ledger": {"digest": "0" * 32}},
+    evaluated=True,
+    threads=2,
+    batch_shapes=(BatchShape(0, 4, 8), BatchShape(30, 3, 8, grad_accum_steps=2)),
+    data_plan={"weights": {"code": 1.0}, "temperature": 0.7},
+)
+
+
+def test_it_is_restored_from_a_train_state() -> None:
+    assert RunState.from_extra(through_a_file({"step": 40, **STATE.to_extra()})) == STATE
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(RunState)])
+def test_a_missing_entry_is_an_error_that_names_it(name: str) -> None:
+    extra = STATE.to_extra()
+    del extra[name]
+    with pytest.raises(CheckpointError, match=f"the train state has no '{name}'"):
+        RunState.from_extra(extra)
+
+
+def test_a_batch_shape_with_unknown_fields_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="batch_shapes"):
+        RunState.from_extra({**STATE.to_extra(), "batch_shapes": [{"step": 0, "ranks": 2}]})
+
+
+def test_an_order_without_its_ledger_is_an_error_that_names_it() -> None:
+    consumption = ElasticConsumption(None, None, DataLedger(["code"], [10]), tokens_per_sample=16)
+    with pytest.raises(CheckpointError, match="'ledger'"):
+        consumption.load_state_dict({})

@@ -1,0 +1,126 @@
+"""The end of a run: it is finished only when the last evaluation is recorded and the last checkpoint is saved."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner.checkpoint.cadence import Cadence
+from runner.errors import TrainingError
+from runner.system.distributed import World
+from runner.training.consumption import UntrackedConsumption
+from runner.training.evaluation import Evaluation
+from runner.training.run_state import RunState
+from runner.training.step import Forward, TrainStep
+from runner.training.trainer import Trainer
+
+BATCH = (torch.ones(2, 3), torch.ones(2, 1))
+
+
+class Recorder:
+    """Keeps the records it gets; with `full`, they cannot be made durable."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.full = False
+
+    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None:
+        self.records.append(record)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def before_save(self) -> bool:
+        return not self.full
+
+    def cadence(self, explanation: str) -> None:
+        pass
+
+
+class Manager:
+    """Commits every save, unless `last_error` is set."""
+
+    last_error: str | None = None
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, bool]] = []
+
+    def save(self, step: int, *state: Any, metric: float | None, wait: bool) -> bool:
+        if self.last_error is None:
+            self.saved.append((step, wait))
+        return self.last_error is None
+
+    def newest(self) -> None:
+        return None
+
+
+class Stopping(list[Any]):
+    """Batches of an evaluation; a signal comes while they are read."""
+
+    stop = False
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            self.stop = True
+            yield batch
+
+
+class Loader(list[Any]):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    forward = Forward(
+        World(),
+        torch.device("cpu"),
+        model,
+        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1),
+        nullcontext,
+    )
+    loader = Loader([BATCH] * 8)
+    return Trainer(
+        world=World(),
+        train_step=TrainStep(forward, optimizer, scheduler, sources=[]),
+        loader=loader,
+        consumption=UntrackedConsumption(loader),
+        evaluation=Evaluation(forward, batches, eval_batches, every_steps=4),
+        manager=Manager(),
+        cadence=Cadence(100, None, start_step=0, now=0.0),
+        recorder=Recorder(),
+        run_state=RunState({}, False, 1, (), {}),
+        stop=lambda: getattr(batches, "stop", False),
+        check_lease=lambda: None,
+    )
+
+
+def test_a_signal_in_the_last_evaluation_leaves_the_run_unfinished() -> None:
+    """All steps are made and saved, but the evaluation is missing: the next attempt makes it."""
+    interrupted = trainer(Stopping([BATCH] * 4))
+    assert interrupted.run(4) is False
+    assert interrupted.manager.saved == [(4, True)]
+    assert not any("eval_loss" in record for record in interrupted.recorder.records)  # type: ignore[attr-defined]
+    resumed = trainer([BATCH], eval_batches=1)
+    resumed.step = 4
+    assert resumed.run(4) is True
+    assert [sorted(record) for record in resumed.recorder.records] == [["eval_loss", "step"]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["metrics", "checkpoint"])
+def test_a_run_whose_last_save_fails_is_not_finished(what: str) -> None:
+    """A full disk at the very end is an error, not a completion mark without a checkpoint."""
+    last = trainer([])
+    last.evaluation = None
+    if what == "metrics":
+        last.recorder.full = True  # type: ignore[attr-defined]
+    else:
+        last.manager.last_error = "No space left on device"
+    with pytest.raises(TrainingError, match="last save, at step 4, failed"):
+        last.run(4)

@@ -1,0 +1,49 @@
+"""Warnings that any module logs are shown and recorded in the status for the time of an attempt."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.paths import RunDir
+from runner.training.job import LocalJob
+from runner.training.session import WarningHandler
+
+MESSAGE = "step 5 could not be saved: 100% full"
+
+
+@pytest.fixture
+def handler(tmp_path: Path) -> Iterator[WarningHandler]:
+    log = AttemptLog.begin(RunDir(tmp_path), LocalJob().identity(), 10, lambda record: "killed")
+    handler = WarningHandler(log)
+    logging.getLogger("runner").addHandler(handler)
+    yield handler
+    logging.getLogger("runner").removeHandler(handler)
+
+
+def recorded(path: Path) -> list[str]:
+    return list(json.loads(RunDir(path).status.read_text())["warnings"])
+
+
+def test_a_warning_is_printed_and_recorded(
+    handler: WarningHandler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.getLogger("runner.checkpoint.manager").warning(MESSAGE)
+    logging.getLogger("runner.checkpoint.manager").info("saved")
+    logging.getLogger("other").warning("not ours")
+    assert recorded(tmp_path) == [MESSAGE]
+    assert capsys.readouterr().err == f"warning: {MESSAGE}\n"
+
+
+def test_a_warning_in_a_loader_worker_does_not_touch_the_status(
+    handler: WarningHandler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler._pid += 1  # the handler was installed in the parent process
+    logging.getLogger("runner.data.loading.workers").warning(MESSAGE)
+    assert recorded(tmp_path) == []
+    assert MESSAGE in capsys.readouterr().err
