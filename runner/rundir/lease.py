@@ -3,7 +3,7 @@
 A process acquires the lease by creating the file of the next number exclusively; the highest number is the holder's. A
 heartbeat shows that the holder is alive. A newcomer takes over at once from a holder that is known to be gone, watches
 the heartbeat where it cannot know, and is refused if the holder is alive. A superseded process that wakes up finds a
-higher number and must not write: see `Lease.check`.
+higher number and must not write: see `Lease.check_fence`.
 
 Clocks of different machines are never compared: a watcher checks whether the heartbeat *changes*. Nothing here imports
 torch, numpy or hydra.
@@ -191,7 +191,7 @@ class Lease:
         lease._thread.start()
         return lease
 
-    def check(self) -> None:
+    def check_fence(self) -> None:
         """Call before every write into the run directory.
 
         Raises:
@@ -213,7 +213,7 @@ class Lease:
             self._thread.join(timeout=5)
         with contextlib.suppress(OSError, SupersededError):
             mine = _file(self.directory, self.fence, "json")
-            files.write_json(mine, {**self.holder, "released": True}, check=self.check)
+            files.write_json(mine, {**self.holder, "released": True}, check=self.check_fence)
 
     def __enter__(self) -> Lease:
         return self

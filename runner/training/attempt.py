@@ -138,7 +138,7 @@ class _Attempt:
             self.job.on_started()
             _print(f"finished: {self.run.path} has all its {done} steps")
             return True
-        check_fence = self.lease.check if self.lease else None
+        check_fence = self.lease.check_fence if self.lease else None
         log = AttemptLog.begin(self.run, self.job.identity(), steps, self.job.cause_of_loss, check_fence)
         log.auto_restarts = self.job.auto_restarts
         self.log = log

@@ -181,7 +181,7 @@ class _Opening:
             recorder=recorder,
             run_state=run_state,
             stop=lambda: bool(STOP),
-            check_lease=self._lease_check(),
+            check_fence=self._fence_check(),
             skip_nonfinite=config.train.on_nonfinite is NonFinite.skip,
             step=step,
             tokens_seen=tokens,
@@ -275,7 +275,7 @@ class _Opening:
             keep_every_steps=options.keep_every_steps,
             keep_best=options.keep_best,
             mode=options.mode.value,
-            check_fence=lease.check if lease else None,
+            check_fence=lease.check_fence if lease else None,
             fence=lease.fence if lease else 0,
         )
 
@@ -330,7 +330,7 @@ class _Opening:
         now = clock.monotonic()
         return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
 
-    def _lease_check(self) -> Callable[[], None]:
+    def _fence_check(self) -> Callable[[], None]:
         """Notices soon, at next to no cost, that a newer attempt holds the lease; every commit asks anyway."""
         last = clock.monotonic()
 
@@ -339,6 +339,6 @@ class _Opening:
             now = clock.monotonic()
             if self.lease is not None and now - last >= LEASE_CHECK_S:
                 last = now
-                self.lease.check()
+                self.lease.check_fence()
 
         return check

@@ -69,7 +69,7 @@ class Trainer:
     recorder: Recorder
     run_state: RunState  # of the resumed checkpoint; `order` and `evaluated` are brought up to date at a save
     stop: Callable[[], bool]
-    check_lease: Callable[[], None]
+    check_fence: Callable[[], None]
     skip_nonfinite: bool = False
     step: int = 0
     tokens_seen: int = 0
@@ -96,7 +96,7 @@ class Trainer:
         started_at = self.step
         self._agree()  # a signal may have come while the session was opened
         while True:
-            self.check_lease()
+            self.check_fence()
             interrupted = False
             if self.evaluation and not self.evaluated and self.evaluation.due(self.step):
                 self.evaluated = self._evaluate(self.evaluation)

@@ -209,7 +209,7 @@ def test_a_process_frozen_at_each_call_commits_nothing_after_it_was_superseded(s
         _, status = os.waitpid(pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status), number
         with Lease.acquire(run.parent / "lease", {"job_id": "1", "restart_count": 1}, 5.0) as lease:
-            scene.act(run, check_fence=lease.check, fence=lease.fence)
+            scene.act(run, check_fence=lease.check_fence, fence=lease.fence)
             before = names(run)
             manifest = (run / "step_00000003" / "manifest.json").read_bytes()
             os.kill(pid, signal.SIGCONT)
@@ -229,4 +229,4 @@ def older(scene: Scene, run: Path, number: int) -> None:
     lease._stop.set()  # no heartbeat among the counted calls
     lease._thread.join()
     with intercepted(signaled(number, signal.SIGSTOP, "before")):
-        scene.act(run, check_fence=lease.check, fence=lease.fence)
+        scene.act(run, check_fence=lease.check_fence, fence=lease.fence)

@@ -235,10 +235,10 @@ WRITES: dict[str, Callable[[AttemptLog], object]] = {
 def test_a_superseded_process_that_wakes_changes_no_record(tmp_path: Path, name: str) -> None:
     run = RunDir(tmp_path)
     with Lease.acquire(run.lease, {"job_id": "7", "restart_count": 0}) as older:
-        log = begin(run, older.check)
+        log = begin(run, older.check_fence)
         log.update(step=3, loss=2.0)
         with Lease.acquire(run.lease, {"job_id": "7", "restart_count": 1}) as newer:
-            begin(run, newer.check).update(step=4, loss=1.0)
+            begin(run, newer.check_fence).update(step=4, loss=1.0)
             before = files_of(run)
             with pytest.raises(SupersededError):
                 WRITES[name](log)

@@ -84,7 +84,7 @@ def test_numbers_increase_and_a_released_lease_is_free_at_once(directory: Path) 
     for fence in (1, 2, 3):
         with Lease.acquire(directory, {}, 60.0) as lease:
             assert lease.fence == fence
-            lease.check()
+            lease.check_fence()
         lease.release()
     assert sorted(path.name for path in directory.iterdir()) == ["00000003.beat", "00000003.json"]
 
@@ -143,7 +143,7 @@ def test_a_frozen_holder_is_replaced_after_the_timeout_and_fenced_off(
         other.send_signal(signal.SIGCONT)
         while psutil.Process(other.pid).num_threads() > 1:  # its next heartbeat finds that it is superseded
             time.sleep(0.01)
-        lease.check()
+        lease.check_fence()
 
 
 def test_the_older_holder_finds_that_it_is_superseded(directory: Path) -> None:
@@ -152,9 +152,9 @@ def test_the_older_holder_finds_that_it_is_superseded(directory: Path) -> None:
     with pytest.raises(
         SupersededError, match=r"held by process \d+ on .*, job 9 \(number 2\); this process was number 1"
     ):
-        older.check()
+        older.check_fence()
     older.release()
-    newer.check()
+    newer.check_fence()
     newer.release()
 
 
@@ -163,7 +163,7 @@ def test_removing_the_lease_stops_its_holder(directory: Path) -> None:
     for path in directory.iterdir():
         path.unlink()
     with pytest.raises(SupersededError, match="nobody"):
-        lease.check()
+        lease.check_fence()
     lease.release()
 
 

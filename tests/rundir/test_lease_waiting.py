@@ -99,7 +99,7 @@ def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(
 
     def attempt(run_dir: Path, job: object = None, lease: Lease | None = None) -> int:
         assert lease is not None
-        lease.check()
+        lease.check_fence()
         with pytest.raises(LockedError):
             start.run_here(second, FakeLauncher())
         launched.append(run.config.read_text())

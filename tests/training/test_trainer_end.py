@@ -97,7 +97,7 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
         recorder=Recorder(),
         run_state=RunState({}, False, 1, (), {}),
         stop=lambda: getattr(batches, "stop", False),
-        check_lease=lambda: None,
+        check_fence=lambda: None,
     )
 
 
