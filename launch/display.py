@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -49,7 +50,7 @@ def state_of(run_dir: Path, job: JobInfo | None) -> str:
     """The state of a live job, else how the last attempt of the run ended."""
     if job is not None and job.live:
         return job.state
-    recorded = str(files.read_object(RunDir(run_dir).status).get("state", "not started"))
+    recorded = str(read_status(run_dir).get("state", "not started"))
     if recorded not in ("running", "requeued", "not started"):
         return recorded
     # Nothing works on the run any more, so the recorded state is outdated.
@@ -58,10 +59,18 @@ def state_of(run_dir: Path, job: JobInfo | None) -> str:
     return recorded if recorded == "not started" else "killed"
 
 
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The run's last recorded state; empty if it cannot be read at the moment."""
+    try:
+        return files.read_object(RunDir(run_dir).status)
+    except OSError:
+        return {}
+
+
 def _table(run_dirs: list[Path], states: dict[Path, str]) -> Table:
     table = Table("run", "state", "step", "loss", box=None, pad_edge=False)
     for run_dir in run_dirs:
-        status = files.read_object(RunDir(run_dir).status)
+        status = read_status(run_dir)
         step, loss = status.get("step"), status.get("loss")
         steps = "" if step is None else f"{step}/{status.get('total', '?')}"
         table.add_row(run_dir.name, states[run_dir], steps, "" if loss is None else f"{loss:.4f}")

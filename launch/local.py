@@ -78,7 +78,7 @@ class LocalLauncher:
         for run_dir, status in zip(run_dirs, statuses, strict=True):
             if status not in (ExitStatus.FINISHED, ExitStatus.INTERRUPTED):
                 run = RunDir(run_dir)
-                reason = files.read_object(run.status).get("reason") or f"exited with status {status}"
+                reason = display.read_status(run_dir).get("reason") or f"exited with status {status}"
                 print(f"error: {run_dir.name}: {reason} (its log: {run.local_log})", file=sys.stderr)
         return next((status for status in statuses if status), 0)
 

@@ -1,7 +1,7 @@
-"""`python -m runner [overrides]` trains; `python -m runner COMMAND ...` runs a command.
+"""`python -m runner [overrides]` trains; a first word without `=` names a command.
 
-A first word without `=` is a command (`runner.cli.commands.COMMANDS`): the module `runner.cli.COMMAND`, whose
-`main(arguments)` returns the exit status. Each imports what it needs, so that none waits for torch or Hydra in vain.
+A command NAME (`runner.cli.commands.COMMANDS`) is the module `runner.cli.NAME`, whose `main(arguments)` returns the exit
+status. Each imports what it needs, so that none waits for torch or Hydra in vain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def main() -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has seen enough (`| head`)
-        from runner.system import files
+        from runner.cli.console import discard_output
 
-        os.dup2(files.open_fd(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return int(ExitStatus.FINISHED)
 
 
@@ -48,8 +48,11 @@ def run(arguments: Sequence[str]) -> int:
         return print_errors(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # as a shell reports it
-    except SystemExit as end:  # argparse has printed a command's help
-        return end.code if isinstance(end.code, int) else 0
+    except SystemExit as end:  # argparse has printed a command's help, or a class of the user's exits
+        if end.code is None or isinstance(end.code, int):
+            return end.code or int(ExitStatus.FINISHED)
+        print(end.code, file=sys.stderr)
+        return int(ExitStatus.FAILED)
 
 
 def _dispatch(arguments: Sequence[str]) -> int:

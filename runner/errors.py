@@ -71,6 +71,8 @@ class PeerError(UserError):
     """Another rank of this job failed, ended, or does not answer: the cause is in that rank's output, not here."""
 
     status = ExitStatus.FAILED
+    reported = False
+    """Whether that rank failed by itself and reported why, so that the end of the job is decided."""
 
 
 class CrashLoopError(UserError):

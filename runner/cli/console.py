@@ -40,6 +40,21 @@ def print_errors(error: UserError) -> int:
     return int(error.status)
 
 
+def discard_output() -> None:
+    """From here on, drop what is printed to standard output: the reader of the pipe has gone."""
+    from runner.system import files
+
+    os.dup2(files.open_fd(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(message: str) -> None:
+    """Print a line; a closed pipe does not keep a command from what it was asked to start."""
+    try:
+        print(message, flush=True)
+    except BrokenPipeError:
+        discard_output()
+
+
 def console(stderr: bool = False) -> Console:
     """A console for tables: as wide as the terminal, or wide enough for whole lines where the output is piped.
 

@@ -8,6 +8,7 @@ torchrun --nproc-per-node 4 -m runner resume RUN
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
         UserError: a RUN is not a run directory, or a config error; then nothing was started.
     """
     options = parser().parse_intermixed_args(list(arguments))
-    is_override = {word: ("=" in word or word[0] in "+~") and not Path(word).is_dir() for word in options.words}
+    is_override = {
+        word: ("=" in word or word[:1] in ("+", "~")) and not os.path.isdir(word) for word in options.words if word
+    }
     run_dirs = [Path(word) for word in is_override if not is_override[word]]
     if not run_dirs:
         raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
@@ -84,12 +87,22 @@ def jobs(composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str])
         except UserError as error:
             errors |= dict.fromkeys(str(error).splitlines())
             continue
-        before = files.read_object(RunDir(run_dir).code).get("overrides", [])
-        # code.json lists the overrides of the run's first command, then those that changed it.
-        found.append(replace(composed, overrides=(*before, *(text for text in overrides if text not in before))))
+        # code.json lists the overrides of the run's first command, then those that changed it; the last one holds.
+        before = [text for text in _overrides_before(run_dir) if text not in overrides]
+        found.append(replace(composed, overrides=(*before, *overrides)))
     if errors:
         raise UserError("\n".join(errors))
     return list({job.run_dir: job for job in found}.values())
+
+
+def _overrides_before(run_dir: Path) -> list[str]:
+    try:
+        found = files.read_object(RunDir(run_dir).code).get("overrides")
+    except OSError as error:
+        from runner.cli.plan import unusable
+
+        raise UserError(unusable(run_dir, "read", error)) from None
+    return [str(text) for text in found] if isinstance(found, list) else []
 
 
 def _not_a_run(path: Path) -> str | None:

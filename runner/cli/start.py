@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from runner.cli.arguments import dirs, parse
-from runner.cli.console import shown
+from runner.cli.console import say, shown
 from runner.cli.launcher import common_launcher
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
@@ -129,10 +129,10 @@ def _carry_out(planned: Sequence[PlannedRun], launcher: Launcher, lease: Lease |
     """Freeze the configs and launch; the exit status. With `lease`, the one run is an attempt in this process."""
     for run in planned:
         if not (lease and run.starts) or run.changes:
-            print(f"{shown(run.job.run_dir)}: {run.summary}", flush=True)
+            say(f"{shown(run.job.run_dir)}: {run.summary}")
         for change in run.changes if run.starts else []:
             if change.kind != "free" or change.key == "train.steps":
-                print(f"  {change}", flush=True)
+                say(f"  {change}")
     skipped = ExitStatus.FAILED if any(run.state == "failed" for run in planned) else ExitStatus.FINISHED
     starting = [run.job for run in planned if run.starts]
     if not starting:
@@ -161,7 +161,7 @@ def _freeze(jobs: Sequence[Composed]) -> None:
         try:
             files.make_dirs(run.path)
             for change in provenance.code_changes(run.path):
-                print(f"  the code has changed since this run last started: {change}", flush=True)
+                say(f"  the code has changed since this run last started: {change}")
             provenance.write_code(run.code, code, job.overrides)
             # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text)

@@ -55,6 +55,15 @@ class PhaseState:
         return list(self.weights.values())
 
 
+def unreached_phases(phases: Mapping[str, Phase], steps: int) -> list[str]:
+    """A message for each phase that a run of `steps` steps ends before."""
+    return [
+        f"phases.{name}.start_step={phase.start_step} is never reached: the run ends after {steps} steps"
+        for name, phase in phases.items()
+        if phase.start_step >= steps
+    ]
+
+
 class PhaseSchedule:
     """Step index -> weights, temperature and learning-rate scale.
 

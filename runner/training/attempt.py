@@ -54,7 +54,7 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Leas
             _print_error("\n".join(f"error: {line}" for line in str(error).splitlines()))
         elif not error.everywhere:
             _print_error(f"error (rank {world.rank}): {error}")
-        if isinstance(error, PeerError) or (error.everywhere and not world.is_main):
+        if (isinstance(error, PeerError) and not error.reported) or (error.everywhere and not world.is_main):
             job.yield_verdict()
         return int(error.status)
     except OSError as error:
@@ -78,7 +78,8 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
         with _leased(run, job, world, config, held) as lease:
             return _Attempt(run, job, world, config, lease).make()
     finally:
-        world.stop()
+        with suppress(RuntimeError):  # of a group that has lost a rank; how this attempt ended is settled
+            world.stop()
 
 
 def _leased(
@@ -115,9 +116,11 @@ class _Attempt:
         except SupersededError:
             raise  # the records belong to the newer attempt
         except PeerError as error:
-            reason = reported_failure(self.world) or str(error)
-            self._end("crash", ExitStatus.FAILED, reason)
-            raise PeerError(reason) from error
+            reported = reported_failure(self.world)
+            failure = PeerError(reported or str(error))
+            failure.reported = reported is not None
+            self._end("crash", ExitStatus.FAILED, str(failure))
+            raise failure from error
         except UserError as error:
             if not error.everywhere:
                 report_failure(self.world, str(error))
@@ -168,7 +171,8 @@ class _Attempt:
         session = Session.open(self.run, self.config, world, log, self.lease)
         if session.train(self.config.train.steps):
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
-            world.run_on_main(self._record_finish)
+            if world.is_main:
+                self._record_finish()
             return ExitStatus.FINISHED
         return self._interrupt(session.step)
 

@@ -15,6 +15,7 @@ import torch
 
 from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
+from runner.config.schedule import unreached_phases
 from runner.config.schema import Config, NonFinite, SamplerKind
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
@@ -34,6 +35,7 @@ from runner.training import build
 from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
 from runner.training.evaluation import Evaluation
 from runner.training.parallel import wrap
+from runner.training.peers import peer_errors
 from runner.training.recorder import RunRecorder, SilentRecorder
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
@@ -146,7 +148,9 @@ class _Opening:
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         datasets = build.sources(config)
-        model = wrap(build.model(config), config.strategy.value, self.world, device)
+        bare = build.model(config)
+        with peer_errors(self.world):  # DDP compares and broadcasts the parameters
+            model = wrap(bare, config.strategy.value, self.world, device)
         optimizer = build.optimizer(config, model)
         scheduler = build.scheduler(config, optimizer, build.phase_schedule(config))
         build.seed_everything(config.seed, self.world.rank)
@@ -310,12 +314,8 @@ class _Opening:
 
     def _show_start(self, recorder: RunRecorder, step: int, log: AttemptLog) -> None:
         steps = self.config.train.steps
-        for name, phase in self.config.phases.items():
-            if phase.start_step >= steps:
-                recorder.bar.say(
-                    f"warning: phases.{name}.start_step={phase.start_step} is never reached: "
-                    f"the run ends after {steps} steps"
-                )
+        for message in unreached_phases(self.config.phases, steps):
+            recorder.bar.say(f"warning: {message}")
         lost = log.earlier[-1].get("steps_lost") if log.earlier else 0
         repeated = f" (repeating {lost} steps that were not saved)" if lost else ""
         recorder.bar.say(f"{'resuming' if step else 'starting'} at step {step} of {steps} in {self.run.path}{repeated}")

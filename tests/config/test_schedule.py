@@ -11,9 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.config.schedule import LearningRate, Phase, PhaseSchedule, PhaseState, ScheduleError, learning_rate_factor
+from runner.config.schedule import (
+    LearningRate,
+    Phase,
+    PhaseSchedule,
+    PhaseState,
+    ScheduleError,
+    learning_rate_factor,
+    unreached_phases,
+)
 
 BASE = {"code": 1.0, "tests": 2.0, "prose": 0.5}
+
+
+def test_phases_that_a_run_ends_before_are_named() -> None:
+    phases = {"early": Phase(start_step=99), "late": Phase(start_step=100)}
+    assert unreached_phases(phases, 100) == [
+        "phases.late.start_step=100 is never reached: the run ends after 100 steps"
+    ]
+    assert unreached_phases(phases, 101) == []
 
 
 def test_phases_take_effect_at_their_step_and_override_the_base() -> None:
