@@ -1,7 +1,7 @@
 """`python -m runner [overrides]` trains; a first word without `=` names a command.
 
-A command NAME (`runner.cli.commands.COMMANDS`) is the module `runner.cli.NAME`, whose `main(arguments)` returns the exit
-status. Each imports what it needs, so that none waits for torch or Hydra in vain.
+A command NAME (`runner.cli.commands.COMMANDS`) is the module `runner.cli.NAME`, whose `main(arguments)` returns the
+exit status. Each imports what it needs, so that none waits for torch or Hydra in vain.
 """
 
 from __future__ import annotations
