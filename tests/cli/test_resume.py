@@ -16,6 +16,8 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
+pytestmark = pytest.mark.slow  # every test composes configs several times
+
 
 @pytest.fixture
 def started(run: Command) -> Path:

@@ -85,6 +85,7 @@ def config_errors(composer: Composer, *overrides: str) -> list[str]:
         ("nosuchgroup/x=1", ["nosuchgroup/x=1"]),
     ],
 )
+@pytest.mark.slow
 def test_one_mistake_is_one_line(composer: Composer, override: str, words: list[str]) -> None:
     lines = config_errors(composer, override)
     assert len(lines) == 1
@@ -124,6 +125,7 @@ def test_an_empty_sweep_is_one_line(composer: Composer) -> None:
         composer.jobs(["seed=range(1,1)"])
 
 
+@pytest.mark.slow
 def test_all_mistakes_come_in_one_message(composer: Composer) -> None:
     lines = config_errors(
         composer,
@@ -140,6 +142,7 @@ def test_all_mistakes_come_in_one_message(composer: Composer) -> None:
         assert sum(word in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_errors_that_only_follow_from_a_wrong_choice_are_not_reported(composer: Composer) -> None:
     lines = config_errors(composer, "data=mixtrue", "sampler.weights.prose=3", "data.sources.prose.split=train")
     assert len(lines) == 1
@@ -147,6 +150,7 @@ def test_errors_that_only_follow_from_a_wrong_choice_are_not_reported(composer: 
     assert len(config_errors(composer, "experiment=smok", "sampler.weights.prose=3")) == 1
 
 
+@pytest.mark.slow
 def test_a_choice_and_the_values_it_needs_are_checked_together(composer: Composer) -> None:
     lines = config_errors(composer, "data=shards", "data.sources.tokens.paths=x", "train.stps=1")
     assert len(lines) == 1
@@ -158,6 +162,7 @@ def test_several_sources_need_a_mixing_sampler(composer: Composer) -> None:
     assert "choose sampler=mixture or sampler=elastic" in line
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_users_file_names_the_file(tmp_path: Path) -> None:
     folder = tmp_path / "experiment"
     folder.mkdir()
