@@ -68,6 +68,7 @@ def test_a_finished_run_is_not_started_unless_it_is_made_longer(
         ("launcher=unfinished",),
     ],
 )
+@pytest.mark.slow
 def test_a_config_error_writes_and_starts_nothing(
     run: Command, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
@@ -121,6 +122,7 @@ def test_rerunning_a_sweep_starts_only_what_is_unfinished(run: Command, capsys: 
 @pytest.mark.parametrize(
     ("then", "launches"), [(JobInfo("12", "requeued"), 1), (JobInfo("12", "cancelled"), 2), (None, 2)]
 )
+@pytest.mark.slow
 def test_a_command_waits_for_an_ending_job(
     run: Command,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,6 +145,7 @@ def test_a_command_waits_for_an_ending_job(
     assert "job 12 is ending" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_in_the_queue_of_another_launcher_is_not_started_here(
     run: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ class TestShowing:
             ["phases.late.start_step=3", "--cfg", "job"],
         ],
     )
+    @pytest.mark.slow
     def test_it_works_from_any_directory_without_torch(self, tmp_path: Path, arguments: list[str]) -> None:
         program = (
             "import sys; from runner.__main__ import main; status = main(); "

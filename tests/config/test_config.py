@@ -44,6 +44,7 @@ def test_all_documented_groups_exist() -> None:
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in TREE.items() for option in options])
+@pytest.mark.slow
 def test_every_shipped_option_composes(composer: Composer, choice: str) -> None:
     composed = composer.compose([choice, *WITH.get(choice, [])])
     assert isinstance(composed.config, Config)
@@ -292,6 +293,7 @@ class TestIdentity:
             "sampler.weights={}",
         ],
     )
+    @pytest.mark.slow
     def test_values_that_cannot_change_the_result_are_left_out(self, composer: Composer, free: str) -> None:
         assert composer.compose([free]).run_dir == composer.compose([]).run_dir
 
@@ -310,6 +312,7 @@ class TestIdentity:
             "data.sequence_length=64",
         ],
     )
+    @pytest.mark.slow
     def test_values_that_can_change_the_result_are_included(self, composer: Composer, other: str) -> None:
         assert composer.compose([other]).run_dir != composer.compose([]).run_dir
 
@@ -369,6 +372,7 @@ class TestSweep:
             {"code": 2.0},
         ]
 
+    @pytest.mark.slow
     def test_errors_of_all_jobs_come_in_one_message_each_once(self, composer: Composer) -> None:
         with pytest.raises(UserError) as error:
             composer.jobs(["seed=1,2,-3", "train.steps=0", "sampler.temperature=1,-1"])
@@ -378,6 +382,7 @@ class TestSweep:
         assert "train.steps=0" in lines[0]
         assert "job 5" in next(line for line in lines if "seed=-3 must" in line)
 
+    @pytest.mark.slow
     def test_two_jobs_that_are_the_same_run_are_an_error(self, composer: Composer) -> None:
         with pytest.raises(UserError, match=r"\(seed=1 .*\) and \(seed=1 .*\)"):
             composer.jobs(["seed=1,1", "data=mixture"])
@@ -388,6 +393,7 @@ class TestSweep:
         jobs = composer.jobs(["seed=1,2", f"run.dir={tmp_path}/${{seed}}"])
         assert [job.run_dir for job in jobs] == [tmp_path / "1", tmp_path / "2"]
 
+    @pytest.mark.slow
     def test_sweep_in_a_config(self, tmp_path: Path) -> None:
         folder = tmp_path / "experiment"
         folder.mkdir()

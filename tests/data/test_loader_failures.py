@@ -132,6 +132,7 @@ class Deadly(Squares):
     ("how", "timeout", "message"),
     [("kill", 0, "is killed by signal|exited unexpectedly"), ("hang", 5, "timed out after 5")],
 )
+@pytest.mark.slow
 def test_error_of_a_dead_or_late_worker_names_it_and_the_state_stays_valid(
     how: str, timeout: int, message: str
 ) -> None:

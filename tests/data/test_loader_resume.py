@@ -149,6 +149,7 @@ WORKER_KINDS = ["shuffled", "a sampler with a state", "distributed", "random cur
 
 
 @pytest.mark.parametrize("name", WORKER_KINDS)
+@pytest.mark.slow
 def test_resume_in_worker_processes(name: str) -> None:
     check(KINDS[name], [0, 2, 6], 14, batch_size=4, num_workers=2, snapshot_every_n_steps=2)
 

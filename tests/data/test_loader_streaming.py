@@ -86,6 +86,7 @@ STREAMS = [jsonl, tar, parquet, hugging_face]
 @pytest.mark.filterwarnings("ignore")  # from datasets and pyarrow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.__name__)
+@pytest.mark.slow
 def test_examples_resume_exactly(stream: Callable[..., Any], workers: int, tmp_path: Path) -> None:
     make = stream(tmp_path)
     whole_loader = loader(make(), workers)

@@ -294,6 +294,7 @@ def test_pinning_without_an_accelerator_is_logged_once(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.parametrize("data", [range(3), Stateless([2, 1])], ids=["map", "iterable"])
+@pytest.mark.slow
 def test_several_iterators_at_once_behave_as_torchs(data: Any, workers: dict[str, Any]) -> None:
     """None of them ends early because another one began."""
     torchs = DataLoader(data, batch_size=None, **workers)

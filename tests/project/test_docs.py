@@ -111,6 +111,7 @@ def test_commands_and_flags_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.slow
 def test_settings_exist(page: Path) -> None:
     groups = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizer|model|logger"
     for code in docs_pages.inline_code(page):

@@ -87,6 +87,7 @@ def test_a_signal_to_a_forked_child_does_not_reach_its_parent() -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.slow
 def test_a_signal_during_interpreter_shutdown_does_not_change_the_exit_status(signum: signal.Signals) -> None:
     """A scheduler that signals twice must not turn a finished run into a failed one."""
     with start(AT_THE_END) as process:

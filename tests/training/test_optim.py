@@ -83,6 +83,7 @@ def test_hooks_closures_and_zeroed_gradients_work(monkeypatch: pytest.MonkeyPatc
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.slow
 def test_a_training_step_does_not_import_dynamo() -> None:
     """The import takes most of a second, at every start."""
     code = """

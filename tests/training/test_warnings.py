@@ -18,7 +18,9 @@ MESSAGE = "step 5 could not be saved: 100% full"
 
 
 @pytest.fixture
-def handler(tmp_path: Path) -> Iterator[WarningHandler]:
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarningHandler]:
+    # Printing a config in this process lets Hydra add a handler to the root logger, on a stream that is closed by now.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     log = AttemptLog.begin(RunDir(tmp_path), LocalJob().identity(), 10, lambda record: "killed")
     handler = WarningHandler(log)
     logging.getLogger("runner").addHandler(handler)
