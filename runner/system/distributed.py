@@ -225,15 +225,20 @@ class World:
         return False
 
 
+def lost_peer(error: RuntimeError) -> PeerError:
+    """The PeerError to raise where `error` came from a broken exchange with another rank."""
+    return PeerError(
+        f"another rank of this job has ended or does not answer: see its output ({type(error).__name__}: {error})"
+    )
+
+
 @contextmanager
 def _peer_errors() -> Iterator[None]:
     """Errors of a collective (torch's are all RuntimeErrors) as PeerError."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(
-            f"another rank of this job has ended or does not answer: see its output ({type(error).__name__}: {error})"
-        ) from error
+        raise lost_peer(error) from error
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

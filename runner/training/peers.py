@@ -13,9 +13,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from runner.errors import PeerError
 from runner.system import clock
-from runner.system.distributed import TIMEOUT, World
+from runner.system.distributed import TIMEOUT, World, lost_peer
 
 REPORT_S = 2.0
 """How long a rank that follows waits for the report: the one that failed may be writing it just now."""
@@ -37,10 +36,7 @@ def peer_errors(world: World) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if world.size > 1 and _lost(world, error, clock.monotonic() - began):
-            raise PeerError(
-                f"another rank of this job has ended or does not answer: see its output ({type(error).__name__}: "
-                f"{error})"
-            ) from error
+            raise lost_peer(error) from error
         raise
 
 
