@@ -283,9 +283,14 @@ def _sampler_errors(config: Config) -> Iterator[str]:
                 yield f"sampler.{key} works with sampler=elastic only, not with {options.kind.value}"
 
 
+def source_weights(config: Config) -> dict[str, float]:
+    """The base weight of every source, in their order; 1 where `sampler.weights` does not name it."""
+    return {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
+
+
 def _schedule_errors(config: Config) -> Iterator[str]:
     """Errors of the phases and of the learning rate, as their own classes report them."""
-    weights = {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
+    weights = source_weights(config)
     try:
         PhaseSchedule(config.phases, weights)
     except ScheduleError as error:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from runner.config.schedule import PhaseSchedule, learning_rate, learning_rate_factor
-from runner.config.schema import Config, Precision, SamplerKind
+from runner.config.schema import Config, Precision, SamplerKind, source_weights
 from runner.config.targets import bind, instantiate
 from runner.data.datasets import MixtureDataset
 from runner.data.order.batch_shape import BatchShape, position_at
@@ -86,8 +86,7 @@ def join(datasets: dict[str, Any], mixed: bool) -> Any:
 
 def phase_schedule(config: Config) -> PhaseSchedule:
     """Weights by source name, temperature and learning-rate scale at each step."""
-    weights = {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
-    return PhaseSchedule(config.phases, weights, config.sampler.temperature)
+    return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
 def batch_shape(config: Config, world: World) -> tuple[int, int]:
@@ -239,7 +238,7 @@ def data_plan(config: Config) -> dict[str, Any]:
     """The part of the config that determines the data order: equal if only the batch shape was changed."""
     options = config.sampler
     return {
-        "weights": {name: options.weights.get(name, 1.0) for name in config.data.sources},
+        "weights": source_weights(config),
         "temperature": options.temperature,
         "shuffle": options.shuffle,
         "exclude": list(options.exclude),
