@@ -9,20 +9,37 @@ Does not import torch.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusions import Exclusion, Selection, check_selections, normalized
 from runner.data.order.hashing import U64
-from runner.data.order.plan import OrderPlan
-from runner.data.order.segments import Exclusion, Segment, check_sizes, parse_exclusions, segment_at
+from runner.data.order.plan import OrderPlan, excluded_from
+from runner.data.order.segments import Segment, check_sizes, segment_at
 from runner.data.order.sequence import VERSION, ElasticSequence
 from runner.data.order.spans import END
+from runner.data.order.state_checks import (
+    ListOf,
+    MapOf,
+    Record,
+    any_integer,
+    check,
+    check_seal,
+    flag,
+    mapping,
+    number,
+    sealed,
+    shown,
+    text,
+    whole,
+)
 from runner.data.order.weights import (
     SamplerError,
     SamplerStateError,
@@ -35,6 +52,27 @@ from runner.errors import nearest
 
 I64 = NDArray[np.int64]
 
+_LARGEST = int(np.iinfo(np.int64).max)
+_SEGMENT = Record(
+    {"start": whole(), "weights": MapOf(number()), "temperature": number(above=True), "max_epochs": MapOf(number())}
+)
+_STATE = Record(
+    {
+        "seed": any_integer,
+        "shuffle": flag,
+        "position": whole(),
+        "samples": whole(),
+        "num_replicas": whole(1),
+        "global_batch_size": whole(1),
+        "sizes": MapOf(whole()),
+        "retired": ListOf(text),
+        "segments": ListOf(_SEGMENT),
+        "exclusions": ListOf(mapping),
+        "plan": mapping,
+        "digest": text,
+    }
+)
+
 _CHUNK = 4096  # look up at most this many positions at a time when samples are yielded one by one
 
 
@@ -45,12 +83,57 @@ class _Iteration:
     Attributes:
         start: position at which the iteration began.
         counted: samples of this rank before `start` that the loaded state has counted.
-        yielded: samples of this rank that the iteration has yielded.
+        drawn: samples of this rank that were drawn.
+        follow: returns how many of them the loader has yielded; None: all.
     """
 
     start: int = 0
     counted: int = 0
-    yielded: int = 0
+    drawn: int = 0
+    follow: Callable[[], int] | None = None
+
+    @property
+    def yielded(self) -> int:
+        """Samples of this rank that the iteration has yielded."""
+        return self.drawn if self.follow is None else self.follow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"start": self.start, "counted": self.counted, "drawn": self.yielded, "follow": None}
+
+
+class ElasticIterator(Iterator[Any]):
+    """Draws one iteration; implements `runner.data.loading.index_stream.ChangingIndices` for loaders that draw ahead.
+
+    Args:
+        sampler: the sampler.
+        iteration: where the iteration begins.
+        draw: returns a generator of what follows the samples drawn so far.
+    """
+
+    def __init__(
+        self, sampler: ElasticSampler, iteration: _Iteration, draw: Callable[[_Iteration], Iterator[Any]]
+    ) -> None:
+        self._sampler = sampler
+        self._iteration = iteration
+        self._draw = draw
+        self._items = draw(iteration)
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the order."""
+        return self._sampler.order_version
+
+    def follow(self, yielded: Callable[[], int]) -> None:
+        """Let changes begin after the samples that `yielded` returns, not after those that were drawn."""
+        self._iteration.follow = yielded
+
+    def seek(self, samples: int) -> None:
+        """Continue after the first `samples` samples of the iteration."""
+        self._iteration.drawn = samples
+        self._items = self._draw(self._iteration)
 
 
 class ElasticSampler:
@@ -69,15 +152,19 @@ class ElasticSampler:
         segments: planned changes of weights, as Segments, mappings, or tuples (start, weights, temperature). Sources
             that a segment does not name keep their base weight.
         max_epochs: cap on the epochs of a source, after which it is no longer drawn: one number for all sources, or
-            by name. The sampler ends when every source has reached its cap; without caps it is endless.
+            by name. The sampler ends when every source has reached its cap.
         exclude: samples to leave out from now on: `NAME:INDEX`, `NAME:FIRST-LAST` or `positions:FIRST-LAST`, both ends
             inclusive.
+        samples: end after this many samples of the run, counted over all ranks. It does not affect the order, and may
+            differ after a resume. Each rank gets the same number: what is left over is dropped.
+        epochs: the same as a multiple of the sizes of all sources with a positive weight; pass one of the two, or none.
         shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
         allow_data_change: let `load_state_dict` accept a state that was saved with other weights, segments, caps or
             sources. What was consumed stays; this sampler's plan holds from there on.
 
     Attributes:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
+        order_version: grows with every change of the order.
         sizes: samples by source name.
 
     Raises:
@@ -97,6 +184,8 @@ class ElasticSampler:
         segments: Iterable[Segment | Mapping[str, Any] | Sequence[Any]] | None = None,
         max_epochs: float | Mapping[str, float] | None = None,
         exclude: Iterable[str] = (),
+        samples: int | None = None,
+        epochs: float | None = None,
         shuffle: bool = True,
         allow_data_change: bool = False,
     ) -> None:
@@ -105,17 +194,38 @@ class ElasticSampler:
         self.seed = integer("seed", seed)
         self.shuffle, self.allow_data_change = shuffle, allow_data_change
         self.sizes = check_sizes(sizes)
-        caps = dict.fromkeys(sizes, max_epochs) if isinstance(max_epochs, int | float) else dict(max_epochs or {})
+        if max_epochs is None or isinstance(max_epochs, Mapping):
+            caps = dict(max_epochs or {})
+        else:
+            caps = dict.fromkeys(sizes, max_epochs)
         self._base = Segment(0, weights_by_name(weights, self.sizes), temperature, caps)
         self._plan = OrderPlan.make(self._base, segments or (), exclude)
+        self._limit = self._limit_of(samples, epochs)
         self._position = 0  # where the next iteration starts, unless a skip is set
         self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
         self._iteration = _Iteration()
         self._skip = 0
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
         self.order: ElasticSequence
+        self.order_version = 0
         self._order_inputs: tuple[Any, ...] = ()
-        self._set_order(self._plan.segments, parse_exclusions(self._plan.exclude, 0, self.sizes))
+        self._set_order(self._plan.segments, ())
+        if self._plan.exclude:
+            check_selections(self._plan.exclude, 0, self.sizes)
+            self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order))
+
+    def _limit_of(self, samples: int | None, epochs: float | None) -> int | None:
+        """The position at which the sampler ends; None: that of the order, if it has one."""
+        if samples is not None and epochs is not None:
+            raise SamplerError(f"samples={samples!r} and epochs={epochs!r}: pass one of the two")
+        if samples is not None:
+            return integer("samples", samples, 0)
+        if epochs is None:
+            return None
+        if isinstance(epochs, bool) or not hasattr(epochs, "__float__") or not 0 <= epochs < math.inf:
+            raise SamplerError(f"epochs {epochs!r}: it must be a finite number of 0 or more")
+        size = sum(size for name, size in self.sizes.items() if self._base.weights[name] > 0)
+        return int(Fraction(str(epochs)) * size)
 
     # --- iteration -------------------------------------------------------------------------------
 
@@ -141,18 +251,28 @@ class ElasticSampler:
         self._skip = skip
 
     def __len__(self) -> int:
-        """Samples of this rank from the loaded position to the end.
+        """Samples of this rank in the whole iteration, including those that a loaded state counts.
+
+        It is therefore the same before and after a resume, which is what the progress of a training loop refers to.
 
         Raises:
-            TypeError: the order is endless, because some source has no cap.
+            TypeError: the order is endless.
         """
-        total = self.order.total
-        if total is None:
-            raise TypeError("the elastic order is endless: it has no length unless max_epochs caps every source")
-        return max(0, total - self._position) // self.num_replicas
+        stop = self._stop()
+        if stop is None:
+            raise TypeError(
+                "the elastic order is endless, so that it has no length: pass samples=N or epochs=N to ElasticSampler, "
+                "or cap every source with max_epochs"
+            )
+        return self._iteration.counted + max(0, stop - self._iteration.start) // self.num_replicas
+
+    def _stop(self) -> int | None:
+        """The position at which the sampler ends; None: never."""
+        ends = [end for end in (self.order.total, self._limit) if end is not None]
+        return min(ends, default=None)
 
     def __iter__(self) -> Iterator[int]:
-        return self._integers(self._start_iteration())
+        return ElasticIterator(self, self._start_iteration(), self._integers)
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
         """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
@@ -164,7 +284,8 @@ class ElasticSampler:
         Yields:
             Dataset indices, int64 of shape (batch_size,).
         """
-        return self._batches(self._start_iteration(), integer("batch_size", batch_size, 1), drop_last)
+        draw = partial(self._batches, batch_size=integer("batch_size", batch_size, 1), drop_last=drop_last)
+        return ElasticIterator(self, self._start_iteration(), draw)
 
     def _start_iteration(self) -> _Iteration:
         in_state, replicas = self._counted
@@ -175,16 +296,16 @@ class ElasticSampler:
 
     def _remaining(self, iteration: _Iteration) -> int:
         """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
-        stop = self.order.total or END
-        return (stop - iteration.start) // self.num_replicas - iteration.yielded
+        stop = self._stop()
+        return ((END if stop is None else stop) - iteration.start) // self.num_replicas - iteration.drawn
 
     def _integers(self, iteration: _Iteration) -> Iterator[int]:
         chunk = 64  # grows, so that taking a few samples is cheap
         while (count := min(chunk, self._remaining(iteration))) > 0:
             chunk = min(2 * chunk, _CHUNK)
             order = self.order
-            for index in order.indices_at(self._positions(iteration, iteration.yielded, count)).tolist():
-                iteration.yielded += 1
+            for index in order.indices_at(self._positions(iteration, iteration.drawn, count)).tolist():
+                iteration.drawn += 1
                 yield index
                 if self.order is not order:
                     break  # the weights have changed, and with them the rest of the chunk
@@ -193,8 +314,8 @@ class ElasticSampler:
         while (count := min(batch_size, self._remaining(iteration))) > 0:
             if drop_last and count < batch_size:
                 return
-            indices = self.order.indices_at(self._positions(iteration, iteration.yielded, count))
-            iteration.yielded += count
+            indices = self.order.indices_at(self._positions(iteration, iteration.drawn, count))
+            iteration.drawn += count
             yield indices
 
     # --- lookups ---------------------------------------------------------------------------------
@@ -248,7 +369,8 @@ class ElasticSampler:
             epoch: epoch of the source, or an array. Scalars are broadcast.
 
         Returns:
-            The position in the run, or int64 positions of shape (count,); -1 for a sample that is excluded or capped.
+            The position in the run, or int64 positions of shape (count,); -1 for a sample that is never consumed:
+            it is excluded or capped, or its source is no longer drawn, or all positions below 2^62 come before it.
 
         Raises:
             SamplerError: an unknown source, or an index or epoch that it does not have.
@@ -298,13 +420,15 @@ class ElasticSampler:
         """Leave out more samples from `position` on.
 
         Args:
-            texts: as the constructor's `exclude`.
+            texts: as the constructor's `exclude`. Positions are those of the order as it is before this call.
             position: as for `update_weights`.
 
         Raises:
             SamplerError: an invalid exclusion, or a position that was already yielded.
         """
-        added = parse_exclusions(texts, self._first_changeable(position), self.sizes)
+        at, selections = self._first_changeable(position), normalized(map(Selection.parse, texts))
+        check_selections(selections, at, self.sizes)
+        added = excluded_from(selections, at, self.order)
         self._set_order(self.order.segments, (*self.order.exclusions, *added))
 
     def _first_changeable(self, position: int | None) -> int:
@@ -323,15 +447,24 @@ class ElasticSampler:
         """The position after `samples` samples of each rank in the current iteration."""
         return self._iteration.start + samples * self.num_replicas
 
-    def _set_order(self, segments: Sequence[Segment], exclusions: Sequence[Exclusion]) -> None:
-        sizes = {**self.sizes, **self._retired}
+    def _set_order(
+        self, segments: Sequence[Segment], exclusions: Sequence[Exclusion], retired: Mapping[str, int] | None = None
+    ) -> None:
+        retired = self._retired if retired is None else dict(retired)
+        sizes = {**self.sizes, **retired}
         inputs = sizes, tuple(segments), tuple(exclusions)
         if self._order_inputs == inputs:
             return
-        self.order = ElasticSequence(
-            sizes, self.seed, segments, exclusions, absent=tuple(self._retired), shuffle=self.shuffle
-        )
+        self.order = self._sequence(sizes, segments, exclusions)
+        self._retired = retired
         self._order_inputs = inputs
+        self.order_version += 1
+
+    def _sequence(
+        self, sizes: Mapping[str, int], segments: Sequence[Segment], exclusions: Sequence[Exclusion]
+    ) -> ElasticSequence:
+        absent = tuple(name for name in sizes if name not in self.sizes)
+        return ElasticSequence(sizes, self.seed, segments, exclusions, absent=absent, shuffle=self.shuffle)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -361,7 +494,7 @@ class ElasticSampler:
             "exclusions": [exclusion.to_json() for exclusion in self.order.exclusions],
             "plan": self._plan.to_json(),
         }
-        return {**state, "digest": _digest(state)}
+        return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with any number of ranks and any batch size.
@@ -404,28 +537,33 @@ class ElasticSampler:
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         position = state["position"]
+        saved_segments = [Segment.from_json(entry) for entry in state["segments"]]
         segments, exclusions = self._plan.continued(
             OrderPlan.from_json(state["plan"]),
-            [Segment.from_json(entry) for entry in state["segments"]],
+            saved_segments,
             [Exclusion.from_json(entry) for entry in state["exclusions"]],
             position,
             self.sizes,
+            lambda exclusions: self._sequence(state["sizes"], saved_segments, exclusions),
         )
-        self._retired = {name: size for name, size in sorted(state["sizes"].items()) if name not in self.sizes}
-        self._set_order(segments, exclusions)
+        retired = {name: size for name, size in sorted(state["sizes"].items()) if name not in self.sizes}
+        self._set_order(segments, exclusions, retired)
         self._position, self._skip = position, 0
         self._counted = state["samples"], state["num_replicas"]
         self._iteration = _Iteration(position, state["samples"])
 
 
 def _integers(what: str, value: Any) -> I64:
-    """An integer or a one-dimensional array of integers, as int64.
+    """An integer or a one-dimensional array of integers, as int64; what lies beyond becomes the nearest that does not.
 
     Raises:
         SamplerError: `value` is neither.
     """
     array = np.asarray(value)
-    if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
+    values = array.reshape(-1).tolist() if array.dtype.kind in "Ou" else []
+    if values and all(isinstance(one, int) for one in values):
+        array = np.array([max(-_LARGEST, min(one, _LARGEST)) for one in values], np.int64).reshape(array.shape)
+    if array.ndim > 1 or (array.size and array.dtype.kind != "i"):
         raise SamplerError(f"{what} {value!r}: it must be an integer or a one-dimensional array of integers")
     return array.astype(np.int64)
 
@@ -437,24 +575,23 @@ def check_state(state: Mapping[str, Any]) -> None:
         SamplerStateError: it is not.
     """
     if not isinstance(state, Mapping):
-        raise SamplerStateError(f"the saved sampler state is {state!r}: pass what state_dict() returned")
+        raise SamplerStateError(f"the saved sampler state is {shown(state)}: pass what state_dict() returned")
     version = state.get("version")
     if state.get("kind") != "elastic" or version is None:
         raise SamplerStateError(
-            f"the saved sampler state has keys {', '.join(map(str, state)) or 'none'} and is not an elastic sampler's: "
+            f"the saved sampler state has keys {shown(list(state))} and is not an elastic sampler's: "
             "use the sampler it was saved with, or start a new run"
         )
     if version != VERSION:
         raise SamplerStateError(
-            f"the saved data order has version {version}; this program knows version {VERSION}: use the program that "
-            "saved it"
+            f"the saved data order has version {shown(version)}; this program knows version {VERSION}: use the program "
+            "that saved it"
         )
-    content = {name: value for name, value in state.items() if name != "digest"}
-    if state.get("digest") != _digest(content):
-        raise SamplerStateError(
-            f"the saved data order records digest {state.get('digest')}, but its content has digest "
-            f"{_digest(content)}: it was truncated or edited; use another checkpoint"
-        )
+    message = (
+        "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
+    )
+    check(state, _STATE, message, SamplerStateError)
+    check_seal(state, "the saved data order", SamplerStateError)
 
 
 def check_global_batch(global_batch_size: int, num_replicas: int) -> int:
@@ -471,8 +608,3 @@ def check_global_batch(global_batch_size: int, num_replicas: int) -> int:
             f"global_batch_size {global_batch_size} is not a multiple of {num_replicas} replicas; the nearest is {near}"
         )
     return global_batch_size
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,33 @@ def test_the_totals_of_sources_match_their_steps() -> None:
         assert whole["sources"][name]["epochs_at_end"] == pytest.approx(count / size)
 
 
+def test_all_answers_agree_on_what_is_excluded() -> None:
+    made, plain = record(exclude=["395-404", "390-399", "prose:3-50", "code:7"]), record()
+    rows = [row for step in range(1, 101) for row in order_queries.samples_of_step(made, step)]
+    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row in rows:
+        steps[row["source"], row["index"]].append(row["position"])
+    *_, whole = order_queries.source_totals(made)
+    for name, size in SIZES.items():
+        assert whole["sources"][name]["samples"] == sum(row["source"] == name for row in rows)
+        last = max(row["epoch"] for row in rows if row["source"] == name)
+        assert last <= whole["sources"][name]["epochs_at_end"] <= last + 1
+        for index in range(0, size, 7):
+            times = order_queries.times_of_sample(made, name, index)
+            assert sorted(row["position"] for row in times) == sorted(steps[name, index])
+    assert not steps["prose", 3]
+    stood = [row for step in range(1, 101) for row in order_queries.samples_of_step(plain, step)]
+    gone = {(row["source"], row["index"], row["epoch"]) for row in stood if 390 <= row["position"] < 405}
+    assert not gone & {(row["source"], row["index"], row["epoch"]) for row in rows}
+    again = resume_plan(made, 60, {"sampler.weights.code": 1.0})
+    assert (again["repeated"], again["skipped"]) == (0, 0)
+
+
+def test_a_difference_far_ahead_is_found_at_once() -> None:
+    one, other = (replace(made, steps=10**9) for made in (record(), record(exclude=["9000000000-9000000003"])))
+    assert order_queries.first_difference(one, other)["position"] == 9_000_000_000
+
+
 @pytest.mark.parametrize("kind", ["distributed", "mixture"])
 def test_seeded_steps_and_samples_agree_with_the_samplers(kind: str) -> None:
     """Iterated step by step: epochs follow one another, and a change of weights begins a new one."""
@@ -213,6 +241,20 @@ def test_diff_reports_the_first_position_that_differs() -> None:
     assert "seed 3 and 4" in order_queries.first_difference(one, moved)["reason"]
 
 
+@pytest.mark.parametrize("kind", ["distributed", "mixture", "elastic"])
+def test_diff_sees_weights_not_how_many_segments_they_are_written_in(kind: str) -> None:
+    one = seeded("mixture") if kind != "elastic" else record()
+    one = replace(one, kind=kind)
+    repeated = replace(one.segments[-1], start=one.segments[-1].start + 7)  # as a phase with another learning rate
+    assert order_queries.first_difference(one, replace(one, segments=(*one.segments, repeated)))["position"] is None
+
+    other = replace(repeated, weights={"prose": 9, "code": 1})
+    answer = order_queries.first_difference(one, replace(one, segments=(*one.segments, other)))
+    expected = other.start if kind == "elastic" else one.position_at(other.start)
+    assert expected <= answer["position"] <= expected + 20
+    assert answer["steps"] == [one.step_of(answer["position"])] * 2
+
+
 def test_a_comparison_that_stops_early_reports_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_queries, "_SCAN", 8)
     monkeypatch.setattr(order_queries, "_SCAN_LIMIT", 16)
@@ -298,7 +340,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         inspect.main([str(tmp_path), "--plan"])
     (tmp_path / "a" / "order.json").unlink()
     (tmp_path / "a" / "order.json").mkdir()
-    with pytest.raises(UserError, match=r"order\.json cannot be read"):
+    with pytest.raises(UserError, match=r"order\.json is a directory"):
         inspect.main([run, "--plan"])
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.data.elastic import ElasticSampler
+from runner.data.order.batch_shape import BatchShape
+from runner.data.order.segments import Segment
 from runner.data.order.weights import SamplerError, SamplerStateError
 
 NAMES = ["code", "prose", "tests", "math", "logs"]
@@ -238,7 +242,7 @@ def test_shares_are_within_the_bound_at_every_prefix(weights: list[float], heat:
         off = np.abs(counts - ideal[name] * np.arange(1, 4001))
         bound = mine.order.share_bound(name)
         assert off.max() < bound + 1e-6
-        assert bound <= max(0, (len(weights) - 1).bit_length())
+        assert bound <= 1.5 * (len(weights) - 1).bit_length()
 
 
 def test_shares_are_within_the_bound_after_many_samples() -> None:
@@ -270,18 +274,83 @@ def test_seeds_epochs_and_sources_have_independent_streams() -> None:
     assert len({tuple(order) for order in orders}) == len(orders)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_sources_are_spread_evenly_over_ranks_and_steps(world: int) -> None:
-    """With `world` equal sources, each rank sees all of them evenly, and each step mixes them."""
-    sizes = {f"s{i}": 1000 for i in range(world)}
-    mine = ElasticSampler(sizes, [1.0] * world, global_batch_size=world, num_replicas=1)
-    names, _, _ = mine.locate(np.arange(512 * world))
-    steps = names.reshape(-1, world)
-    assert all(len(set(step)) > 1 for step in steps.tolist())
-    for rank in range(world):
-        _, counts = np.unique(steps[:, rank], return_counts=True)
-        assert len(counts) == world
-        assert counts.max() - counts.min() < 8 * np.sqrt(512 / world)
+MIXTURES = [
+    ((0.4, 0.6), 5),
+    ((1, 1, 1, 1, 1), 5),
+    ((0.6, 0.3, 0.1), 10),
+    ((0.375, 0.625), 8),
+    ((0.9, 0.1), 2),
+    ((0.5, 0.5), 2),
+    ((1, 1, 1, 1, 1, 1, 1, 1), 8),
+    ((0.97, 0.03), 3),
+]
+
+
+def drawn_sources(weights: Sequence[float], count: int, first: int = 0, seed: int = 0) -> np.ndarray:
+    """The number of the source at each of `count` positions from `first` on."""
+    sizes = {f"s{i:02}": 10**6 for i in range(len(weights))}
+    mine = ElasticSampler(sizes, weights, global_batch_size=1, num_replicas=1, seed=seed)
+    ids: np.ndarray = mine.order.numbers(np.arange(first, first + count))[0]
+    return ids
+
+
+def check_shares_of_ranks(ids: np.ndarray, weights: Sequence[float], ranks: int) -> None:
+    """On every rank, each share is exact to 5 % and what chance allows a sequence of independent samples."""
+    share = np.array(weights) / sum(weights)
+    for rank in range(ranks):
+        mine = ids[rank::ranks]
+        counts = np.bincount(mine, minlength=len(weights))
+        allowed = 0.05 * share * len(mine) + 4 * np.sqrt(share * (1 - share) * len(mine))
+        assert (np.abs(counts - share * len(mine)) <= allowed).all(), (rank, counts / len(mine), share)
+
+
+@pytest.mark.parametrize(("weights", "ranks"), MIXTURES)
+def test_every_rank_has_the_shares(weights: tuple[float, ...], ranks: int) -> None:
+    """Whichever number of ranks divides the positions, and whatever share divides the number of ranks."""
+    ids = drawn_sources(weights, 500_000)
+    share = np.array(weights) / sum(weights)
+    for number in (2, 3, ranks):
+        for rank in range(number):
+            mine = ids[rank::number]
+            assert np.bincount(mine) / len(mine) == pytest.approx(share, rel=0.05)
+    shape = BatchShape(0, ranks, 2, 3)
+    of_rank = np.arange(len(ids)) % shape.global_batch_size % shape.world_size
+    assert np.array_equal(of_rank, np.arange(len(ids)) % ranks), "a micro-batch is dealt out like all positions"
+
+
+@given(
+    st.lists(st.one_of(st.floats(0.02, 1), st.integers(1, 8)), min_size=2, max_size=7),
+    st.integers(2, 12),
+    st.integers(0, 10**12),
+)
+def test_every_rank_has_the_shares_of_any_mixture(weights: list[float], ranks: int, first: int) -> None:
+    check_shares_of_ranks(drawn_sources(weights, 3000 * ranks, first), weights, ranks)
+
+
+def autocorrelation(ids: np.ndarray, source: int, lags: int) -> np.ndarray:
+    """Of the indicator of a source, at the lags 0 to `lags`, in standard deviations of an independent sequence."""
+    indicator = (ids == source) - (ids == source).mean()
+    spectrum = np.fft.rfft(indicator, 2 * len(indicator))
+    sums = np.fft.irfft(np.abs(spectrum) ** 2)[: lags + 1]
+    scaled: np.ndarray = sums / sums[0] * np.sqrt(len(indicator))
+    return scaled
+
+
+@pytest.mark.parametrize(("weights", "ranks"), MIXTURES)
+def test_sources_have_no_period(weights: tuple[float, ...], ranks: int) -> None:
+    """No lag repeats a source more often than chance, in the whole sequence and on each rank.
+
+    Nor less often, but for lags of the length within which the shares are exact: there a source that has just been
+    drawn must be drawn less.
+    """
+    ids, lags = drawn_sources(weights, 1 << 18), 4000
+    exact_within = sum(weights) / min(weights) + 3
+    for step in (1, ranks):
+        for rank in range(min(step, 3)):
+            for source in range(len(weights)):
+                strength = autocorrelation(ids[rank::step], source, lags)
+                assert strength[1:].max() < 6
+                assert strength[1 + int(exact_within / step) :].min() > -6
 
 
 # --- changes during a run ---------------------------------------------------------------------------------------
@@ -347,15 +416,175 @@ def test_excluded_samples_are_never_drawn_and_the_others_keep_their_order() -> N
     assert np.array_equal(mine.find(names, index, epochs), np.arange(400))
 
 
-def test_excluded_positions_are_skipped() -> None:
-    plain = ElasticSampler({"a": 300, "b": 300}, [1, 2], global_batch_size=1, num_replicas=1)
-    mine = ElasticSampler(
-        {"a": 300, "b": 300}, [1, 2], global_batch_size=1, num_replicas=1, exclude=["positions:50-79"]
-    )
-    expected = np.delete(plain.indices_at(np.arange(200)), np.arange(50, 80))
-    assert np.array_equal(mine.indices_at(np.arange(170)), expected)
-    name, index, epoch = plain.locate(60)
-    assert mine.find(name, index, epoch) == -1
+def by_source(mine: ElasticSampler, count: int) -> dict[str, list[tuple[int, int]]]:
+    """(epoch, index) of every sample that each source gives at the first `count` positions, in order."""
+    given: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    names, index, epochs = mine.locate(np.arange(count))
+    for name, one, epoch in zip(names.tolist(), index.tolist(), epochs.tolist(), strict=True):
+        given[name].append((epoch, one))
+    return given
+
+
+@given(mixtures(), st.lists(st.tuples(st.integers(0, 250), st.integers(0, 30)), min_size=1, max_size=4), st.randoms())
+def test_positions_excluded_together_leave_out_exactly_what_stood_there(
+    arguments: dict[str, Any], ranges: list[tuple[int, int]], random: Any
+) -> None:
+    """However they are written, in any order, overlapping or not, across changes of weights."""
+    plain = sampler({**arguments, "exclude": []})
+    gone = sorted({position for first, length in ranges for position in range(first, first + length + 1)})
+    texts = [f"{first}-{first + length}" for first, length in ranges]
+    mine = sampler({**arguments, "exclude": texts})
+    singly = [f"positions:{position}" for position in gone]
+    random.shuffle(singly)
+    again = sampler({**arguments, "exclude": singly})
+    assert again.order.exclusions == mine.order.exclusions
+    assert again.state_dict() == mine.state_dict()
+    left_out = set(zip(*(part[gone].tolist() for part in plain.locate(np.arange(700))), strict=True))
+    for name, come in by_source(mine, 300).items():
+        alone = {"sizes": {name: arguments["sizes"][name]}, "weights": [1], "seed": arguments["seed"]}
+        stream = by_source(sampler(alone), 700)[name]
+        expected = [(epoch, index) for epoch, index in stream if (name, index, epoch) not in left_out]
+        assert come == expected[: len(come)]
+    found = mine.find(*(np.array(column) for column in zip(*sorted(left_out), strict=True)))
+    assert (found == -1).all()
+    positions = np.arange(600)
+    assert np.array_equal(mine.find(*mine.locate(positions)), positions)
+    assert mine.indices_at(np.arange(gone[0])).tolist() == plain.indices_at(np.arange(gone[0])).tolist()
+    assert np.array_equal(mine.locate(positions)[0], plain.locate(positions)[0]), "the same sources at every position"
+
+
+def test_a_later_exclusion_counts_in_the_order_with_the_earlier_one() -> None:
+    arguments: dict[str, Any] = {"sizes": {"a": 300}, "weights": [1], "global_batch_size": 1, "num_replicas": 1}
+    plain, mine = ElasticSampler(**arguments), ElasticSampler(**arguments, exclude=["20-24"])
+    mine.exclude(["25-29", "20"], position=3)
+    expected = np.delete(plain.indices_at(np.arange(200)), [*range(20, 25), 25, *range(30, 35)])
+    assert mine.indices_at(np.arange(150)).tolist() == expected[:150].tolist()
+    configured = ElasticSampler(**arguments, exclude=["20-24", "25-29"], allow_data_change=True)
+    configured.load_state_dict(ElasticSampler(**arguments, exclude=["20-24"]).state_dict_at(3))
+    expected = np.delete(plain.indices_at(np.arange(200)), [*range(20, 25), *range(30, 35)])
+    assert configured.indices_at(np.arange(150)).tolist() == expected[:150].tolist()
+
+
+def test_positions_that_are_excluded_before_new_weights_are_those_of_the_old_ones() -> None:
+    arguments: dict[str, Any] = {"sizes": {"a": 99, "b": 99}, "global_batch_size": 1, "num_replicas": 1}
+    plain = ElasticSampler(**arguments, weights=[1, 1])
+    gone = set(zip(*(part.tolist() for part in plain.locate(np.arange(20, 30))), strict=True))
+    called = ElasticSampler(**arguments, weights=[1, 1])
+    called.exclude(["20-29"], position=20)
+    called.update_weights([1, 9], position=20)
+    configured = ElasticSampler(**arguments, weights=[1, 9], exclude=["20-29"], allow_data_change=True)
+    configured.load_state_dict(plain.state_dict_at(20))
+    for mine in (called, configured):
+        assert mine.order.shares_at(20) == pytest.approx({"a": 0.1, "b": 0.9})
+        assert not gone & set(zip(*(part.tolist() for part in mine.locate(np.arange(100))), strict=True))
+        for name, come in by_source(mine, 100).items():
+            kept = [sample for sample in by_source(plain, 250)[name] if (name, sample[1], sample[0]) not in gone]
+            assert come == kept[: len(come)]
+
+
+FORMS = {
+    "positions:50-59": ["50-59", "50-54", "55-59", "positions:52-58"],
+    "a:3": ["a:3-3"],
+    "a:3-7": ["a:5-7", "a:3-5"],
+}
+
+
+@pytest.mark.parametrize("changed", [{"max_epochs": {"a": 5}}, {"weights": [1, 3]}, {"segments": [(300, {"a": 9})]}])
+@pytest.mark.parametrize("exclude", FORMS)
+def test_an_exclusion_survives_every_other_change(exclude: str, changed: dict[str, Any]) -> None:
+    """A pending one, one in force, and one made in the run and saved where it was made; however it is written."""
+    arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 40}, "weights": [1, 1], "global_batch_size": 1}
+    arguments |= {"num_replicas": 1, "allow_data_change": True}
+    for written in ([exclude], FORMS[exclude]):
+        old = ElasticSampler(**arguments, exclude=[exclude])
+        expected = set(zip(*(part.tolist() for part in old.locate(np.arange(80))), strict=True))
+        configured = ElasticSampler(**{**arguments, **changed}, exclude=written)
+        same = ElasticSampler(**arguments, exclude=written)
+        for at in (0, 10, 70):
+            same.load_state_dict(old.state_dict_at(at))
+            assert same.changes_from(old.state_dict_at(at)) == ([] if same._plan == old._plan else [ANY])
+            assert same.order.exclusions == old.order.exclusions
+            configured.load_state_dict(old.state_dict_at(at))
+            assert configured.order.exclusions == old.order.exclusions
+    made = ElasticSampler(**arguments)
+    list(itertools.islice(made, 10))
+    made.exclude([exclude])
+    configured = ElasticSampler(**{**arguments, **changed})
+    configured.load_state_dict(made.state_dict())
+    assert configured.order.exclusions == made.order.exclusions != ()
+    assert expected
+    assert not set(configured.find(["a"] * 3, [3] * 3, [1, 2, 3])) - {-1} or exclude.startswith("pos")
+
+
+def test_what_is_no_longer_excluded_returns_from_there_on() -> None:
+    arguments: dict[str, Any] = {"sizes": {"a": 10}, "weights": [1], "global_batch_size": 1, "num_replicas": 1}
+    old = ElasticSampler(**arguments, exclude=["a:3-5", "50-59"])
+    new = ElasticSampler(**arguments, exclude=["a:4", "50-54"], allow_data_change=True)
+    new.load_state_dict(old.state_dict_at(21))  # three epochs of seven samples
+    assert np.array_equal(new.indices_at(np.arange(21)), old.indices_at(np.arange(21)))
+    without = ElasticSampler(**arguments, exclude=["a:4"], allow_data_change=True)
+    without.load_state_dict(old.state_dict_at(21))
+    _, index, epochs = without.locate(np.arange(21, 80))
+    for epoch in (3, 4, 5):
+        assert sorted(index[epochs == epoch].tolist()) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    expected = np.delete(without.indices_at(np.arange(100)), np.arange(50, 55))
+    assert new.indices_at(np.arange(95)).tolist() == expected.tolist()
+
+
+@given(st.integers(0, 19), st.lists(st.integers(0, 9), unique=True, max_size=9), st.integers(0, 12), st.booleans())
+def test_excluding_what_is_left_of_a_capped_source_ends_it(at: int, samples: list[int], jump: int, alone: bool) -> None:
+    """Nothing of the past is drawn anew, and no other source is disturbed."""
+    sizes = {"a": 10} if alone else {"a": 10, "b": 30}
+    arguments: dict[str, Any] = {"sizes": sizes, "weights": [1] * len(sizes), "max_epochs": {"a": 1, "b": 2}}
+    arguments["max_epochs"] = {name: arguments["max_epochs"][name] for name in sizes}
+    plain, mine = sampler(arguments), sampler(arguments)
+    at = min(at, len(plain))
+    texts = [f"a:{sample}" for sample in samples] + ([f"{at}-{at + jump - 1}"] if jump else [])
+    left = set(range(len(plain))) - set(range(at, at + jump))
+    mine.exclude(texts, position=at) if at or len(left) else None
+    positions = np.arange(mine.order.total or 0)
+    assert np.array_equal(mine.indices_at(np.arange(at)), plain.indices_at(np.arange(at)))
+    assert np.array_equal(mine.find(*mine.locate(positions)), positions)
+    kept = {
+        (name, index, epoch)
+        for position, (name, index, epoch) in enumerate(
+            zip(*(part.tolist() for part in plain.locate(np.arange(len(plain)))), strict=True)
+        )
+        if position < at or (position in left and not (name == "a" and index in samples))
+    }
+    assert set(zip(*(part.tolist() for part in mine.locate(positions)), strict=True)) == kept
+    assert all(span.start < span.stop for span in mine.order.spans)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 4), st.integers(1, 10**6))
+def test_caps_are_exact_decimal_arithmetic(hundredths: int, digits: int, size: int) -> None:
+    cap = float(f"{hundredths}e-{digits}")
+    mine = Segment(0, {"a": 1.0}, 1.0, {"a": cap}).cap("a", size)
+    assert mine == hundredths * size // 10**digits
+
+
+def test_a_cap_of_a_part_of_an_epoch_gives_all_of_that_part() -> None:
+    for cap, size, samples in ((4.35, 100, 435), (0.29, 100, 29), (1.1, 10, 11), (np.float64(4.35), 100, 435)):
+        mine = ElasticSampler({"a": size}, [1], max_epochs=cap, global_batch_size=1, num_replicas=1)
+        assert mine.order.total == samples
+    assert ElasticSampler({"a": 3}, [1], max_epochs=1e300, global_batch_size=1, num_replicas=1).order.total is None
+
+
+@pytest.mark.parametrize("exclude", [[], ["a:1", "b:7"], ["30-40"]])
+def test_find_is_minus_one_for_whatever_is_never_consumed(exclude: list[str]) -> None:
+    arguments: dict[str, Any] = {"global_batch_size": 1, "num_replicas": 1, "exclude": exclude}
+    mine = ElasticSampler({"a": 10, "b": 90, "c": 5}, [1, 1, 0], **arguments)
+    for epoch in (2**56, 2**58, 2**60, 2**61, 2**62, 2**63 - 1, 2**63, 2**64, 2**70):
+        for index in (0, 5):
+            found = mine.find("a", index, epoch)
+            assert found == -1 or mine.locate(found) == ("a", index, epoch)
+            assert (found == -1) == (epoch > 2**57)
+    assert mine.find("c", 0, 0) == -1
+    assert (mine.find(["a", "b"], [0, 0], np.array([2**63, 2**64 - 1], np.uint64)) == -1).all()
+    large = ElasticSampler({"a": 2**61, "b": 2**60}, [1, 2**-40], **{**arguments, "exclude": []})
+    for name, epoch in (("a", 2), ("a", 3), ("a", 2**61), ("b", 1), ("b", 2**62)):
+        found = large.find(name, 1, epoch)
+        assert found == -1 or large.locate(found) == (name, 1, epoch)
 
 
 def test_a_changed_configuration_keeps_the_past_and_changes_the_future() -> None:
@@ -437,6 +666,10 @@ def test_an_exclusion_is_recorded_once() -> None:
         ({"sizes": {"code": 0, "prose": 1}}, "source 'code' has weight 1 but no samples"),
         ({"sizes": {"code": -3, "prose": 1}}, "size -3"),
         ({"sizes": {"code": 2**62 + 1, "prose": 1}}, "between 0 and 2\\^62"),
+        ({"sizes": {"code": 2**62, "prose": 2**62}}, "at most 2\\^62"),
+        ({"exclude": [f"0-{2**61}"]}, "must be below 2\\^61"),
+        ({"max_epochs": float("nan")}, "max_epochs nan"),
+        ({"max_epochs": "2"}, "max_epochs '2'"),
         ({"global_batch_size": 10, "num_replicas": 4}, "the nearest is 8 or 12"),
         ({"num_replicas": 2, "rank": 2}, "rank 2"),
         ({"exclude": ["code"]}, "expected SOURCE:INDEX"),
@@ -573,29 +806,13 @@ def test_golden_sequences() -> None:
     assert four.indices_at(np.arange(20)).tolist() == GOLDEN_FOUR
     far = four.indices_at(np.array([10**6, 10**9, 10**12, 10**15]))
     assert far.tolist() == GOLDEN_FAR
+    four.exclude(["positions:3-6", "code:0-600"], position=2)
+    assert four.indices_at(np.arange(20)).tolist() == GOLDEN_EXCLUDED
 
 
 GOLDEN_ONE = [19, 0, 18, 13, 16, 5, 3, 11, 8, 9, 7, 17, 1, 14, 2, 4, 6, 12, 10, 15, 12, 3, 15, 10]
-GOLDEN_FOUR = [
-    683,
-    1434,
-    206,
-    1503,
-    464,
-    839,
-    1244,
-    891,
-    268,
-    71,
-    807107267,
-    450,
-    1011,
-    488,
-    244,
-    1467,
-    247,
-    760,
-    406,
-    1262,
-]
-GOLDEN_FAR = [268, 738, 208, 381]
+GOLDEN_FOUR = [683, 1434, 1503, 206, 464, 839, 1244, 891, 268, 71]
+GOLDEN_FOUR += [807107267, 450, 488, 1011, 244, 247, 760, 1467, 406, 883]
+GOLDEN_FAR = [268, 1074, 290, 528]
+GOLDEN_EXCLUDED = [683, 1434, 1503, 891, 760, 883, 1011, 942, 642, 870]
+GOLDEN_EXCLUDED += [807107267, 697, 765, 1467, 611, 664, 965, 1262, 762, 966]

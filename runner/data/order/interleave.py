@@ -1,14 +1,18 @@
 """How several sources share one sequence: a pure function slot -> (source, number within the source).
 
 The sources are the leaves of a balanced binary tree. Each inner node sends every sample that reaches it to its lighter
-or its heavier child. Let f <= 1/2 be the fraction of the lighter child. Stratum j is the range of slots x with
-floor(f x) = j; the lighter child gets exactly one slot of each stratum, chosen by a hash. Among the first x samples of
-a node the lighter child therefore has floor(f x) or floor(f x) + 1: less than one away from f x at every x, computable
-without looking at any other slot. The heavier child gets the rest.
+or its heavier child. Let f <= 1/2 be the fraction of the lighter child, and let stratum j be the interval [j / f,
+(j + 1) / f) of slots. Each stratum has one point, placed uniformly by a hash of (node, j). The lighter child gets as
+many slots of the pair (2b, 2b + 1) as points lie in it: none, both, or one of the two, chosen by another bit of the
+hash. Therefore
 
-These errors add up along the path to a leaf, each scaled by the fractions below it; `share_bound` returns the sum. It
-is below 1 for two sources, below 1.5 for four equal ones, and below ceil(log2(sources)) in general. Fractions are
-62-bit fixed-point numbers and all arithmetic is exact.
+- every slot goes to the lighter child with probability exactly f: no rank, batch or step sees other shares;
+- two slots are independent unless they share a pair or a stratum: there is no period;
+- of the first x slots the lighter child has f x, to within one if x is even, and to within 1 + f if it is odd. The
+  count is computable without looking at any other slot.
+
+These errors add up along the path to a leaf, each scaled by the fractions below it; `share_bound` returns the sum.
+Fractions are 62-bit fixed-point numbers and all arithmetic is exact.
 
 Each source is numbered consecutively, so its share can change at any slot, drop to zero and return: the source
 continues at its next number.
@@ -18,6 +22,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,10 +34,13 @@ from runner.data.order.hashing import U64, derive
 IDS = NDArray[np.int64]
 
 BITS = 62
+_CHUNK = 2048  # slots at a time, so that the working arrays stay in cache
 _HALF = np.uint64(31)
 _LOW = np.uint64((1 << 31) - 1)
+_FRACTION = np.uint64((1 << BITS) - 1)
+_SHIFT = np.uint64(BITS)
 _S32 = np.uint64(32)
-_ONE = np.uint64(1)
+_ONE, _LAST = np.uint64(1), np.uint64(63)
 _C1, _C2 = np.uint64(0x9FB21C651E98DF25), np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -40,24 +48,22 @@ _C1, _C2 = np.uint64(0x9FB21C651E98DF25), np.uint64(0xD6E8FEB86659FD93)
 class _Nodes:
     """How inner nodes split their samples. Fields are scalars for one node, or arrays over nodes or samples."""
 
-    step: np.uint64 | U64  # fraction f of the lighter child, times 2^62
-    slots: np.uint64 | U64  # eligible slots of a stratum: floor(1 / f), shifted right ...
-    shift: np.uint64 | U64  # ... by this many bits to fit in 32
+    step: np.uint64 | U64  # points per pair of slots, 2 f <= 1, times 2^62
     key: np.uint64 | U64
 
     def take(self, nodes: IDS) -> _Nodes:
-        return _Nodes(self.step[nodes], self.slots[nodes], self.shift[nodes], self.key[nodes])  # type: ignore[index]
+        return _Nodes(self.step[nodes], self.key[nodes])  # type: ignore[index]
 
 
-def _strata(x: U64, node: _Nodes) -> tuple[U64, U64]:
-    """floor(f x) and the 62-bit fractional part of f x, exact for x < 2^62."""
+def _strata(pair: U64, node: _Nodes) -> tuple[U64, U64]:
+    """floor(2 f pair) and the 62-bit fractional part of 2 f pair, exact for pair < 2^62."""
     f_high, f_low = node.step >> _HALF, node.step & _LOW
-    x_low = x & _LOW
+    x_low = pair & _LOW
     middle = x_low * f_low
     fraction = middle & _LOW
     middle >>= _HALF
     middle += x_low * f_high
-    x_high = x >> _HALF
+    x_high = pair >> _HALF
     if x_high.any():
         middle += x_high * f_low
         stratum = middle >> _HALF
@@ -70,23 +76,33 @@ def _strata(x: U64, node: _Nodes) -> tuple[U64, U64]:
     return stratum, fraction
 
 
-def _split(x: U64, node: _Nodes, wide: bool) -> tuple[U64, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Stratum of slot x, whether x is the lighter child's slot of that stratum, and whether x comes after it."""
-    stratum, fraction = _strata(x, node)
-    drawn = stratum ^ node.key
+def _split(x: U64, node: _Nodes) -> tuple[U64, NDArray[np.bool_]]:
+    """How many of the slots before x the lighter child has, and whether it has x."""
+    stratum, fraction = _strata(x >> _ONE, node)
+    drawn = np.empty((2, *stratum.shape), np.uint64)  # for the strata in which the pair begins and ends
+    drawn[0] = stratum
+    end = fraction + node.step
+    carry = end >> _SHIFT
+    end &= _FRACTION
+    np.add(stratum, carry, out=drawn[1])
+    drawn ^= node.key
     drawn *= _C1
     drawn ^= drawn >> _S32
     drawn *= _C2
-    drawn >>= _S32
-    drawn *= node.slots
-    drawn >>= _S32
-    if wide:
-        drawn <<= node.shift
-    drawn *= node.step
-    fraction -= drawn  # in [0, f) on the drawn slot; wraps to above 2^63 before it
-    lighter = fraction < node.step
-    after = fraction.view(np.int64) >= np.asarray(node.step).view(np.int64)
-    return stratum, lighter, after
+    points = drawn & _FRACTION
+    drawn >>= _LAST
+    passed = points[0] < fraction
+    count = carry.view(np.int64)  # of points in the pair: 0, 1 or 2
+    count += points[1] < end
+    count -= passed
+    odd = x & _ONE
+    bit = np.where(passed, drawn[1], drawn[0])  # of a single point: the slot that it takes
+    lighter = count > (bit ^ odd).view(np.int64)
+    count -= lighter
+    count *= odd.view(np.int64)
+    stratum += count.view(np.uint64)
+    stratum += passed
+    return stratum, lighter
 
 
 class Interleave:
@@ -109,18 +125,13 @@ class Interleave:
         steps = np.ones(2 * width, np.uint64)
         self._inner = np.zeros(2 * width, bool)
         self._build(1, list(range(self.size)), list(quanta), steps, 0.0)
-        slots = np.uint64(1 << BITS) // steps
-        shift = np.zeros(2 * width, np.uint64)
-        while (excess := (slots >> shift) >> _S32).any():
-            shift += (excess > 0).astype(np.uint64)
-        self._wide = bool(shift.any())
-        self._nodes = _Nodes(steps, slots >> shift, shift, derive(key, np.arange(2 * width)))
+        self._nodes = _Nodes(steps, derive(key, np.arange(2 * width)))
         self._levels = [
             (self._nodes.take(np.arange(1 << level, 2 << level)), self._inner[1 << level : 2 << level])
             for level in range(self.depth)
         ]
         root = self._nodes
-        self._root = _Nodes(root.step[1], root.slots[1], root.shift[1], root.key[1])  # type: ignore[index]
+        self._root = _Nodes(root.step[1], root.key[1])  # type: ignore[index]
 
     def _build(self, node: int, ids: list[int], quanta: list[int], steps: U64, bound: float) -> None:
         if len(ids) == 1:
@@ -136,12 +147,14 @@ class Interleave:
         sums = sum(quanta[i] for i in first), sum(quanta[i] for i in second)
         if sums[0] > sums[1]:
             first, second = second, first
-        step = max(1, (min(sums) << BITS) // (sums[0] + sums[1]))
+        step = max(1, (min(sums) << BITS + 1) // (sums[0] + sums[1]))
         steps[node] = step
         self._inner[node] = True
-        fraction = step / (1 << BITS)
-        self._build(2 * node, first, quanta, steps, 1 + fraction * bound)
-        self._build(2 * node + 1, second, quanta, steps, 1 + (1 - fraction) * bound)
+        fraction = step / (2 << BITS)
+        # Before an even slot the count is exact but for the fractional part of a multiple of 2 f, which is rounded.
+        error = 1 - math.gcd(step, 1 << BITS) / (1 << BITS) + fraction
+        self._build(2 * node, first, quanta, steps, error + fraction * bound)
+        self._build(2 * node + 1, second, quanta, steps, error + (1 - fraction) * bound)
 
     def share_bound(self, source: int) -> float:
         """Upper bound on |count - share * slots| of this source after any number of slots."""
@@ -158,17 +171,19 @@ class Interleave:
         """
         if self.depth == 0:
             return np.zeros(len(x), np.int64), x
+        if len(x) > _CHUNK:
+            parts = [self.locate(x[first : first + _CHUNK]) for first in range(0, len(x), _CHUNK)]
+            return np.concatenate([ids for ids, _ in parts]), np.concatenate([numbers for _, numbers in parts])
         node = None
         for nodes, inner in self._levels:
             current = self._root if node is None else nodes.take(node)
-            stratum, lighter, after = _split(x, current, self._wide)
-            rest = x - stratum
-            rest -= after
+            before, lighter = _split(x, current)
+            rest = x - before
             if not inner.all():
                 passes = ~inner if node is None else ~inner[node]
                 lighter &= ~passes
                 rest = np.where(passes, x, rest)
-            x = np.where(lighter, stratum, rest)
+            x = np.where(lighter, before, rest)
             heavier = (~lighter).view(np.int8)
             node = heavier.astype(np.int64) if node is None else 2 * node + heavier
         return self._leaf_source[node], x
@@ -177,13 +192,13 @@ class Interleave:
         """How many of the first x slots belong to each source, int64 of shape (sources,)."""
         totals = np.array([x], np.uint64)
         for nodes, inner in self._levels:
-            stratum, _, after = _split(totals, nodes, self._wide)
-            lighter = np.where(inner, stratum + after, np.uint64(0))
+            before, _ = _split(totals, nodes)
+            lighter = np.where(inner, before, np.uint64(0))
             totals = np.stack([lighter, totals - lighter], axis=1).reshape(-1)
         return totals.astype(np.int64)[self._source_leaf]
 
     def find(self, source: IDS, number: U64) -> U64:
-        """The slot of sample `number` of each source: the inverse of `locate`."""
+        """The slot of sample `number` of each source, the inverse of `locate`; 2^62 if all lower slots come before."""
         node = self._source_leaf[source]
         x = number.copy()
         for nodes, inner in reversed(self._levels):
@@ -191,27 +206,26 @@ class Interleave:
             node = node // 2
             active = np.flatnonzero(inner[node])
             if active.size:
-                x[active] = self._slot_in_parent(x[active], nodes.take(node[active]), lighter[active])
+                x[active] = _slot_in_parent(x[active], nodes.take(node[active]), lighter[active])
         return x
 
-    def _slot_in_parent(self, number: U64, node: _Nodes, lighter: NDArray[np.bool_]) -> U64:
-        """The smallest x such that more than `number` of the first x + 1 samples of the node went to the child.
 
-        A bisection around number / fraction.
-        """
-        light = np.asarray(node.step).astype(np.float64) / 2.0**BITS
-        fraction = np.where(lighter, light, 1 - light)
-        estimate = number.astype(np.float64) / fraction
-        slack = 4 + 2 / fraction + estimate * 2.0**-48
-        top = float(1 << BITS) - 4096
-        low = np.clip(estimate - slack, 0, top).astype(np.uint64)
-        high = np.clip(estimate + slack, 0, top).astype(np.uint64)
-        while (low < high).any():
-            middle = (low + high) >> _ONE
-            stratum, _, after = _split(middle + _ONE, node, self._wide)
-            stratum += after
-            count = np.where(lighter, stratum, middle + _ONE - stratum)
-            enough = count > number
-            high = np.where(enough, middle, high)
-            low = np.where(enough, low, middle + _ONE)
-        return low
+def _slot_in_parent(number: U64, node: _Nodes, lighter: NDArray[np.bool_]) -> U64:
+    """The smallest x such that more than `number` of the first x + 1 samples of the node went to the child; or 2^62.
+
+    A bisection around number / fraction.
+    """
+    light = np.asarray(node.step).astype(np.float64) / 2.0 ** (BITS + 1)
+    fraction = np.where(lighter, light, 1 - light)
+    estimate = number.astype(np.float64) / fraction
+    slack = 4 + 3 / fraction + estimate * 2.0**-48
+    low = np.clip(estimate - slack, 0, 2.0**BITS).astype(np.uint64)
+    high = np.clip(estimate + slack, 0, 2.0**BITS).astype(np.uint64)
+    while (low < high).any():
+        middle = (low + high) >> _ONE
+        before, _ = _split(middle + _ONE, node)
+        count = np.where(lighter, before, middle + _ONE - before)
+        enough = (count > number) | (low == high)
+        high = np.where(enough, middle, high)
+        low = np.where(enough, low, middle + _ONE)
+    return low

@@ -17,11 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.order.hashing import GOLDEN, U64, mix64, stream_key
+from runner.data.order.state_checks import (
+    ListOf,
+    MapOf,
+    Record,
+    TupleOf,
+    check,
+    check_seal,
+    hexadecimal,
+    sealed,
+    text,
+    whole,
+)
 from runner.data.order.weights import SamplerStateError
 
 I64 = NDArray[np.int64]
 
 LANES = 2
+_STATE = Record(
+    {
+        "digest": hexadecimal(16 * LANES),
+        "counts": MapOf(whole()),
+        "sizes": MapOf(whole()),
+        "anchors": ListOf(TupleOf((whole(), whole(), hexadecimal(16), hexadecimal(16)))),
+        "seal": text,
+    }
+)
 _VERIFIED = 1 << 16  # a resume verifies at most this many samples
 _SECOND = np.uint64(0xC2B2AE3D27D4EB4F)
 _ODD = np.uint64(0x9FB21C651E98DF25)
@@ -91,13 +112,14 @@ class DataLedger:
         return "".join(f"{lane:016x}" for lane in self._lanes.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Digest, counts, sizes, and the digests of the last steps (up to 65,536 samples); JSON-serializable."""
-        return {
+        """Digest, counts, sizes, the digests of the last steps (up to 65,536 samples), a seal; JSON-serializable."""
+        state = {
             "digest": self.digest,
             "counts": self.counts,
             "sizes": dict(zip(self.names, self.sizes, strict=True)),
             "anchors": [[first, count, f"{a:016x}", f"{b:016x}"] for first, count, a, b in self._anchors],
         }
+        return sealed(state, "seal")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved ledger.
@@ -105,16 +127,11 @@ class DataLedger:
         Raises:
             SamplerStateError: the size of a source has changed, or the state is incomplete or was edited.
         """
-        try:
-            lanes = [int(state["digest"][i : i + 16], 16) for i in range(0, 16 * LANES, 16)]
-            counts = {str(name): int(count) for name, count in state["counts"].items()}
-            anchors = [(int(p), int(n), int(a, 16), int(b, 16)) for p, n, a, b in state["anchors"]]
-            sizes = dict(state["sizes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise SamplerStateError(
-                f"the saved data ledger is incomplete ({error!r}): expected digest, counts, sizes and anchors; "
-                "use another checkpoint"
-            ) from error
+        message = "the saved data ledger is incomplete: {key} is {value}; expected {allowed}; use another checkpoint"
+        check(state, _STATE, message, SamplerStateError)
+        lanes = [int(state["digest"][i : i + 16], 16) for i in range(0, 16 * LANES, 16)]
+        counts, sizes = dict(state["counts"]), dict(state["sizes"])
+        anchors = [(first, count, int(a, 16), int(b, 16)) for first, count, a, b in state["anchors"]]
         for name, size in zip(self.names, self.sizes, strict=True):
             if sizes.get(name, size) != size:
                 raise SamplerStateError(
@@ -126,6 +143,7 @@ class DataLedger:
                 f"the saved data ledger counts {sum(counts.values())} samples but its last step ends at position "
                 f"{sum(anchors[-1][:2])}: it was edited; use another checkpoint"
             )
+        check_seal(state, "the saved data ledger", SamplerStateError, "seal")
         self._lanes = np.array(lanes, np.uint64)
         self._counts = {**dict.fromkeys(self.names, 0), **counts}
         self._local[:] = 0

@@ -5,20 +5,22 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.data.order.segments import Exclusion, Segment, as_segment, parse_exclusions, segment_at
+from runner.data.order.exclusions import POSITIONS, Exclusion, Selection, check_selections, normalized, without
+from runner.data.order.segments import Segment, as_segment, segment_at
+from runner.data.order.sequence import ElasticSequence
 from runner.data.order.weights import SamplerError
 
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """The segments that the configuration asks for, from position 0 on, and the samples to exclude."""
+    """The segments that the configuration asks for, from position 0 on, and the samples to exclude, normalized."""
 
     segments: tuple[Segment, ...]
-    exclude: tuple[str, ...]
+    exclude: tuple[Selection, ...]
 
     @classmethod
     def make(
@@ -30,20 +32,25 @@ class OrderPlan:
         """The base segment and the planned ones, sorted; one that starts at 0 replaces the base.
 
         Raises:
-            SamplerError: an invalid segment, or two with the same start.
+            SamplerError: an invalid segment or exclusion, or two segments with the same start.
         """
         planned = sorted((as_segment(value, base) for value in segments), key=lambda segment: segment.start)
         starts = [segment.start for segment in planned]
         if len(set(starts)) != len(starts):
             raise SamplerError(f"two segments start at the same position: {starts}")
-        return cls(tuple(planned) if starts[:1] == [0] else (base, *planned), tuple(str(text) for text in exclude))
+        selections = normalized(Selection.parse(str(text)) for text in exclude)
+        return cls(tuple(planned) if starts[:1] == [0] else (base, *planned), selections)
 
     def to_json(self) -> dict[str, Any]:
-        return {"segments": [segment.to_json() for segment in self.segments], "exclude": sorted(self.exclude)}
+        return {
+            "segments": [segment.to_json() for segment in self.segments],
+            "exclude": [str(one) for one in self.exclude],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OrderPlan:
-        return cls(tuple(map(Segment.from_json, value["segments"])), tuple(value["exclude"]))
+        exclude = normalized(map(Selection.parse, value["exclude"]))
+        return cls(tuple(map(Segment.from_json, value["segments"])), exclude)
 
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
         """How this plan differs from one saved at `position`, one message per difference.
@@ -56,8 +63,9 @@ class OrderPlan:
             before, after = (plan.segments[i] if i < len(plan.segments) else None for plan in (saved, self))
             if not _is_same(before, after, position):
                 changes.append(f"segment {i} was {before or 'absent'} and is {after or 'absent'}")
-        if sorted(saved.exclude) != sorted(self.exclude):
-            changes.append(f"exclude was {sorted(saved.exclude)} and is {sorted(self.exclude)}")
+        if saved.exclude != self.exclude:
+            was, now = (", ".join(map(str, plan.exclude)) or "nothing" for plan in (saved, self))
+            changes.append(f"exclude was {was} and is {now}")
         return changes
 
     def continued(
@@ -67,6 +75,7 @@ class OrderPlan:
         exclusions: Sequence[Exclusion],
         position: int,
         sizes: Mapping[str, int],
+        order: Callable[[Sequence[Exclusion]], ElasticSequence],
     ) -> tuple[list[Segment], list[Exclusion]]:
         """Segments and exclusions of a run that was saved at `position` and continues under this plan.
 
@@ -75,9 +84,13 @@ class OrderPlan:
         Args:
             saved: the plan of the saved run.
             segments: all segments of the saved run, including changes made while it ran.
-            exclusions: all exclusions of the saved run.
+            exclusions: all exclusions of the saved run, too.
             position: samples consumed.
             sizes: samples by source name.
+            order: the order of the saved run with other exclusions.
+
+        Raises:
+            SamplerError: an invalid exclusion.
         """
         if saved.to_json() == self.to_json():
             return list(segments), list(exclusions)
@@ -88,10 +101,57 @@ class OrderPlan:
         else:
             kept = [segment for segment in segments if segment.start < position]
             kept.append(replace(now, start=position))
-        known = set(saved.exclude)
-        added = [text for text in self.exclude if text not in known]
-        still = [entry for entry in exclusions if entry.at < position or entry.text in self.exclude]
-        return [*kept, *later], [*still, *parse_exclusions(added, position, sizes)]
+        return [*kept, *later], self._exclusions(saved, exclusions, position, sizes, order)
+
+    def _exclusions(
+        self,
+        saved: OrderPlan,
+        exclusions: Sequence[Exclusion],
+        position: int,
+        sizes: Mapping[str, int],
+        order: Callable[[Sequence[Exclusion]], ElasticSequence],
+    ) -> list[Exclusion]:
+        """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays."""
+        active = [one.what for one in exclusions if one.until is None]
+        added = without(self.exclude, (*saved.exclude, *active))
+        removed = without(saved.exclude, self.exclude)
+        check_selections(added, position, sizes)
+        result: list[Exclusion] = []
+        positions: list[Selection] = []  # of withdrawn exclusions, in part
+        for one in exclusions:
+            rest = without([one.what], removed)
+            if one.until is not None or rest == (one.what,):
+                result.append(one)
+                continue
+            if one.at < position:
+                result.append(replace(one, until=position))
+            if one.what.source == POSITIONS:
+                positions += rest
+            else:
+                result += [Exclusion(position, what) for what in rest]
+        if positions:
+            result += excluded_from(positions, position, order(result))
+        if added:
+            result += excluded_from(added, position, order(exclusions))
+        return result
+
+
+def excluded_from(selections: Iterable[Selection], at: int, order: ElasticSequence) -> list[Exclusion]:
+    """What a run records when these samples are excluded from position `at` on.
+
+    All positions are counted in `order`, the order before this change; those before `at` have no effect.
+
+    Raises:
+        SamplerError: the positions are too large.
+    """
+    made = []
+    for one in selections:
+        if one.source != POSITIONS:
+            made.append(Exclusion(at, one))
+        elif one.last >= at:
+            what = one._replace(first=max(at, one.first))
+            made.append(Exclusion(at, what, order.key_ranges(what.first, what.last)))
+    return made
 
 
 def _is_same(before: Segment | None, after: Segment | None, position: int) -> bool:

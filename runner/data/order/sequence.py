@@ -1,9 +1,9 @@
-"""The elastic order: a pure function position -> (source, key) -> (source, sample), and its inverse.
+"""The elastic order: a pure function position -> (source, number, key) -> (source, sample), and its inverse.
 
-A *position* is the global index of a consumed sample, counted over all ranks from 0. The *key* of a sample is how many
-samples its source gave before it. A *span* is a range of positions with constant shares, resolved from segments,
-exclusions and epoch caps. A *slot* is an index into the interleaving of a span; positions and slots advance together,
-except that excluded positions skip slots. See docs/data-order.md.
+A *position* is the global index of a consumed sample, counted over all ranks from 0. The *number* of a sample is how
+many samples its source gave before it, its *key* is its place in the stream of the source; they are equal as long as
+nothing is excluded. A *span* is a range of positions with constant shares, resolved from segments, exclusions and epoch
+caps. See docs/data-order.md.
 
 The order depends on the seed, source names and sizes, segments and exclusions. It does not depend on ranks, batches,
 workers, or the order in which the sources are listed. `VERSION` names exactly this function: any change to it is a new
@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusions import Exclusion
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.permutation import Domain, permute
-from runner.data.order.segments import Exclusion, Segment, check_segment
+from runner.data.order.segments import Segment, check_segment
 from runner.data.order.source_stream import SourceStream
 from runner.data.order.spans import END, Span, SpanResolver
 from runner.data.order.weights import SamplerError
@@ -30,11 +31,13 @@ VERSION = 1
 
 I64 = NDArray[np.int64]
 
+_LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
+
 
 class ElasticSequence:
     """The order of all samples of a run. Memory and start-up cost do not depend on the number of samples.
 
-    Arrays of positions, ids, keys, indices and epochs are int64 of shape (count,).
+    Arrays of positions, ids, numbers, indices and epochs are int64 of shape (count,).
 
     Args:
         sizes: samples by source name, as `check_sizes` returns them. Their order determines dataset indices (those of
@@ -101,8 +104,8 @@ class ElasticSequence:
             default=0.0,
         )
 
-    def keys(self, positions: I64) -> tuple[I64, I64]:
-        """Source id and key of each position.
+    def numbers(self, positions: I64) -> tuple[I64, I64]:
+        """Source id of each position, and how many samples the source has given before.
 
         Raises:
             SamplerError: a position is outside [0, total).
@@ -114,19 +117,19 @@ class ElasticSequence:
         if lowest < 0 or highest >= self.spans[-1].stop:
             stop = self.spans[-1].stop
             raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {stop - 1}")
-        number = np.searchsorted(self._starts, positions, side="right") - 1 if len(self.spans) > 1 else None
-        if number is None or number.min() == number.max():
-            return self._keys_in(self.spans[0 if number is None else int(number[0])], positions)
-        ids, keys = np.empty_like(positions), np.empty_like(positions)
-        for i in np.unique(number).tolist():
-            chosen = number == i
-            ids[chosen], keys[chosen] = self._keys_in(self.spans[i], positions[chosen])
-        return ids, keys
+        span_of = np.searchsorted(self._starts, positions, side="right") - 1 if len(self.spans) > 1 else None
+        if span_of is None or span_of.min() == span_of.max():
+            return self._numbers_in(self.spans[0 if span_of is None else int(span_of[0])], positions)
+        ids, numbers = np.empty_like(positions), np.empty_like(positions)
+        for i in np.unique(span_of).tolist():
+            chosen = span_of == i
+            ids[chosen], numbers[chosen] = self._numbers_in(self.spans[i], positions[chosen])
+        return ids, numbers
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
         """Source id, index within the source, and epoch of the source, of each position."""
-        ids, keys = self.keys(positions)
-        epochs, offsets = self._epochs_and_offsets(ids, keys)
+        ids, numbers = self.numbers(positions)
+        epochs, offsets = self._epochs_and_offsets(ids, numbers)
         return ids, self._permute(ids, epochs, offsets, inverse=False), epochs
 
     def indices_at(self, positions: I64) -> I64:
@@ -138,32 +141,49 @@ class ElasticSequence:
     def find(self, ids: I64, index: I64, epochs: I64) -> I64:
         """Position at which each sample is consumed in that epoch of its source; -1 if it never is."""
         offsets = self._permute(ids, epochs, index, inverse=True)
-        keys = np.empty_like(offsets)
+        numbers = np.empty_like(offsets)
         for i in np.unique(ids).tolist():
             chosen = ids == i
-            keys[chosen] = self._streams[i].keys_of(epochs[chosen], offsets[chosen])
-        positions = np.full(keys.shape, -1, np.int64)
+            numbers[chosen] = self._streams[i].numbers_of(epochs[chosen], offsets[chosen])
+        positions = np.full(numbers.shape, -1, np.int64)
         for span in self.spans:
-            here = np.flatnonzero((keys >= span.begin[ids]) & (keys < span.end[ids]))
+            here = np.flatnonzero((numbers >= span.begin[ids]) & (numbers < span.end[ids]))
             if here.size:
                 member = np.searchsorted(span.sources, ids[here])
-                slots = span.mixture.find(member, (keys[here] - span.base[ids[here]]).astype(np.uint64))
-                positions[here] = slots.astype(np.int64) - span.slot + span.start
-        positions[positions >= END] = -1
+                slots = span.mixture.find(member, (numbers[here] - span.begin[ids[here]]).astype(np.uint64))
+                found = slots.astype(np.int64) + span.start
+                positions[here] = np.where(found < span.stop, found, np.int64(-1))
         return positions
 
-    def keys_at(self, position: int) -> dict[str, int]:
-        """Key of each source after the first `position` positions; keys that an exclusion skipped count."""
-        span = self.span_at(position)
-        return dict(zip(self.names, self._keys_after(span, position).tolist(), strict=True))
+    def numbers_at(self, position: int) -> I64:
+        """Samples consumed from each source, by id, in the first `position` positions."""
+        return self.span_at(position).numbers_at(position)
 
     def consumed_at(self, position: int) -> dict[str, int]:
         """Samples consumed from each source in the first `position` positions."""
-        total = np.zeros(len(self.names), np.int64)
-        for span in self.spans:
-            if span.start < position:
-                total += self._keys_after(span, min(position, span.stop)) - span.begin
-        return dict(zip(self.names, total.tolist(), strict=True))
+        return dict(zip(self.names, self.numbers_at(position).tolist(), strict=True))
+
+    def keys_at(self, position: int) -> dict[str, int]:
+        """Of each source, one past the key of the last sample consumed in the first `position` positions."""
+        numbers = self.numbers_at(position).tolist()
+        return {stream.name: stream.end_key(number) for stream, number in zip(self._streams, numbers, strict=True)}
+
+    def key_ranges(self, first: int, last: int) -> dict[str, tuple[int, int]]:
+        """What stands at positions `first` to `last`, inclusive: by source, its first key and one past its last.
+
+        Sources that have nothing there are left out.
+
+        Raises:
+            SamplerError: the positions are too large.
+        """
+        if last >= _LAST_EXCLUDED:
+            raise SamplerError(f"positions {first} to {last}: positions to exclude must be below 2^61")
+        begin, end = (self.numbers_at(position).tolist() for position in (first, last + 1))
+        return {
+            stream.name: (stream.key_of(low), stream.end_key(high))
+            for stream, low, high in zip(self._streams, begin, end, strict=True)
+            if low < high
+        }
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""
@@ -173,14 +193,8 @@ class ElasticSequence:
 
     def epochs_at(self, position: int) -> dict[str, float]:
         """Epochs of each source completed by `position`, as a fraction; excluded samples count as consumed."""
-        epochs = {}
-        for stream, key in zip(self._streams, self.keys_at(position).values(), strict=True):
-            if stream.size == 0:
-                epochs[stream.name] = 0.0
-                continue
-            epoch, offset = stream.epochs_and_offsets(np.array([key]))
-            epochs[stream.name] = int(epoch[0]) + int(offset[0]) / stream.size
-        return epochs
+        numbers = self.numbers_at(position).tolist()
+        return {stream.name: stream.progress(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
     def id_of(self, name: str) -> int:
         """Id of a source: its index in `names`."""
@@ -192,44 +206,39 @@ class ElasticSequence:
 
     def sample_keys(self, positions: I64) -> U64:
         """A 64-bit identity (seed, source, key) for the sample at each position."""
-        ids, keys = self.keys(positions)
-        return derive(self._stream_keys[ids] ^ np.uint64(stream_key(self.seed, "sample")), keys)
+        ids, numbers = self.numbers(positions)
+        if self._has_exclusions:
+            epochs, offsets = self._epochs_and_offsets(ids, numbers)
+            numbers = epochs * self._n[ids] + offsets
+        return derive(self._stream_keys[ids] ^ np.uint64(stream_key(self.seed, "sample")), numbers)
 
     def span_at(self, position: int) -> Span:
         """The span that contains `position`, or the last one."""
         return self.spans[int(np.searchsorted(self._starts, position, side="right")) - 1]
 
-    def _keys_after(self, span: Span, position: int) -> I64:
-        if position >= span.stop:
-            return span.end
-        keys = span.base.copy()
-        keys[span.sources] += span.mixture.counts(span.slot + position - span.start)
-        return keys
-
-    def _keys_in(self, span: Span, positions: I64) -> tuple[I64, I64]:
-        slots = (positions - (span.start - span.slot)).view(np.uint64)
-        member, numbers = span.mixture.locate(slots)
+    def _numbers_in(self, span: Span, positions: I64) -> tuple[I64, I64]:
+        member, counted = span.mixture.locate((positions - span.start).view(np.uint64))
         if len(span.sources) == 1:
             source = int(span.sources[0])
-            return np.full(len(positions), source), numbers.view(np.int64) + span.base[source]
+            return np.full(len(positions), source), counted.view(np.int64) + span.begin[source]
         ids = member if len(span.sources) == len(self.names) else span.sources[member]
-        keys = span.base[ids]
-        keys += numbers.view(np.int64)
-        return ids, keys
+        numbers = span.begin[ids]
+        numbers += counted.view(np.int64)
+        return ids, numbers
 
-    def _epochs_and_offsets(self, ids: I64, keys: I64) -> tuple[I64, I64]:
+    def _epochs_and_offsets(self, ids: I64, numbers: I64) -> tuple[I64, I64]:
         if not self._has_exclusions:
             if len(self.names) == 1:
-                return np.divmod(keys, self._n[0])
+                return np.divmod(numbers, self._n[0])
             sizes = self._n[ids]
-            if not (keys >= sizes).any():
-                return np.zeros_like(keys), keys
-            epochs = keys // sizes
-            return epochs, keys - epochs * sizes
-        epochs, offsets = np.empty_like(keys), np.empty_like(keys)
+            if not (numbers >= sizes).any():
+                return np.zeros_like(numbers), numbers
+            epochs = numbers // sizes
+            return epochs, numbers - epochs * sizes
+        epochs, offsets = np.empty_like(numbers), np.empty_like(numbers)
         for i in np.unique(ids).tolist():
             chosen = ids == i
-            epochs[chosen], offsets[chosen] = self._streams[i].epochs_and_offsets(keys[chosen])
+            epochs[chosen], offsets[chosen] = self._streams[i].epochs_and_offsets(numbers[chosen])
         return epochs, offsets
 
     def _permute(self, ids: I64, epochs: I64, offsets: I64, inverse: bool) -> I64:

@@ -6,18 +6,19 @@ Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusions import POSITIONS, Exclusion
 from runner.data.order.hashing import stream_key
 from runner.data.order.interleave import Interleave
-from runner.data.order.segments import Exclusion, Segment
+from runner.data.order.segments import Segment, segment_at
 from runner.data.order.source_stream import SourceStream
 from runner.data.order.weights import SamplerError, shares
 
-END = 1 << 62  # all positions and keys are below this
+END = 1 << 62  # all positions and numbers are below this
 _QUANTUM = 1 << 44  # shares are rounded to multiples of 2^-44, so that no platform's exp() changes the order
 
 I64 = NDArray[np.int64]
@@ -25,87 +26,72 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Span:
-    """Positions [start, stop) with constant shares. Keys are arrays with one entry per source of the order.
+    """Positions [start, stop) with constant shares. Numbers are arrays with one entry per source of the order.
 
     Attributes:
-        start: first position.
+        start: first position; slot 0 of `mixture`.
         stop: one past the last position; 2^62 in an endless order.
-        slot: slot of `start` in `mixture`.
-        mixture: how the sources are interleaved. Consecutive spans may share one.
+        mixture: how the sources are interleaved.
         sources: ids of the sources of `mixture`, in its order.
-        base: keys at slot 0 of `mixture`.
-        begin: keys at `start`.
-        end: keys at `stop`.
+        begin: how many samples each source has given before `start`.
+        end: the same before `stop`.
         quanta: share of each source of `mixture`, times 2^44.
     """
 
     start: int
     stop: int
-    slot: int
     mixture: Interleave
     sources: I64
-    base: I64
     begin: I64
     end: I64
     quanta: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class _CurrentMixture:
-    """The mixture that the resolver is advancing through; `base` has the keys of all sources at its slot 0."""
-
-    mixture: Interleave
-    sources: I64
-    base: I64
-    quanta: tuple[int, ...]
-
-    def keys(self, slot: int) -> I64:
-        """Keys of all sources after `slot` slots."""
-        keys = self.base.copy()
-        if slot < END:
-            keys[self.sources] += self.mixture.counts(slot)
-        else:
-            keys[self.sources] = END
-        return keys
+    def numbers_at(self, position: int) -> I64:
+        """How many samples each source has given before this position of the span, or before its end."""
+        if position >= self.stop:
+            return self.end
+        numbers = self.begin.copy()
+        numbers[self.sources] += self.mixture.counts(position - self.start)
+        return numbers
 
 
 class SpanResolver:
     """Plays segments and exclusions through in the order of their positions, once, when an order is built.
 
+    An exclusion acts on the streams from the position at which it was made, and not before: that a source has nothing
+    left below its cap must not change what was consumed until then.
+
     Args:
         seed: of the order.
-        streams: one per source, sorted by name. Excluded samples are entered in them.
+        streams: one per source, sorted by name. Exclusions are entered in them.
     """
 
     def __init__(self, seed: int, streams: Sequence[SourceStream]) -> None:
         self._seed, self._streams = seed, streams
         self._id = {stream.name: i for i, stream in enumerate(streams)}
-        self._keys = np.zeros(len(streams), np.int64)
+        self._numbers = np.zeros(len(streams), np.int64)
         self._spans: list[Span] = []
-        self._current: _CurrentMixture | None = None
-        self._slot = 0  # of the current mixture
+        self._current: Span | None = None  # the mixture in force, without its end
 
     def resolve(self, segments: Sequence[Segment], exclusions: Sequence[Exclusion]) -> list[Span]:
         """The spans from position 0 to the end of the order.
 
         Raises:
-            SamplerError: the order is empty, or every sample of a source is excluded.
+            SamplerError: the order is empty, every sample of a source is excluded, or a source is unknown.
         """
-        events: list[tuple[int, int, int, Segment | Exclusion]] = [
-            (segment.start, 0, i, segment) for i, segment in enumerate(segments)
-        ]
-        events += [(exclusion.at, 1, i, exclusion) for i, exclusion in enumerate(exclusions)]
-        events.sort(key=lambda event: event[:3])
+        for exclusion in exclusions:
+            for name in exclusion.sources:
+                if name not in self._id:
+                    raise SamplerError(f"exclude '{exclusion.what}': unknown source {name!r}")
+        changes = {segment.start for segment in segments} | {one.at for one in exclusions}
+        changes |= {one.until for one in exclusions if one.until is not None}
         position, segment = 0, segments[0]
-        for at, _, _, event in events:
+        for at in sorted(changes):
             position = self._advance(segment, position, at)
             if position < at:
                 break  # every source has reached its cap
-            if isinstance(event, Segment):
-                segment = event
-                self._enter_segment(segment)
-            else:
-                self._exclude(segment, event)
+            segment = segment_at(segments, at)
+            self._exclude(at, exclusions)
         self._advance(segment, position, END)
         if not self._spans:
             raise SamplerError(
@@ -113,15 +99,23 @@ class SpanResolver:
             )
         return self._spans
 
-    def _exclude(self, segment: Segment, exclusion: Exclusion) -> None:
-        if exclusion.source is None:
-            skipped = exclusion.last + 1 - max(exclusion.first, exclusion.at)
-            self._advance(segment, exclusion.at, exclusion.at + skipped, consume=False)
-        else:
-            source = self._id[exclusion.source]
-            self._streams[source].exclude(int(self._keys[source]), exclusion.first, exclusion.last)
+    def _exclude(self, at: int, exclusions: Sequence[Exclusion]) -> None:
+        """Let the exclusions act that are made or withdrawn at this position."""
+        for name in {name for one in exclusions if at in (one.at, one.until) for name in one.sources}:
+            active = [one for one in exclusions if one.is_in_force(at) and name in one.sources]
+            samples = [
+                np.arange(one.what.first, one.what.last + 1, dtype=np.int64)
+                for one in active
+                if one.what.source != POSITIONS
+            ]
+            source = self._id[name]
+            self._streams[source].leave_out(
+                int(self._numbers[source]),
+                np.unique(np.concatenate(samples)) if samples else np.zeros(0, np.int64),
+                [one.keys[name] for one in active if one.what.source == POSITIONS],
+            )
 
-    def _advance(self, segment: Segment, position: int, until: int, consume: bool = True) -> int:
+    def _advance(self, segment: Segment, position: int, until: int) -> int:
         """Advance to position `until`, dropping sources that reach their caps.
 
         Returns:
@@ -131,51 +125,29 @@ class SpanResolver:
             current = self._mixture_at(segment, position)
             if current is None:
                 return position
-            to_cap = self._slots_to_cap(segment, current)
-            slots = min(until - position, to_cap)
-            endless = position + slots == END
-            end = current.keys(END if endless else self._slot + slots)
-            if consume:
-                self._spans.append(
-                    Span(
-                        position,
-                        position + slots,
-                        self._slot,
-                        current.mixture,
-                        current.sources,
-                        current.base,
-                        self._keys,
-                        end,
-                        current.quanta,
-                    )
-                )
-            self._keys = end
-            self._slot += slots
-            position += slots
-            if slots == to_cap:
-                self._current = None
+            stop = min(until, self._end_of_shares(segment, current))
+            assert stop > position, f"the span from {position} would end at {stop}"
+            end = current.begin.copy()
+            end[current.sources] += END if stop == END else current.mixture.counts(stop - current.start)
+            np.minimum(end, END, out=end)
+            if self._spans and self._spans[-1].mixture is current.mixture:
+                self._spans.pop()
+            self._spans.append(replace(current, stop=stop, end=end))
+            self._numbers, position = end, stop
         return position
 
-    def _mixture_at(self, segment: Segment, position: int) -> _CurrentMixture | None:
-        """The current mixture, or a new one that begins at `position`; None if every source is capped."""
-        if self._current is None:
-            quanta = self._quanta(segment)
-            if not quanta:
-                return None
+    def _mixture_at(self, segment: Segment, position: int) -> Span | None:
+        """The mixture in force, or a new one that begins at `position`; None if every source has reached its cap."""
+        quanta = self._quanta(segment)
+        if not quanta:
+            return None
+        sources, values = np.array(list(quanta), np.int64), tuple(quanta.values())
+        current = self._current
+        if current is None or values != current.quanta or not np.array_equal(sources, current.sources):
             names = (self._streams[source].name for source in quanta)
-            mixture = Interleave(list(quanta.values()), stream_key(self._seed, "interleave", position, *names))
-            self._current = _CurrentMixture(
-                mixture, np.array(list(quanta), np.int64), self._keys, tuple(quanta.values())
-            )
-            self._slot = 0
+            mixture = Interleave(values, stream_key(self._seed, "interleave", position, *names))
+            self._current = Span(position, position, mixture, sources, self._numbers, self._numbers, values)
         return self._current
-
-    def _enter_segment(self, segment: Segment) -> None:
-        """Begin a new mixture, unless the shares are unchanged."""
-        if self._current is not None:
-            quanta = self._quanta(segment)
-            if list(quanta) != self._current.sources.tolist() or tuple(quanta.values()) != self._current.quanta:
-                self._current = None
 
     def _quanta(self, segment: Segment) -> dict[int, int]:
         """Share, times 2^44, of each source that has a weight and is below its cap."""
@@ -184,23 +156,21 @@ class SpanResolver:
         quanta = {}
         for name, share in zip(names, values, strict=True):
             source = self._id[name]
-            if self._keys[source] < self._cap(segment, source):
+            if self._numbers[source] < self._cap(segment, source):
                 quanta[source] = max(1, round(share * _QUANTUM))
         return quanta
 
     def _cap(self, segment: Segment, source: int) -> int:
-        """The key at which the source is exhausted; END without a cap."""
+        """How many samples the source gives until its cap; END without a cap."""
         stream = self._streams[source]
-        epochs = segment.max_epochs.get(stream.name)
-        if epochs is None:
-            return END
-        return stream.keys_before(*divmod(int(epochs * stream.size), stream.size))
+        key = segment.cap(stream.name, stream.size)
+        return END if key is None else min(END, stream.number_before(key))
 
-    def _slots_to_cap(self, segment: Segment, current: _CurrentMixture) -> int:
-        """Slots until the first source reaches its cap; END if none has one."""
+    def _end_of_shares(self, segment: Segment, current: Span) -> int:
+        """The position at which the first source has reached its cap; END if none has one."""
         caps = np.array([self._cap(segment, source) for source in current.sources.tolist()], np.int64)
         capped = np.flatnonzero(caps < END)
         if not capped.size:
             return END
-        last = (caps - 1 - current.base[current.sources])[capped]
-        return int(current.mixture.find(capped, last.astype(np.uint64)).min()) + 1 - self._slot
+        last = (caps - 1 - current.begin[current.sources])[capped]
+        return min(END, current.start + int(current.mixture.find(capped, last.astype(np.uint64)).min()) + 1)

@@ -37,8 +37,9 @@ def integer(what: str, value: Any, lowest: int | None = None) -> int:
     return number
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real)  # including numpy's
+def is_number(value: object) -> bool:
+    """Whether it is a real number, numpy's included."""
+    return isinstance(value, Real)
 
 
 def check_weights(weights: Sequence[float], temperature: float, names: Iterable[object] | None = None) -> None:
@@ -52,11 +53,11 @@ def check_weights(weights: Sequence[float], temperature: float, names: Iterable[
     Raises:
         SamplerError: the temperature is not finite and above 0, a weight is negative or not finite, or all are 0.
     """
-    if not (_is_number(temperature) and 0 < temperature < math.inf):
+    if not (is_number(temperature) and 0 < temperature < math.inf):
         raise SamplerError(f"temperature {temperature!r}: it must be a finite number above 0 (1 keeps the weights)")
     labels = list(names) if names is not None else list(range(len(weights)))
     for label, weight in zip(labels, weights, strict=True):
-        if not (_is_number(weight) and math.isfinite(weight) and weight >= 0):
+        if not (is_number(weight) and math.isfinite(weight) and weight >= 0):
             raise SamplerError(f"weight {weight!r} of source {label!r}: weights must be finite numbers of 0 or more")
     if not any(weights):
         raise SamplerError(f"the weights of all {len(weights)} sources are 0: give at least one a positive weight")

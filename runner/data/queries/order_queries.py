@@ -8,14 +8,15 @@ read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.segments import segment_at
 from runner.data.order.sequence import ElasticSequence
-from runner.data.order.spans import Span
 from runner.data.order.weights import shares
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.errors import nearest
@@ -207,10 +208,10 @@ def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
 def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
     names = [name for name in ("seed", "sizes", "shuffle") if getattr(one, name) != getattr(other, name)]
     reasons = [f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names]
-    if one.segments != other.segments:
+    if one.kind == "elastic" and _first_weight_difference(one, other) is not None:
         reasons.append("the segments differ")
     if one.exclusions != other.exclusions:
-        texts = [", ".join(entry.text for entry in record.exclusions) or "nothing" for record in (one, other)]
+        texts = [", ".join(str(entry.what) for entry in record.exclusions) or "nothing" for record in (one, other)]
         reasons.append(f"excluded: {texts[0]} and {texts[1]}")
     batches = [
         ", ".join(f"{shape.global_batch_size} from step {shape.step + 1}" for shape in record.batch_shapes)
@@ -224,20 +225,22 @@ def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
 def _differing_ranges(orders: tuple[ElasticSequence, ElasticSequence], end: int) -> Iterator[tuple[int, int]]:
     """Ranges of positions that the two orders do not derive from the same inputs."""
     same_streams = orders[0].seed == orders[1].seed and orders[0].shuffle == orders[1].shuffle
-    bounds = sorted({0, end, *(span.start for order in orders for span in order.spans if span.start < end)})
-    for first, last in pairwise(bounds):
-        inputs = [_span_inputs(order, order.span_at(first)) for order in orders]
+    bounds = {0, *(span.start for order in orders for span in order.spans)}
+    bounds |= {place for order in orders for one in order.exclusions for place in (one.at, one.what.first)}
+    for first, last in pairwise([*sorted(bound for bound in bounds if bound < end), end]):
+        inputs = [_range_inputs(order, first, last) for order in orders]
         if not same_streams or inputs[0] != inputs[1]:
             yield first, last
 
 
-def _span_inputs(order: ElasticSequence, span: Span) -> tuple[Any, ...]:
-    """Everything that the samples of a span depend on, apart from the seed."""
-    streams = [
-        (order.names[source], order.stream(source).size, order.stream(source).signature, int(span.base[source]))
-        for source in span.sources.tolist()
-    ]
-    return streams, span.quanta, span.mixture.key, span.slot - span.start
+def _range_inputs(order: ElasticSequence, first: int, last: int) -> tuple[Any, ...]:
+    """Everything that the samples at positions `first` to `last` - 1, all of one span, depend on, apart from the seed.
+
+    Streams with different exclusions may be equal within these positions.
+    """
+    span, begin, end = order.span_at(first), order.numbers_at(first), order.numbers_at(last)
+    streams = [order.stream(source).inputs(int(begin[source]), int(end[source])) for source in span.sources.tolist()]
+    return streams, span.quanta, span.mixture.key, span.start
 
 
 def _first_mismatch(orders: tuple[ElasticSequence, ElasticSequence], positions: I64) -> int | None:
@@ -259,12 +262,20 @@ def _seeded_difference(one: OrderRecord, other: OrderRecord) -> Row:
         reasons.append(
             f"world size {world_sizes[0]} and {world_sizes[1]}, on which the order of a seeded mixture depends"
         )
-    for before, after in zip(one.segments, other.segments, strict=False):
-        if before != after:
-            step = min(before.start, after.start) + 1
-            reasons.append(f"weights from step {step} on")
-            return {"position": one.position_at(step - 1), "steps": [step, step], "reason": "; ".join(reasons)}
     if reasons:
         return {"position": 0, "steps": [1, 1], "reason": "; ".join(reasons)}
+    start = _first_weight_difference(one, other)
+    if start is not None and start < min(one.steps, other.steps):
+        reason = f"weights from step {start + 1} on"
+        return {"position": one.position_at(start), "steps": [start + 1, start + 1], "reason": reason}
     end = one.position_at(min(one.steps, other.steps))
     return {"position": None, "compared": end, "common": end, "reason": ""}
+
+
+def _first_weight_difference(one: OrderRecord, other: OrderRecord) -> int | None:
+    """The first start of a segment from which the two records have other weights, temperatures or caps."""
+    for start in sorted({segment.start for record in (one, other) for segment in record.segments}):
+        held = [replace(segment_at(record.segments, start), start=start) for record in (one, other)]
+        if held[0] != held[1]:
+            return start
+    return None

@@ -8,7 +8,8 @@ neither the data nor torch.
      "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
-     "exclusions": [{"at": 800, "exclude": "positions:5000-5999"}], "retired": {}}
+     "exclusions": [{"at": 800, "until": null, "exclude": "positions:5000-5999",
+                     "keys": {"code": [4000, 4800], "prose": [1000, 1200]}}], "retired": {}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
 seeded ones. Does not import torch.
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.segments import Exclusion, Segment
+from runner.data.order.exclusions import Exclusion
+from runner.data.order.segments import Segment
 from runner.data.order.sequence import ElasticSequence
 from runner.errors import UserError
-from runner.system.files import read_json, write_json
+from runner.system.files import Guard, read_json, write_json
 
 VERSION = 1
 KINDS = ("elastic", "mixture", "distributed")
@@ -103,9 +105,9 @@ class OrderRecord:
                 "use the program version of the run"
             ) from error
 
-    def write(self, path: Path) -> None:
-        """Write the record, atomically replacing an older one."""
-        write_json(path, self.to_json())
+    def write(self, path: Path, guard: Guard | None = None) -> None:
+        """Write the record, atomically replacing an older one; `guard`: the right to write to the run directory."""
+        write_json(path, self.to_json(), guard=guard)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -122,6 +124,7 @@ class OrderRecord:
             raise ValueError(f"version {value['version']}, kind {value['kind']}")
         if not value["batch_shapes"] or not value["segments"]:
             raise ValueError("batch_shapes or segments are empty")
+        _check_numbers(value)
         return cls(
             **{key: value[key] for key in _PLAIN},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
@@ -152,6 +155,23 @@ class OrderRecord:
             absent=tuple(self.retired),
             shuffle=self.shuffle,
         )
+
+
+def _check_numbers(value: Mapping[str, Any]) -> None:
+    """Refuse counts that are none, on which the arithmetic of the orders would fail, or never end.
+
+    Raises:
+        ValueError: naming one.
+    """
+    counts = {name: value[name] for name in ("steps", "sequence_length")}
+    counts |= {f"sizes.{name}": size for sizes in (value["sizes"], value["retired"]) for name, size in sizes.items()}
+    for shape in value["batch_shapes"]:
+        counts |= {f"batch_shapes.{name}": count for name, count in shape.items()}
+        if not shape.keys() >= {"step"} or any(count == 0 for name, count in shape.items() if name != "step"):
+            raise ValueError(f"batch shape {shape}")
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count < 1 << 62:
+            raise ValueError(f"{name} is {count!r:.40}")
 
 
 _PLAIN = ("kind", "seed", "sizes", "sequence_length", "steps", "shuffle", "drop_last", "retired")

@@ -1,0 +1,236 @@
+"""Checks of saved states: what a state may hold is declared, and checked wholly before anything of it is restored.
+
+A declaration is a `Kind`, or a `Record`, `ListOf`, `MapOf`, `TupleOf` of declarations. A *seal* is a digest of a state,
+kept in the state: values that were exchanged for others of the same kind do not pass as a place in the data. It detects
+mistakes, not forgery.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+LARGEST = 2**62  # of any count or position in a state
+_SHOWN = 80  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A value by itself.
+
+    Attributes:
+        allowed: what it must be, for messages.
+        fits: whether a value is that.
+    """
+
+    allowed: str
+    fits: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A mapping with these keys; other keys are not looked at.
+
+    Attributes:
+        required: declarations by key.
+        optional: of keys that may be missing.
+    """
+
+    required: Mapping[str, Declaration] = field(default_factory=dict)
+    optional: Mapping[str, Declaration] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A list of any length."""
+
+    item: Declaration
+
+
+@dataclass(frozen=True)
+class MapOf:
+    """A mapping from strings."""
+
+    value: Declaration
+
+
+@dataclass(frozen=True)
+class TupleOf:
+    """A list or tuple of this length."""
+
+    items: tuple[Declaration, ...]
+
+
+Declaration: TypeAlias = Kind | Record | ListOf | MapOf | TupleOf
+
+
+def whole(low: int = 0, high: int = LARGEST) -> Kind:
+    """An integer from `low` to `high`; a bool is none."""
+    bounds = f"an integer of {low} or more" if high == LARGEST else f"an integer from {low} to {high}"
+    return Kind(bounds, lambda value: type(value) is int and low <= value <= high)
+
+
+def number(low: float = 0.0, above: bool = False) -> Kind:
+    """A finite number of `low` or more, or above `low`."""
+    return Kind(
+        f"a finite number {'above' if above else 'of at least'} {low:g}",
+        lambda value: type(value) in (int, float) and math.isfinite(value) and (value > low if above else value >= low),
+    )
+
+
+def one_of(*values: Any) -> Kind:
+    """One of these values, of the same type."""
+    return Kind(
+        " or ".join(map(repr, values)),
+        lambda value: any(type(value) is type(each) and value == each for each in values),
+    )
+
+
+def maybe(kind: Kind) -> Kind:
+    """None, or what `kind` allows."""
+    return Kind(f"None or {kind.allowed}", lambda value: value is None or kind.fits(value))
+
+
+def hexadecimal(digits: int) -> Kind:
+    """A string of so many lower-case hexadecimal digits."""
+    return Kind(
+        f"a string of {digits} hexadecimal digits",
+        lambda value: isinstance(value, str) and len(value) == digits and set(value) <= set("0123456789abcdef"),
+    )
+
+
+flag = Kind("true or false", lambda value: type(value) is bool)
+text = Kind("a string", lambda value: isinstance(value, str))
+mapping = Kind("a mapping", lambda value: isinstance(value, Mapping))
+anything = Kind("anything", lambda value: True)
+any_integer = Kind("an integer", lambda value: type(value) is int)
+
+
+def problem_in(value: Any, declared: Declaration, key: str = "") -> tuple[str, str, str] | None:
+    """The first value that is not as declared.
+
+    Args:
+        value: a state or a part of it.
+        declared: what it must be.
+        key: where `value` is, with dots between the levels.
+
+    Returns:
+        The key, the value as text, and what is allowed; None if there is no problem.
+    """
+    if isinstance(declared, Kind):
+        return None if declared.fits(value) else (key, shown(value), declared.allowed)
+    if isinstance(declared, Record | MapOf):
+        return _problem_in_mapping(value, declared, key)
+    if not isinstance(value, list | tuple):
+        return key, shown(value), "a list"
+    items: Sequence[Declaration] = [declared.item] * len(value) if isinstance(declared, ListOf) else declared.items
+    if len(items) != len(value):
+        return key, shown(value), f"a list of {len(items)} values"
+    return _first(
+        problem_in(each, item, f"{key}[{i}]") for i, (each, item) in enumerate(zip(value, items, strict=True))
+    )
+
+
+def _problem_in_mapping(value: Any, declared: Record | MapOf, key: str) -> tuple[str, str, str] | None:
+    if not isinstance(value, Mapping):
+        return key, shown(value), "a mapping"
+    prefix = f"{key}." if key else ""
+    if isinstance(declared, MapOf):
+        if not all(isinstance(name, str) for name in value):
+            return key, shown(value), "a mapping from strings"
+        return _first(problem_in(each, declared.value, prefix + name) for name, each in value.items())
+    for name, kind in {**declared.required, **declared.optional}.items():
+        if name in value:
+            found = problem_in(value[name], kind, prefix + name)
+        else:
+            missing = prefix + name, "missing", kind.allowed if isinstance(kind, Kind) else "there"
+            found = missing if name in declared.required else None
+        if found is not None:
+            return found
+    return None
+
+
+def _first(problems: Iterable[tuple[str, str, str] | None]) -> tuple[str, str, str] | None:
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def shown(value: Any) -> str:
+    """The value on one line, shortened."""
+    try:
+        line = " ".join(repr(value).split())
+    except RecursionError:
+        line = f"a {type(value).__name__} that is nested too deeply"
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
+
+
+def check(value: Any, declared: Declaration, message: str, error: type[Exception]) -> None:
+    """Check a state against its declaration.
+
+    Args:
+        value: the state.
+        declared: what it must be.
+        message: of the error, with `{key}`, `{value}` and `{allowed}` to be filled in.
+        error: its type.
+
+    Raises:
+        Exception: an `error`, naming the first value that is not as declared.
+    """
+    problem = problem_in(value, declared)
+    if problem is not None:
+        key, found, allowed = problem
+        raise error(message.format(key=key or "the state", value=found, allowed=allowed))
+
+
+def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
+    """`state` with its seal under `key`, in place of one that it had."""
+    return {**state, key: digest_of(state, key)}
+
+
+def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
+    """The digest of a state without what is under `key`: the same before and after a round trip through JSON."""
+    content = {name: value for name, value in state.items() if name != key}
+    try:
+        line = json.dumps(_plain(content), sort_keys=True, separators=(",", ":"), default=_outline)
+    except RecursionError:
+        line = f"{sorted(map(str, content))} nested too deeply"
+    return hashlib.blake2b(line.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def check_seal(state: Mapping[str, Any], what: str, error: type[Exception], key: str = "digest") -> None:
+    """Check that a state is what it was when it was sealed.
+
+    Args:
+        state: the state.
+        what: names it in the message.
+        error: the type of the error.
+        key: of the seal.
+
+    Raises:
+        Exception: an `error`; the state was changed since.
+    """
+    found = digest_of(state, key)
+    if state.get(key) != found:
+        raise error(
+            f"{what} records {key} {shown(state.get(key))}, but its content has {key} {found!r}: it was truncated or "
+            "edited; use another checkpoint"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Mappings with string keys, at every depth, so that they can be sorted."""
+    if isinstance(value, Mapping):
+        return {
+            name if isinstance(name, str) else json.dumps(name, default=repr): _plain(v) for name, v in value.items()
+        }
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _outline(value: Any) -> str:
+    """What JSON cannot hold: its type, and the shape and dtype of a tensor or array."""
+    return f"{type(value).__name__} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}"

@@ -1,0 +1,36 @@
+"""Random histories of one run lose nothing, repeat nothing, and leave out exactly what they should."""
+
+from __future__ import annotations
+
+import pytest
+from histories import POOL, History, Recount, Streams, check_history
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_histories(seed: int) -> None:
+    check_history(seed, actions=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1030, 10))
+def test_many_random_histories(first: int) -> None:
+    for seed in range(first, first + 10):
+        check_history(seed, actions=20)
+
+
+@pytest.mark.parametrize("damage", ["lost", "repeated", "another source"])
+def test_the_recount_notices(damage: str) -> None:
+    """The check itself can fail: one sample that is not the next of its source, or of one that is not drawn."""
+    history = History(3)
+    settings = history.recount.settings
+    settings.weights = dict.fromkeys(settings.sizes, 0.0) | {next(iter(settings.sizes)): 1.0}
+    settings.caps, settings.exclude, settings.segments = {}, [], []
+    recount = Recount(settings, Streams(0, True))
+    name = next(iter(settings.sizes))
+    stream = [(name, recount.streams.sample(name, key)) for key in range(3)]
+    recount.consume(stream[0])
+    other = next(one for one in POOL if one != name)
+    wrong = {"lost": stream[2], "repeated": stream[0], "another source": (other, 0)}[damage]
+    with pytest.raises(AssertionError, match="position 1: "):
+        recount.consume(wrong)
+    recount.consume(stream[1])
