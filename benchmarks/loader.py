@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.data import DistributedSampler, ElasticSampler, StatefulDataLoader
 from runner.data.datasets import TokenDataset
+from runner.data.order.state_checks import sealed
 
 LENGTH = 2048  # tokens a sample
 TOKENS = 16 << 20
@@ -249,7 +250,7 @@ def moved(state: dict[str, Any], batches: int, sampler: Callable[[], Any] | None
     at = {**state, "batches_yielded": batches, "samples_yielded": batches * 32}
     if made is not None and hasattr(made, "state_dict_at"):
         at["sampler"] = made.state_dict_at(batches * 32)
-    return at
+    return sealed(at) if "digest" in at else at
 
 
 def timed(make: Callable[[], Any], state: dict[str, Any]) -> float:

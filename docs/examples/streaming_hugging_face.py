@@ -6,21 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from datasets.distributed import split_dataset_by_node
-from torch.utils.data import IterableDataset
 
-from runner.data import ranks
+from runner.data import ShardedStream
 
 
-class PackedText(IterableDataset[Any]):
+class PackedText(ShardedStream):
     """Concatenated texts, split into sequences of `length` tokens with their next-token labels.
 
-    The state is that of the stream and the tokens that were read but not yet yielded. The stream must have at least
-    as many files as there are workers over all ranks, since each worker reads files of its own.
+    Each file of the stream is read by one shard and packed by itself, so that the sequences do not depend on workers or
+    ranks. A position is that of the stream, and the tokens that were read but not yet yielded.
 
     Args:
-        stream: a `datasets.IterableDataset`, as `load_dataset(..., streaming=True)` returns; its own `state_dict`
-            holds its position.
+        stream: a `datasets.IterableDataset`, as `load_dataset(..., streaming=True)` returns.
         encode: text -> tokens.
         length: tokens per sequence.
         field: name of the text in a document.
@@ -31,28 +28,19 @@ class PackedText(IterableDataset[Any]):
         self.encode = encode
         self.length = length
         self.field = field
-        self.rest: list[int] = []
-        self.pending: dict[str, Any] | None = None
-        self.source: Any = None
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        rank, world_size = ranks()
-        # This splits by rank; `datasets` itself assigns files to the worker processes.
-        self.source = split_dataset_by_node(self.stream, rank=rank, world_size=world_size)
-        if self.pending is not None:
-            self.source.load_state_dict(self.pending)
-            self.pending = None
-        for document in self.source:
-            self.rest += self.encode(document[self.field])
-            while len(self.rest) > self.length:
-                window = torch.tensor(self.rest[: self.length + 1])
-                self.rest = self.rest[self.length :]
-                yield {"input_ids": window[:-1], "labels": window[1:]}
-        self.source, self.rest = None, []  # the next epoch begins at the start
+    def units(self) -> range:
+        return range(self.stream.num_shards)
 
-    def state_dict(self) -> dict[str, Any]:
-        stream = self.pending if self.source is None else self.source.state_dict()
-        return {"stream": stream, "rest": list(self.rest)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.pending, self.rest = state["stream"], list(state["rest"])
+    def read(self, unit: int, position: Any) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
+        part = self.stream.shard(num_shards=self.stream.num_shards, index=unit)
+        rest: list[int] = []
+        if position is not None:
+            part.load_state_dict(position["stream"])
+            rest = list(position["rest"])
+        # One by one: `iter(part)` would split its one file among the worker processes once more.
+        for documents in part.iter(batch_size=1):
+            rest += self.encode(documents[self.field][0])
+            while len(rest) > self.length:
+                window, rest = torch.tensor(rest[: self.length + 1]), rest[self.length :]
+                yield {"input_ids": window[:-1], "labels": window[1:]}, {"stream": part.state_dict(), "rest": rest}

@@ -1,4 +1,4 @@
-"""JSON lines from any number of files, split over ranks and workers, resuming at a byte offset."""
+"""JSON lines from any number of files, split into blocks of bytes, resuming at a byte offset."""
 
 from __future__ import annotations
 
@@ -7,32 +7,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
-from runner.data import shard
+from runner.data import ShardedStream
 
 
-class JsonLines(IterableDataset[Any]):
-    """Each shard yields every `shards`-th line; a resume seeks to the saved byte offset."""
+class JsonLines(ShardedStream):
+    """Each shard reads blocks of about `block` bytes: the lines that begin in them. A resume seeks to a byte offset."""
 
-    def __init__(self, files: Sequence[str | Path]) -> None:
+    def __init__(self, files: Sequence[str | Path], block: int = 1 << 20) -> None:
         self.files = [Path(file) for file in files]
-        self.file = self.byte = self.line = 0
+        self.block = block
 
-    def __iter__(self) -> Iterator[Any]:
-        number, shards = shard()
-        while self.file < len(self.files):
-            with open(self.files[self.file], "rb") as lines:
-                lines.seek(self.byte)
-                while text := lines.readline():
-                    self.byte, self.line = lines.tell(), self.line + 1
-                    if (self.line - 1) % shards == number:
-                        yield json.loads(text)
-            self.file, self.byte = self.file + 1, 0
-        self.file = self.byte = self.line = 0  # the next epoch begins at the start
+    def units(self) -> list[tuple[Path, int]]:
+        return [(file, begin) for file in self.files for begin in range(0, file.stat().st_size, self.block)]
 
-    def state_dict(self) -> dict[str, int]:
-        return {"file": self.file, "byte": self.byte, "line": self.line}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.file, self.byte, self.line = state["file"], state["byte"], state["line"]
+    def read(self, unit: tuple[Path, int], position: int | None) -> Iterator[tuple[Any, int]]:
+        file, begin = unit
+        with open(file, "rb") as lines:
+            lines.seek(max(begin - 1, 0) if position is None else position)
+            if begin and position is None:
+                lines.readline()  # the rest of a line that begins in the block before
+            while lines.tell() < begin + self.block and (line := lines.readline()):
+                yield json.loads(line), lines.tell()

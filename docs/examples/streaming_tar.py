@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
-from runner.data import shard
+from runner.data import ShardedStream
 
 
-class TarSamples(IterableDataset[Any]):
-    """Each shard reads every `shards`-th file; a resume skips within one file only."""
+class TarSamples(ShardedStream):
+    """Each file is read by one shard; a resume skips within one file."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
         self.files = [Path(file) for file in files]
-        self.file = self.sample = 0
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        number, shards = shard()
-        mine = self.files[number::shards]
-        while self.file < len(mine):
-            for index, sample in enumerate(samples(mine[self.file])):
-                if index >= self.sample:
-                    self.sample = index + 1
-                    yield sample
-            self.file, self.sample = self.file + 1, 0
-        self.file = 0
+    def units(self) -> list[Path]:
+        return self.files
 
-    def state_dict(self) -> dict[str, int]:
-        return {"file": self.file, "sample": self.sample}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.file, self.sample = state["file"], state["sample"]
+    def read(self, unit: Path, position: int | None) -> Iterator[tuple[dict[str, Any], int]]:
+        numbered = ((sample, done) for done, sample in enumerate(samples(unit), 1))
+        return islice(numbered, position, None)
 
 
 def samples(file: Path) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runner.data.loading.randomness import sample_rng
     from runner.data.order.weights import SamplerError, SamplerStateError
     from runner.data.sampler import DistributedSampler, MixtureSampler
+    from runner.data.streams import ShardedStream
 
 __all__ = [
     "BatchRecord",
@@ -27,6 +28,7 @@ __all__ = [
     "RestartableDataLoader",
     "SamplerError",
     "SamplerStateError",
+    "ShardedStream",
     "StatefulDataLoader",
     "ranks",
     "sample_rng",
@@ -43,6 +45,7 @@ _MODULES = {
     "RestartableDataLoader": "loading.protocols",
     "SamplerError": "order.weights",
     "SamplerStateError": "order.weights",
+    "ShardedStream": "streams",
     "StatefulDataLoader": "loading.loader",
     "ranks": "loading.protocols",
     "sample_rng": "loading.randomness",

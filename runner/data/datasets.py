@@ -172,6 +172,11 @@ class TokenDataset(Dataset[Batch]):
         self._check_low = vocab_size is not None and limits.min < 0
 
     @property
+    def tokens_per_sample(self) -> int | None:
+        """What the metrics count per sample: T. None if a subclass overrides `__getitems__`, and may pad."""
+        return self.sequence_length if is_plain_tokens(self) else None
+
+    @property
     def prefetch(self) -> str | None:
         """`thread`: nothing here is random, so a thread may prefetch. None if a subclass overrides `__getitems__`."""
         return "thread" if is_plain_tokens(self) else None

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.state_checks import ListOf, Record, any_integer, check, flag, shown, whole
 from runner.data.order.weights import (
     SamplerError,
     SamplerStateError,
@@ -31,6 +32,20 @@ from runner.data.order.weights import (
 )
 
 IndexArray: TypeAlias = NDArray[np.signedinteger[Any]]  # int32 while the sizes allow, else int64
+
+_STATE = Record(
+    {"epoch": whole()},
+    {
+        "seed": any_integer,
+        "num_replicas": whole(1),
+        "rank": whole(),
+        "shuffle": flag,
+        "drop_last": flag,
+        "size": whole(),
+        "sizes": ListOf(whole()),
+        "counts": ListOf(whole()),
+    },
+)
 
 _CHUNK = 4096  # indices widened to int64, or converted to Python integers, at a time
 _GATHER = 1 << 16  # indices gathered at a time when a permutation is applied in place
@@ -147,25 +162,26 @@ class _SeededSampler(Sampler[int], ABC):
             SamplerStateError: the state has no epoch, or another seed, size, number of replicas, shuffle or drop_last,
                 with which a skip would land on other samples.
         """
+        name = type(self).__name__
         if not isinstance(state, Mapping):
-            raise SamplerStateError(
-                f"{type(self).__name__}: the saved state is {state!r}: pass what state_dict() returned"
-            )
+            raise SamplerStateError(f"{name}: the saved state is {shown(state)}: pass what state_dict() returned")
+        message = "{key} {value}; expected {allowed}: it was edited; use another checkpoint"
+        check(state, _STATE, f"{name}: the saved state has {message}", SamplerStateError)
         own = {"seed": self.seed, "num_replicas": self.num_replicas, **self._sizes()}
         own |= {"shuffle": self.shuffle, "drop_last": self.drop_last}
-        for name, value in own.items():
-            if name in state and state[name] != value:
-                remedy = " (sampler=elastic resumes with any number)" if name == "num_replicas" else ""
+        for key, value in own.items():
+            if key in state and state[key] != value:
+                remedy = " (sampler=elastic resumes with any number)" if key == "num_replicas" else ""
                 raise SamplerStateError(
-                    f"{type(self).__name__}: the saved state has {name} {state[name]}, this sampler has {name} "
-                    f"{value}, which would change the order: use the saved {name}{remedy}"
+                    f"{name}: the saved state has {key} {shown(state[key])}, this sampler has {key} {value}, which "
+                    f"would change the order: use the saved {key}{remedy}"
                 )
-        epoch = state.get("epoch")
-        if not isinstance(epoch, int) or epoch < 0:
+        if "counts" in state and sum(state["counts"]) != self.num_samples:
             raise SamplerStateError(
-                f"{type(self).__name__}: the saved state has epoch {epoch!r}; expected an integer of 0 or more"
+                f"{name}: the saved state has counts {shown(state['counts'])}; expected {self.num_samples} in all: it "
+                "was edited; use another checkpoint"
             )
-        self._epoch = epoch
+        self._epoch = state["epoch"]
         drawn_with = {name: state[name] for name in self._draw_parameters() if name in state}
         self._drawn_with, self._state_loaded = drawn_with or None, True
 

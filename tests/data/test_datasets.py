@@ -17,6 +17,7 @@ from runner.data import StatefulDataLoader
 from runner.data.datasets import DataError, MixtureDataset, TokenDataset, collate
 from runner.data.loading.randomness import sample_rng
 from runner.data.shards import TokenShards
+from runner.training.build import tokens_per_sample
 
 
 def tokens(count: int, start: int = 0, dtype: Any = np.uint16) -> Any:
@@ -382,3 +383,11 @@ def test_a_mixture_without_stateful_sources_has_no_state_and_a_state_of_other_so
     assert plain.state_dict()["dataset"] is None
     with pytest.raises(DataError, match="has dataset_0, its sources are dataset_0, dataset_1"):
         MixtureDataset([Counted(2), Numbers(3)], ["a", "b"]).load_state_dict({"dataset_0": {"asked": 1}})
+
+
+def test_only_a_dataset_whose_samples_are_all_tokens_says_how_many_they_have() -> None:
+    class Padded(TokenDataset):
+        def __getitems__(self, indices: Any) -> Any:
+            return super().__getitems__(indices)
+
+    assert tokens_per_sample({"a": TokenDataset(tokens(33), 8), "b": Padded(tokens(33), 8), "c": [1, 2]}) == {"a": 8}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import multiprocessing
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import types
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from loading import Augmented, Blocks, Gathered, Generated, Squares, Stateless, identity, take_batches
+from loading import (
+    Augmented,
+    Blocks,
+    Cursor,
+    CursorSampler,
+    Gathered,
+    Generated,
+    Squares,
+    Stateless,
+    identity,
+    take_batches,
+)
 from resume import assert_same
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
@@ -33,8 +47,10 @@ from runner.data import (
     sample_rng,
     shard,
 )
+from runner.data.loading import global_draws, worker_exit
 from runner.data.loading.protocols import LoaderError, LoaderStateError
 from runner.data.loading.randomness import NoSampleError
+from runner.data.loading.worker_exit import Shutdown, end_all
 from runner.data.loading.workers import WorkerInit
 from runner.errors import UserError
 from runner.system.processes import state_of
@@ -99,6 +115,103 @@ def test_iterating_on_after_an_error_skips_the_failed_batch(workers: int) -> Non
     again.load_state_dict(state)
     whole = list(StatefulDataLoader(Squares(20), batch_size=4))
     assert_same(found + list(again), whole[:2] + whole[3:])
+
+
+def stop(*_: Any) -> Any:
+    raise StopIteration
+
+
+class Stopping(Squares):
+    def __getitem__(self, index: int) -> Any:
+        return stop() if index == 5 else index
+
+
+class StoppingBatch(Gathered):
+    def __getitems__(self, indices: Any) -> Any:
+        return stop() if 5 in indices else super().__getitems__(indices)
+
+
+class Mapped(IterableDataset[int]):
+    """A stream whose transform raises StopIteration at the sixth sample."""
+
+    def __iter__(self) -> Any:
+        return map(Stopping(12).__getitem__, range(12))
+
+
+def stop_at_five(samples: Any) -> Any:
+    return stop() if 5 in samples else samples
+
+
+STOPPING: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "__getitem__": (lambda: Stopping(12), {}),
+    "unbatched": (lambda: Stopping(12), {"batch_size": None}),
+    "__getitems__": (lambda: StoppingBatch(12), {}),
+    "collate_fn": (lambda: range(12), {"collate_fn": stop_at_five}),
+    "transform of a stream": (Mapped, {}),
+    "collate_fn of a stream": (lambda: Stateless([12]), {"collate_fn": stop_at_five}),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", STOPPING)
+def test_stop_iteration_is_an_error_and_not_the_end_of_the_epoch(kind: str, workers: int) -> None:
+    make, options = STOPPING[kind]
+    options = {"batch_size": 2, **options}
+    loader: Any = StatefulDataLoader(make(), num_workers=workers, **options)
+    found = []
+    with pytest.raises(RuntimeError, match="raised StopIteration, which only the end") as caught:
+        found.extend(loader)
+    assert workers or isinstance(caught.value.__cause__, StopIteration)
+    before = 5 if options["batch_size"] is None else 2
+    assert len(found) == loader.batches_yielded == loader.state_dict()["batches_yielded"] == before
+    again: Any = StatefulDataLoader(make(), num_workers=workers, **options)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(iter(again))  # the same batch
+
+
+def test_a_function_that_ends_an_iterator_of_the_standard_library_may_say_so() -> None:
+    class Called(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(iter(range(5)).__next__, None)
+
+    class Inner(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return map(abs, Cursor(0, 5))
+
+    for data in (Called(), Inner()):
+        assert [batch.tolist() for batch in StatefulDataLoader(data, batch_size=3)] == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("at", [0, 3, 9])
+def test_state_of_a_stream_after_an_error_is_that_of_the_batch_before(at: int, workers: int) -> None:
+    def make(broken: int | None) -> Any:
+        def collate(samples: list[int]) -> list[int]:
+            if broken in samples:
+                raise ValueError("rotten")
+            return samples
+
+        return StatefulDataLoader(Blocks(12), batch_size=2, num_workers=workers, collate_fn=collate)
+
+    whole, loader = list(make(None)), make(at)
+    found: list[Any] = []
+    with pytest.raises(ValueError, match="rotten"):
+        found.extend(loader)
+    again = make(None)
+    again.load_state_dict(loader.state_dict())
+    assert all(at not in batch for batch in found)
+    assert found + list(again) == whole
+
+
+def test_state_of_a_sampler_after_an_error_is_that_of_the_batch_before() -> None:
+    loader = StatefulDataLoader(Broken(20, 9, ValueError("rotten")), batch_size=4, sampler=CursorSampler(20))
+    found: list[Any] = []
+    with pytest.raises(ValueError, match="rotten"):
+        found.extend(loader)
+    again = StatefulDataLoader(Squares(20), batch_size=4, sampler=CursorSampler(20))
+    again.load_state_dict(loader.state_dict())
+    assert_same(found + list(again), list(StatefulDataLoader(Squares(20), batch_size=4)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -264,6 +377,77 @@ def test_a_hanging_worker_does_not_keep_its_parent_from_exiting() -> None:
     assert wait_until_gone(pids) == []
 
 
+class Hung(Squares):
+    """A sample that never comes back and holds the interpreter's lock, so that no handler and no thread runs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.may_hang = multiprocessing.RawValue("b", 0)
+        self.hangs = multiprocessing.RawValue("b", 0)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            while not self.may_hang.value:  # the sample before is sent by a thread, which needs the lock
+                time.sleep(0.01)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            self.hangs.value = 1
+            ctypes.PyDLL(None).sleep(600)
+        return super().__getitem__(index)
+
+
+def leave(how: str, method: str) -> None:
+    """Leave an iteration whose worker has more indices waiting than a pipe holds."""
+    hung, size = Hung(40_960), 40_960 if how != "hang" else 1
+    data = Squares(4 * 40_960) if how != "hang" else hung
+    loader = StatefulDataLoader(data, size, num_workers=1, collate_fn=len, multiprocessing_context=method)
+    iterator = iter(loader)
+    next(iterator)
+    if how == "del":
+        del iterator, loader
+    elif how == "exit":
+        sys.exit(1)
+    elif how == "kill":
+        psutil.Process().children()[-1].kill()
+        list(iterator)
+    elif how == "hang":
+        worker_exit.GRACE = 0.1
+        hung.may_hang.value = 1
+        while not hung.hangs.value:
+            time.sleep(0.01)
+    raise RuntimeError("left")
+
+
+SLOW = [pytest.param(outer, method, "raise", marks=pytest.mark.slow) for outer, method in ("fs", "sf", "ss")]
+
+
+@pytest.mark.parametrize(
+    ("outer", "method", "how"), [*(("f", "f", how) for how in ("raise", "exit", "del", "kill", "hang")), *SLOW]
+)
+def test_no_way_of_leaving_an_iteration_keeps_a_process_from_exiting(outer: str, method: str, how: str) -> None:
+    names = {"f": "fork", "s": "spawn"}
+    process: Any = multiprocessing.get_context(names[outer])
+    process = process.Process(target=leave, args=(how, names[method]))
+    process.start()
+    process.join(200)
+    workers = psutil.Process(process.pid).children() if process.exitcode is None else []
+    for left in [*workers, process]:
+        left.kill()
+    assert process.exitcode == 1
+
+
+def test_a_fork_of_the_main_process_leaves_its_workers_alone() -> None:
+    shutdown = Shutdown(multiprocessing, 1)
+    pid = os.fork()
+    if not pid:
+        shutdown.set()
+        end_all()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert not shutdown.is_set()
+    shutdown.set()
+    assert shutdown.is_set()
+
+
 STATES: list[tuple[Any, str]] = [
     ({}, "'epoch', 'batches_yielded' missing; it was written by an unknown loader"),
     ({"_snapshot": {}, "_steps_since_snapshot": 0}, "torchdata's StatefulDataLoader"),
@@ -304,13 +488,13 @@ def test_streams_that_cannot_be_redistributed_are_refused_if_the_worker_count_ch
     state = loader.state_dict()
     again = StatefulDataLoader(Generated([10, 10]), batch_size=4, num_workers=2)
     again.load_state_dict(state)
-    with pytest.raises(LoaderStateError, match=r"1 shards of Generated \(num_workers=0\), now there are 2"):
+    with pytest.raises(LoaderStateError, match=r"is of 1 shards of Generated, now there are 2 \(1 ranks of 2\)"):
         iter(again)
     stateless = StatefulDataLoader(Stateless([20]), batch_size=4)
     next(iter(stateless))
     other = StatefulDataLoader(Stateless([10, 10]), batch_size=4, num_workers=2)
     other.load_state_dict(stateless.state_dict())
-    with pytest.raises(LoaderStateError, match="now there are 2 per rank"):
+    with pytest.raises(LoaderStateError, match="is of 1 shards of Stateless, now there are 2"):
         iter(other)
 
 
@@ -373,12 +557,9 @@ def test_the_elastic_sampler_resumes_with_another_number_of_ranks_and_another_ba
     assert sorted(found) == list(range(24))
 
 
-def test_streams_of_all_ranks_are_redistributed() -> None:
+def test_states_of_ranks_that_cannot_be_split_are_refused() -> None:
     loader = StatefulDataLoader(Blocks(12), batch_size=2)
-    list(zip(range(2), loader, strict=False))
     state = aggregated([loader.state_dict()])
-    parts = [loader.deaggregate_state_dict(state, rank, 2) for rank in range(2)]
-    assert all(part["all_shards"] for part in parts)
     with pytest.raises(LoaderStateError, match="rank=2 is outside"):
         loader.deaggregate_state_dict(state, 2, 2)
     with pytest.raises(LoaderStateError, match="'ranks' missing"):
@@ -584,7 +765,8 @@ def test_a_worker_exits_if_its_parent_was_killed_before_it_looked(monkeypatch: p
     def exit_(status: int) -> None:
         raise SystemExit(status)
 
-    runner = types.SimpleNamespace(worker=-1, ranks=(0, 1), shutdown=threading.Event(), parent=12345, fetcher=None)
+    shutdown = types.SimpleNamespace(enter=lambda worker: None)
+    runner = types.SimpleNamespace(worker=-1, ranks=(0, 1), shutdown=shutdown, parent=12345, fetcher=None)
     runner.fetcher = types.SimpleNamespace(dataset=None)
     info = types.SimpleNamespace(dataset=runner)
     monkeypatch.setattr("runner.data.loading.workers.get_worker_info", lambda: info)
@@ -593,3 +775,60 @@ def test_a_worker_exits_if_its_parent_was_killed_before_it_looked(monkeypatch: p
     monkeypatch.setattr("runner.data.loading.workers.os._exit", exit_)
     with pytest.raises(SystemExit):
         WorkerInit(None)(0)
+
+
+class Drawing(Squares):
+    """Draws from the global generators in every fourth sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 4:
+            return index, 0.0, 0.0, 0.0
+        return index, float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+class DrawingBatches(Drawing):
+    def __getitems__(self, indices: Any) -> Any:
+        return [self[index] for index in indices]
+
+
+class DrawingStream(IterableDataset[float]):
+    def __iter__(self) -> Any:
+        return (float(torch.rand(())) for _ in range(9))
+
+
+def drawing(data: Any, workers: int, batch_size: int = 3, state: Any = None) -> Any:
+    config = types.SimpleNamespace(num_workers=workers)
+    loader = StatefulDataLoader(data, batch_size, config=config, drop_last=False, collate_fn=identity)
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
+
+
+def test_draws_from_the_global_generators_in_workers_depend_on_the_sample_alone() -> None:
+    torch.manual_seed(0)
+    whole = drawing(Drawing(36), 1)
+    first = list(islice(iter(whole), 5))
+    state = whole.state_dict()
+    rest = list(drawing(Drawing(36), 2, batch_size=4, state=state))
+    torch.manual_seed(0)
+    again = list(drawing(Drawing(36), 2, batch_size=5))
+    samples = [sample for batch in first + rest for sample in batch]
+    assert samples == [sample for batch in again for sample in batch]
+    assert len({draws for _, *each in samples for draws in each if draws}) == 27
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [DrawingBatches(9), DrawingStream()], ids=["batches", "stream"])
+def test_draws_that_depend_on_more_than_the_sample_are_named_at_the_first_batch(
+    data: Any, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(global_draws, "_warned", set())
+    iterator = iter(drawing(data, workers, batch_size=9))
+    next(iterator)
+    assert [record.name for record in caplog.records] == ["runner.data.loading.global_draws"]
+    assert f"{type(data).__name__} draws from the global generator of " in caplog.text
+    assert "torch: its samples will differ" in caplog.text
+    assert ("or the run is resumed" in caplog.text) == bool(workers)
+    caplog.clear()
+    next(iter(drawing(Squares(9), workers)))
+    assert not caplog.records

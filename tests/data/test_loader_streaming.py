@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from loading import identity
 from resume import assert_same
+from shards import played
 
 from runner.data import StatefulDataLoader
 
@@ -59,6 +60,10 @@ def parquet(tmp_path: Path) -> Callable[[], Any]:
     return lambda: example("streaming_parquet").ParquetRows(files, columns=["id"])
 
 
+def tokens(text: str) -> list[int]:
+    return list(text.encode())
+
+
 def hugging_face(tmp_path: Path) -> Callable[[], Any]:
     datasets = pytest.importorskip("datasets")
     files = [str(tmp_path / f"{part}.jsonl") for part in range(2)]
@@ -67,7 +72,7 @@ def hugging_face(tmp_path: Path) -> Callable[[], Any]:
 
     def make() -> Any:
         stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
-        return example("streaming_hugging_face").PackedText(stream, lambda text: list(text.encode()), length=8)
+        return example("streaming_hugging_face").PackedText(stream, tokens, length=8)
 
     return make
 
@@ -105,10 +110,39 @@ def test_examples_resume_exactly(stream: Callable[..., Any], workers: int, tmp_p
         assert_same(list(other), first_epoch)
 
 
-def test_row_groups_are_redistributed_over_another_number_of_workers(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # from datasets and pyarrow
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.__name__)
+def test_examples_are_dealt_out_to_other_workers(stream: Callable[..., Any], tmp_path: Path) -> None:
+    make = stream(tmp_path)
+
+    def items(batches: list[Any]) -> list[str]:
+        return sorted(str(sample) for batch in batches for sample in batch)
+
+    with played(0, 1):
+        whole = items(list(loader(make(), 0)))
+        for cut in (0, 2):
+            state, found = None, []
+            for workers in (2, 0, 3, 1):
+                part = loader(make(), workers)
+                if state is not None:
+                    part.load_state_dict(state)
+                found += [batch for _, batch in zip(range(cut), part, strict=False)] if cut else []
+                state = part.state_dict()
+            last = loader(make(), 2)
+            last.load_state_dict(state)
+            rest = list(last)
+            if len(found) == 4 * cut:  # otherwise an epoch has ended in between
+                assert items(found + rest) == whole
+            assert items(list(last)) == whole
+
+
+@pytest.mark.parametrize("plan", [(0, 2), (2, 1)])
+def test_row_groups_are_dealt_out_to_other_worker_processes(plan: tuple[int, int], tmp_path: Path) -> None:
     make = parquet(tmp_path)
-    one = loader(make(), 0)
-    found = numbers([batch for _, batch in zip(range(4), one, strict=False)])
-    other = loader(make(), 2)
-    other.load_state_dict(one.state_dict())
-    assert sorted(found + numbers(list(other))) == list(range(21))
+    before, after = plan
+    for cut in (0, 1):
+        one = loader(make(), before)
+        found = numbers([batch for _, batch in zip(range(cut), one, strict=False)]) if cut else []
+        other = loader(make(), after)
+        other.load_state_dict(one.state_dict())
+        assert sorted(found + numbers(list(other))) == list(range(21))

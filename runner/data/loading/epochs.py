@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runner.data.loading.fetch import Indices
-from runner.data.loading.index_stream import IndexStream, as_array
+from runner.data.loading.index_stream import ChangingIndices, IndexStream, as_array
 from runner.data.loading.loader_state import DatasetStates
 from runner.data.loading.protocols import BatchRecord
 from runner.data.loading.randomness import Keys, keys_from_indices
@@ -35,12 +35,21 @@ class EpochPosition:
     first: int = 0  # samples before the last batch yielded
     out_of_order: list[int] = field(default_factory=list)  # with in_order=False: batches yielded before earlier ones
     has_yielded: bool = False  # since the iteration began
+    reached: int = 0  # samples before the first one that no batch taken so far holds
+
+    def take(self, indices: Indices, count: int, first: int) -> None:
+        """Note that a batch was taken, whether it can be yielded or its dataset raised an error."""
+        self.indices, self.first = indices, first
+        self.reached = max(self.reached, first + count)
+
+    def reached_from_base(self) -> int:
+        """Samples of this iteration that were taken."""
+        return self.reached - self.base
 
     def advance(self, indices: Indices, count: int, batches: int, first: int) -> None:
         """Count a batch of `count` samples, which follows the first `first` samples of the epoch."""
+        self.take(indices, count, first)
         self.has_yielded = True
-        self.indices = indices
-        self.first = first
         self.batches = batches
         self.samples = first + count
 
@@ -52,6 +61,26 @@ class IndexSource:
     stream: IndexStream
     indices: Iterator[Indices]
     seed: int
+    position: EpochPosition
+
+    def __post_init__(self) -> None:
+        self._changing = self.indices if isinstance(self.indices, ChangingIndices) else None
+        self._version = 0
+        if self._changing is not None:
+            self._changing.follow(self.position.reached_from_base)
+            self._version = self._changing.version
+
+    def rewind_if_changed(self) -> bool:
+        """If the order has changed, go back to the first sample that no batch taken so far holds.
+
+        Returns:
+            Whether it has: what was drawn ahead must be discarded.
+        """
+        if self._changing is None or self._changing.version == self._version:
+            return False
+        self._version = self._changing.version
+        self._changing.seek(self.position.reached_from_base())
+        return True
 
     def keys(self, indices: Indices, first: int, count: int) -> Keys:
         """Keys for `sample_rng`: from the sampler if it has any, else a hash of the epoch's seed and the index."""
@@ -103,6 +132,7 @@ class Epoch(Iterator[Any]):
             if not self.finished and self.successor is not None:
                 return next(self.successor)
             raise StopIteration
+        self._follow_changes()
         try:
             batch = self._next()
         except StopIteration:
@@ -116,6 +146,9 @@ class Epoch(Iterator[Any]):
 
     def _next(self) -> Any:
         raise NotImplementedError
+
+    def _follow_changes(self) -> None:
+        """Discard what was fetched ahead if the order has changed since."""
 
     def recorded(self) -> Iterator[tuple[Any, BatchRecord]]:
         """The same batches, each with its record."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
+from runner.data.loading import global_draws
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
-from runner.data.loading.fetch import MapFetcher, StreamFetcher, is_stateful
+from runner.data.loading.fetch import MapFetcher, is_stateful
 from runner.data.loading.loader_state import DatasetStates
 from runner.data.loading.protocols import BatchRecord
+from runner.data.loading.stream_fetch import StreamFetcher
+
+T = TypeVar("T")
 
 
 class MapEpoch(Epoch):
@@ -21,16 +27,27 @@ class MapEpoch(Epoch):
         self._drawn_batches = position.batches
         self._drawn = position.samples
         self._one_by_one = source.stream.one_by_one
+        self._has_states = source.stream.is_stateful or (not fetcher.collated and is_stateful(fetcher.dataset))
+        self._watches = fetcher.watched  # until the first batch
+        self._before_error: tuple[dict[str, Any] | None, DatasetStates | None] | None = None
 
     def _next(self) -> Any:
         source = self._source
+        before = (self.sampler_state(), self.dataset_states()) if self._has_states else None
         indices = next(source.indices)
         count = 1 if self._one_by_one else len(indices)
         first = self._drawn
         self._drawn = first + count
         self._drawn_batches += 1
         base = self.position.base
-        batch = self._fetcher.fetch(indices, lambda: source.keys(indices, first - base, count))
+        self.position.take(indices, count, first)
+        fetch = partial(self._fetcher.fetch, indices, lambda: source.keys(indices, first - base, count))
+        try:
+            batch = watch(fetch, self._fetcher.dataset) if self._watches else fetch()
+        except Exception:
+            self._before_error = before
+            raise
+        self._before_error, self._watches = None, False
         self.position.advance(indices, count, self._drawn_batches, first)
         return batch
 
@@ -38,13 +55,22 @@ class MapEpoch(Epoch):
         return self._source.record(self.position)
 
     def sampler_state(self) -> dict[str, Any] | None:
-        return self._source.stream.state()
+        return self._source.stream.state() if self._before_error is None else self._before_error[0]
 
     def dataset_states(self) -> DatasetStates | None:
         dataset = self._fetcher.dataset
+        if self._before_error is not None:
+            return self._before_error[1]
         if self._fetcher.collated or not is_stateful(dataset):
             return None
         return [{"dataset": copy.deepcopy(dataset.state_dict()), "boundary": self.finished}]
+
+
+def watch(fetch: Callable[[], T], dataset: Any) -> T:
+    """What `fetch` returns, with a warning if the dataset draws from the global generators."""
+    batch, draws = global_draws.watched(fetch)
+    global_draws.warn(dataset, draws, workers=False)
+    return batch
 
 
 class StreamEpoch(Epoch):
@@ -53,10 +79,13 @@ class StreamEpoch(Epoch):
     def __init__(self, fetcher: StreamFetcher, position: EpochPosition, *rest: Any) -> None:
         super().__init__(position, *rest)
         self._fetcher = fetcher
+        self._watches = fetcher.watched  # until the first batch
 
     def _next(self) -> Any:
         first = self.position.samples
-        batch, count = self._fetcher.fetch()
+        fetch = self._fetcher.fetch
+        batch, count = watch(fetch, self._fetcher.dataset) if self._watches else fetch()
+        self._watches = False
         self.position.advance(None, count, self.position.batches + 1, first)
         return batch
 

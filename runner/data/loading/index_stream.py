@@ -7,6 +7,10 @@ There are three kinds of sampler:
 - *plain*: any other iterable. If it or its iterator has a `state_dict`, that is saved after each batch is drawn;
   otherwise it is iterated again and its first indices are dropped, without loading data. torch's
   SequentialSampler and RandomSampler skip without iterating: see `sequential` and `shuffled`.
+
+A sampler whose order may change in the middle of an iteration returns an iterator with the methods of `ChangingIndices`
+(from `iter_batches`, or from `__iter__` if the loader does not batch). A change then acts at the next batch that the
+loader yields, however many were fetched ahead.
 """
 
 from __future__ import annotations
@@ -15,15 +19,36 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from runner.data.loading.fetch import Indices, is_stateful, items, restart
+from runner.data.loading.loader_state import size_of
 from runner.data.loading.seeds import draw_seed
 from runner.data.sampler import integers, permutation
+
+
+@runtime_checkable
+class ChangingIndices(Protocol):
+    """An iterator over indices, some of which may be replaced after they were drawn.
+
+    Attributes:
+        version: grows with every change.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    def follow(self, yielded: Callable[[], int]) -> None:
+        """Let changes begin after the samples that `yielded` returns, not after those that were drawn."""
+        ...
+
+    def seek(self, samples: int) -> None:
+        """Continue after the first `samples` samples of the iteration."""
+        ...
 
 
 class IndexStream:
@@ -62,6 +87,13 @@ class IndexStream:
         """Whether the sampler's state has to be saved after each batch."""
         return not self.seeds_itself and (is_stateful(self.sampler) or is_stateful(self._inner))
 
+    def is_exhausted(self, batches: int, samples: int) -> bool:
+        """Whether an epoch is known to have no batch after so many of them."""
+        size = size_of(self.sampler)
+        if size is None or self.is_batch_sampler:
+            return size is not None and batches >= size
+        return size - samples < (self.batch_size or 1 if self.drop_last else 1)
+
     def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
         """Batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
 
@@ -79,7 +111,8 @@ class IndexStream:
             self._inner = None
             return iter(self.sampler.iter_batches(self.batch_size, self.drop_last))
         if self.seeds_itself:
-            return self._batched(iter(self.sampler))
+            indices = iter(self.sampler)
+            return indices if self.batch_size is None else self._batched(indices)
         return self._batched(self._open_plain(skip, saved))
 
     def _open_plain(self, skip: int, saved: dict[str, Any] | None) -> Iterator[Any]:

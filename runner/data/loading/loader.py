@@ -8,6 +8,7 @@ epoch.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -15,18 +16,20 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
-from runner.data.loading import loader_state, protocols
+from runner.data.loading import loader_state, protocols, redistribution
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
-from runner.data.loading.fetch import MapFetcher, StreamFetcher, is_collated, is_iterator, is_stateful
+from runner.data.loading.fetch import MapFetcher, is_collated, is_iterator, is_stateful
 from runner.data.loading.in_process import MapEpoch, StreamEpoch
 from runner.data.loading.index_stream import IndexStream
 from runner.data.loading.loader_state import DatasetStates, is_in_epoch, size_of
 from runner.data.loading.pinning import can_pin, pin
 from runner.data.loading.prefetch import PrefetchedEpoch
-from runner.data.loading.protocols import BatchRecord, LoaderError, State
+from runner.data.loading.protocols import BatchRecord, LoaderError, LoaderStateError, State
 from runner.data.loading.seeds import SeedStream
+from runner.data.loading.stream_fetch import StreamFetcher, between_epochs
 from runner.data.loading.worker_epochs import WorkerMapEpoch, WorkerSetup, WorkerStreamEpoch
-from runner.data.loading.workers import WorkerPool, redistribute
+from runner.data.loading.workers import WorkerPool
+from runner.data.order.state_checks import sealed
 from runner.system.distributed import current_ranks
 
 logger = logging.getLogger(__name__)
@@ -92,7 +95,8 @@ class StatefulDataLoader(DataLoader[T_co]):
             prefetch_factor = getattr(config, "prefetch_factor", None) if num_workers else None
             persistent_workers = num_workers > 0
             drop_last = True if drop_last is None else drop_last
-            sampler = _default_sampler(dataset) if sampler is None else sampler
+            if sampler is None and not isinstance(dataset, IterableDataset):
+                sampler = _default_sampler(dataset)
         _check_data_pipe(dataset, num_workers)
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory,  # type: ignore[arg-type]
@@ -114,6 +118,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._stream = IndexStream(sampler, size, self.drop_last, custom, sets_epoch)
         self._seeds = SeedStream(generator, self._stream.seeds_itself, self._stream.sampler)
         self._epoch = 0
+        self._batches_before = 0  # in earlier epochs
         self._current: Epoch | None = None
         self._pool: WorkerPool | None = None
         self._loaded: State | None = None  # until a batch is yielded after it
@@ -131,11 +136,14 @@ class StatefulDataLoader(DataLoader[T_co]):
 
         A second `iter()` in the middle of an epoch begins that epoch again, as in torch, and the state follows the
         newest iterator. The older one continues on its own; with persistent workers, which serve one iterator at a
-        time, it continues as the new one.
+        time, it continues as the new one. After the last batch it begins the next epoch, even if the older iterator was
+        not asked for its StopIteration.
 
         Raises:
             LoaderStateError: the loaded state cannot be split among this number of workers.
         """
+        if self._has_yielded_all():
+            self.end_epoch()
         older = self._current
         if older is not None and self.persistent_workers:
             older.close()
@@ -156,11 +164,21 @@ class StatefulDataLoader(DataLoader[T_co]):
         """
         return iter(self).recorded()
 
+    def _has_yielded_all(self) -> bool:
+        """Whether the current epoch has yielded its last batch, as far as that is known before the StopIteration."""
+        current = self._current
+        if current is None or current.finished or self._pending or self._iterable:
+            return False
+        position = current.position
+        return position.has_yielded and self._stream.is_exhausted(position.batches, position.samples)
+
     def _position(self, state: State | None) -> EpochPosition:
         position = EpochPosition(self._epoch)
         if state is not None and is_in_epoch(state):
             position.batches, position.samples = state["batches_yielded"], self._samples_of(state)
             position.out_of_order = list(state.get("out_of_order", ()))
+            ahead = max(position.out_of_order, default=position.batches - 1) + 1 - position.batches
+            position.reached = position.samples + ahead * (self.batch_size or 1)
         if self._stream.by_position:
             position.base = position.samples
         return position
@@ -176,12 +194,14 @@ class StatefulDataLoader(DataLoader[T_co]):
     def _open_map(self, state: State | None) -> Epoch:
         position, generator = self._position(state), self._seed(state)
         assert self._seeds.base_seed is not None
-        fetcher = MapFetcher(self.dataset, self.collate_fn, self._batched, self._own_collate)
+        fetcher = MapFetcher(
+            self.dataset, self.collate_fn, self._batched, self._own_collate, watched=self._stream.sets_epoch
+        )
         saved = None if state is None or fetcher.collated else state.get("dataset")
         skip = position.batches if self._stream.is_batch_sampler else position.samples
         with self._seeds.in_place_of_global():
             indices = self._stream.open(position.epoch, skip, None if state is None else state.get("order"))
-        source = IndexSource(self._stream, seeded(indices, self._seeds), self._seeds.base_seed)
+        source = IndexSource(self._stream, seeded(indices, self._seeds), self._seeds.base_seed, position)
         if self.num_workers == 0 or self._prefetches_in_thread(fetcher):
             if saved:
                 self.dataset.load_state_dict(saved[0]["dataset"])  # type: ignore[attr-defined]
@@ -208,21 +228,20 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def _open_iterable(self, state: State | None) -> Epoch:
         position, generator = self._position(state), self._seed(state)
-        fetcher = StreamFetcher(self.dataset, self.collate_fn, self.batch_size, self.drop_last)
+        watched = self._stream.sets_epoch
+        fetcher = StreamFetcher(self.dataset, self.collate_fn, self.batch_size, self.drop_last, watched)
         workers = max(self.num_workers, 1)
-        saved = None if state is None else loader_state.states_for_workers(state, self.dataset, workers)
-        changed = bool(saved) and saved is not None and "redistribute" in saved[0]
+        saved, changed = None, False
+        if state is not None:
+            saved, changed = redistribution.for_workers(state, self.dataset, current_ranks(), workers)
         if self.num_workers == 0:
             protocols.set_ranks(*current_ranks())
             if isinstance(self._current, StreamEpoch):
                 fetcher.exhausted = self._current.exhausted
-            if saved is not None and changed:
-                saved = [redistribute(self.dataset, saved[0]["redistribute"])]
-            fetcher.start(None if saved is None else saved[0])
+            fetcher.start(None if saved is None else redistribution.own(self.dataset, saved[0]))
             transform = pin if self.pin_memory and can_pin() else None
             return StreamEpoch(fetcher, position, self._on_end, transform, self._check_length)
-        first = self._first_worker(state) if saved and not changed else 0
-        setup = self._setup_workers(fetcher, generator, saved, first)
+        setup = self._setup_workers(fetcher, generator, saved, 0 if changed else self._first_worker(state))
         return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
 
     def _first_worker(self, state: State | None) -> int:
@@ -262,6 +281,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if epoch is not self._current:
             return
         self._epoch = epoch.position.epoch + 1
+        self._batches_before += epoch.position.batches
         self._loaded = None
         if self._stream.by_position:  # its next iteration begins where this one ended
             self._stream.sampler.load_state_dict(self._state_by_position(epoch.position))
@@ -304,6 +324,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             self._seed(self._loaded)
             if self._stream.by_skip:
                 self._stream.sampler.set_skip(0)
+            self._batches_before += self.batches_yielded
             self._pending, self._loaded = False, None
             self._epoch += 1
         elif self._current is not None and not self._current.finished:
@@ -319,7 +340,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         """
         current = self._current
         if self._loaded is not None and (self._pending or current is None or not current.position.has_yielded):
-            return dict(self._loaded)
+            return self._with_changes(self._loaded)
         running = None if current is None or current.finished else current
         position = EpochPosition(self._epoch) if running is None else running.position
         state: State = {
@@ -328,6 +349,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             "style": "iterable" if self._iterable else "map",
             "epoch": position.epoch,
             "in_epoch": running is not None,
+            "batches_before": self._batches_before,
             "batches_yielded": position.batches,
             "samples_yielded": position.samples,
             "batch_size": self.batch_size,
@@ -343,7 +365,14 @@ class StatefulDataLoader(DataLoader[T_co]):
         if not self._iterable:
             state["dataset_size"] = size_of(self.dataset)
             state["order"] = self._stream.boundary_state() if running is None else running.sampler_state()
-        return state
+        return sealed(copy.deepcopy(state))
+
+    def _with_changes(self, loaded: State) -> State:
+        """The state that was loaded, and changes of the order that were made since."""
+        if not self._stream.by_position or (sampler := self._stream.sampler.state_dict()) == loaded.get("sampler"):
+            return dict(loaded)
+        changed = {**loaded, "sampler": sampler}
+        return sealed(changed) if "digest" in loaded else changed
 
     def _sampler_state(self, position: EpochPosition | None) -> Any:
         if self._stream.by_position and position is not None:
@@ -358,9 +387,11 @@ class StatefulDataLoader(DataLoader[T_co]):
         if self.num_workers or not is_stateful(self.dataset) or is_collated(self.dataset):
             return None
         own = self.dataset.state_dict()  # type: ignore[attr-defined]
-        if self._iterable and is_iterator(self.dataset):
-            return [{"dataset": None, "iterator": own, "samples": 0, "ended": False, "boundary": False}]
-        return [{"dataset": own, "iterator": None, "samples": 0, "ended": False, "boundary": self._iterable}]
+        if not self._iterable:
+            return [{"dataset": own, "boundary": False}]
+        if is_iterator(self.dataset):
+            return [between_epochs(current_ranks(), iterator=own)]
+        return [between_epochs(current_ranks(), dataset=own)]
 
     def load_state_dict(self, state: State) -> None:
         """Resume from `state` at the next `iter()`.
@@ -373,25 +404,46 @@ class StatefulDataLoader(DataLoader[T_co]):
         """
         if isinstance(state, dict) and "ranks" in state:
             state = self.deaggregate_state_dict(state, *current_ranks())
-        seeds_itself = self._stream.seeds_itself
-        loader_state.check(state, self._iterable, None if self._iterable else size_of(self.dataset), seeds_itself)
+        self._check(state)
         if self._current is not None:
             self._current.close()
             self._current = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        if seeds_itself and state.get("sampler") is not None:
-            self._stream.sampler.load_state_dict(state["sampler"])
-        elif hasattr(self.sampler, "set_epoch") and "epoch" in (state.get("sampler") or ()):
+        if (
+            not self._stream.seeds_itself
+            and hasattr(self.sampler, "set_epoch")
+            and "epoch" in (state.get("sampler") or ())
+        ):
             self.sampler.set_epoch(state["sampler"]["epoch"])
-        self._epoch = state["epoch"]
+        self._epoch, self._batches_before = state["epoch"], state.get("batches_before", 0)
         if self._stream.by_skip and is_in_epoch(state):
-            # Only `samples_yielded` is exact: batches times batch_size may exceed an epoch, since the last batch may
-            # be short.
-            loader_state.check_samples(state.get("samples_yielded", 0), size_of(self._stream.sampler))
             self._stream.sampler.set_skip(self._samples_of(state))
         self._loaded, self._pending = state, True
+
+    def _check(self, state: State) -> None:
+        """Check a state wholly; the sampler, which checks its own part, loads that last.
+
+        Raises:
+            LoaderStateError, SamplerStateError: it does not fit, and nothing was loaded.
+        """
+        stream = self._stream
+        size = None if self._iterable else size_of(self.dataset)
+        loader_state.check_state(state, self._iterable, size, stream.seeds_itself)
+        length = None if self._iterable or stream.by_position else size_of(stream.sampler)
+        loader_state.check_place(state, length, self.batch_size, stream.is_batch_sampler)
+        if state.get("seeds") is not None:
+            self._seeds.check(state["seeds"])
+        if not stream.seeds_itself:
+            return
+        if state.get("sampler") is not None:
+            stream.sampler.load_state_dict(state["sampler"])
+        elif stream.by_position and state["batches_yielded"]:
+            raise LoaderStateError(
+                f"sampler in this state is missing; it must be that of {type(stream.sampler).__name__}, whose position "
+                "cannot be counted from batches: load the state with the sampler that it was saved with"
+            )
 
     def _samples_of(self, state: State) -> int:
         """Samples yielded in the epoch; some loaders' states count only batches."""
@@ -403,7 +455,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Combine the states of all ranks, ordered by rank, into one.
 
         Raises:
-            LoaderStateError: there are none, or one of them is not a loader's state.
+            LoaderStateError: there are none, one of them is not a loader's state, or they are of different places.
         """
         return loader_state.aggregate(states)
 
@@ -416,8 +468,14 @@ class StatefulDataLoader(DataLoader[T_co]):
         Raises:
             LoaderStateError: it cannot be split among this number of ranks.
         """
-        workers = max(self.num_workers, 1)
-        return loader_state.deaggregate(aggregated, rank, world_size, workers, self._stream.by_position)
+        ranks = loader_state.check_aggregated(aggregated, rank, world_size)
+        if self._iterable:
+            mine = redistribution.for_rank(aggregated, rank, world_size, max(self.num_workers, 1))
+        elif len(ranks) == world_size:
+            return dict(ranks[rank])
+        else:
+            mine = loader_state.deaggregate(aggregated, rank, self._stream.by_position)
+        return sealed(mine) if "digest" in mine else mine
 
 
 def _check_data_pipe(dataset: Any, num_workers: int) -> None:

@@ -6,9 +6,58 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.data.loading.protocols import LoaderStateError, State, require
+from runner.data.order.state_checks import (
+    ListOf,
+    Record,
+    any_integer,
+    anything,
+    check,
+    check_seal,
+    flag,
+    mapping,
+    maybe,
+    one_of,
+    sealed,
+    shown,
+    text,
+    whole,
+)
 
 NAME = "runner.data.StatefulDataLoader"
 VERSION = 1
+
+_MESSAGE = "{key} in this state is {value}; it must be {allowed}: the state was edited; use another checkpoint"
+_OTHER_LOADERS = {  # of states that another loader with the same sampler wrote
+    "epoch": whole(),
+    "batches_yielded": whole(),
+    "samples_yielded": whole(),
+    "batch_size": maybe(whole(1)),
+    "sampler": maybe(mapping),
+}
+_SEEDS = Record(
+    {"base_seed": maybe(any_integer), "chained": flag},
+    {"private": text, "generator": text, "sampler_generator": text},
+)
+_PLAIN_SAMPLER = Record({"sampler": anything, "iterator": anything, "boundary": flag, "ended": flag})
+_OWN = Record(
+    {
+        **_OTHER_LOADERS,
+        "version": whole(1),
+        "loader": one_of(NAME),
+        "style": one_of("map", "iterable"),
+        "in_epoch": flag,
+        "batches_before": whole(),
+        "num_workers": whole(),
+        "next_worker": whole(),
+        "seeds": _SEEDS,
+        "order": anything,
+        "dataset": anything,
+        "digest": text,
+    },
+    {"dataset_size": maybe(whole()), "out_of_order": ListOf(whole())},
+)
+_ANY = Record({}, {**_OWN.required, **_OWN.optional})
+_RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(mapping), "digest": text})
 
 DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset they are those of its shards
 
@@ -26,21 +75,11 @@ def size_of(dataset: Any) -> int | None:
         return None
 
 
-def check_samples(samples: int, epoch_size: int | None) -> None:
-    """Check that no more samples were yielded than an epoch has, if that is known.
+def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool) -> None:
+    """Check that a loader of this kind wrote `state`, for a dataset of this size, and that nobody changed it since.
 
-    Raises:
-        LoaderStateError: there were more.
-    """
-    if epoch_size is not None and samples > epoch_size:
-        raise LoaderStateError(
-            f"samples_yielded in this state is {samples}, but an epoch has {epoch_size} samples: the state was edited "
-            "or belongs to another data order; use another checkpoint"
-        )
-
-
-def check(state: State, iterable: bool, size: int | None, sampler_checks: bool) -> None:
-    """Check that a loader of this kind wrote `state`, for a dataset of this size.
+    A state with nothing but `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be of another
+    loader, and has no seal.
 
     Args:
         iterable: this loader's dataset is iterable-style.
@@ -51,6 +90,7 @@ def check(state: State, iterable: bool, size: int | None, sampler_checks: bool) 
         LoaderStateError: the state does not fit.
     """
     require(state, ("epoch", "batches_yielded"), NAME)
+    check(state, _ANY, _MESSAGE, LoaderStateError)
     version = state.get("version", VERSION)
     if version > VERSION:
         raise LoaderStateError(
@@ -63,91 +103,131 @@ def check(state: State, iterable: bool, size: int | None, sampler_checks: bool) 
             f"this state's dataset is {state['style']}-style, this loader's is {style}-style: load the state with the "
             "dataset that it was saved with"
         )
-    for key in ("epoch", "batches_yielded", "samples_yielded"):
-        value = state.get(key, 0)
-        if not isinstance(value, int) or value < 0:
-            raise LoaderStateError(f"{key} in this state is {value!r}; it must be an integer of 0 or more")
     saved = state.get("dataset_size")
     if saved is not None and size is not None and saved != size and not sampler_checks:
         raise LoaderStateError(
             f"this state was saved over a dataset of {saved} samples, this one has {size}: resuming would repeat or "
             "skip samples; use the same data, or start it from the beginning"
         )
+    batches, samples = state["batches_yielded"], state.get("samples_yielded")
+    if samples is not None and not batches <= samples <= samples * batches:
+        raise LoaderStateError(
+            f"samples_yielded in this state is {samples}, in {batches} batches; it must be {batches} or more, and 0 "
+            "for no batches: the state was edited; use another checkpoint"
+        )
 
 
-def states_for_workers(state: State, dataset: Any, workers: int) -> DatasetStates | None:
-    """The states from which this rank's `workers` resume an iterable dataset; None: from the beginning.
+def check_place(state: State, epoch_size: int | None, batch_size: int | None, counts_batches: bool) -> None:
+    """Check that an epoch is as long as the state says, if its length is known, and that the state is unchanged.
 
-    If the number of shards changed, each state is `{"redistribute": [all old states]}`; each worker then picks its
-    part (`runner.data.loading.workers.redistribute`).
+    Args:
+        epoch_size: samples of an epoch; batches if `counts_batches`.
+        batch_size: samples per batch; None: 1.
+        counts_batches: the sampler yields batches of its own.
 
     Raises:
-        LoaderStateError: the number of shards changed, and the dataset cannot redistribute its states.
+        LoaderStateError: the state has another place, or was changed.
     """
-    saved = state.get("dataset")
-    if saved is None:
-        if state["batches_yielded"]:
+    key = "batches_yielded" if counts_batches or "samples_yielded" not in state else "samples_yielded"
+    if epoch_size is not None and is_in_epoch(state):
+        unit = key.removesuffix("_yielded")
+        per = 1 if unit == "samples" or counts_batches else state.get("batch_size") or batch_size or 1
+        longest = -(-epoch_size // per)
+        if state[key] > longest:
             raise LoaderStateError(
-                f"this state of {state['batches_yielded']} batches has no position of the iterable dataset: it was "
-                "written by another loader; start the data from the beginning"
+                f"{key} in this state is {state[key]}, but an epoch has {longest} {unit}: the state was edited or "
+                "belongs to another data order; use another checkpoint"
             )
-        return None
-    if len(saved) == workers and not state.get("all_shards"):
-        return list(saved)
-    if all(part["dataset"] is None for part in saved) and (not is_in_epoch(state) or state["batches_yielded"] == 0):
-        return None  # no shard has a state yet
-    methods = ("aggregate_state_dict", "deaggregate_state_dict")
-    if not all(callable(getattr(dataset, name, None)) for name in methods):
-        raise LoaderStateError(
-            f"the number of ranks or workers changed: this state has {len(saved)} shards of {type(dataset).__name__} "
-            f"(num_workers={state.get('num_workers')}), now there are {workers} per rank; resume with the same number "
-            "of ranks and workers, or give the dataset aggregate_state_dict(states) and "
-            "deaggregate_state_dict(aggregated, shard, shards)"
-        )
-    if any(part["samples"] for part in saved):
-        raise LoaderStateError(
-            "the number of ranks or workers changed, and this state cannot be redistributed, since it was taken some "
-            "samples after the dataset's own state: resume with the same number of ranks and workers, or save with "
-            "snapshot_every_n_steps=1 and a dataset that has state_dict"
-        )
-    return [{"redistribute": list(saved)}] * workers
+    if set(state) <= set(_OTHER_LOADERS):
+        return
+    check(state, _OWN, _MESSAGE, LoaderStateError)
+    if state["order"] is not None:
+        check({"order": state["order"]}, Record({"order": _PLAIN_SAMPLER}), _MESSAGE, LoaderStateError)
+    check_seal(state, "this state", LoaderStateError)
 
 
 def aggregate(states: Sequence[State]) -> State:
-    """Combine the states of all ranks, ordered by rank, into one."""
+    """Combine the states of all ranks, ordered by rank, into one.
+
+    Raises:
+        LoaderStateError: there are none, or the ranks stand at different places.
+    """
     if not states:
         raise LoaderStateError("aggregate_state_dict got no states: pass one per rank")
+    check_ranks(states)
+    return sealed({"version": VERSION, "loader": NAME, "ranks": list(states)})
+
+
+def check_ranks(states: Sequence[State]) -> None:
+    """Check that the states of all ranks were taken at the same place.
+
+    Ranks that read streams, or samplers of their own, may be in different epochs; the batches that each of them has
+    taken since the start of the run are the same.
+
+    Raises:
+        LoaderStateError: names the first rank that disagrees with rank 0, and both places.
+    """
     for state in states:
         require(state, ("epoch", "batches_yielded"), NAME)
-    return {"version": VERSION, "loader": NAME, "ranks": list(states)}
+        check(state, _ANY, _MESSAGE, LoaderStateError)
+    first = _place(states[0])
+    for rank, state in enumerate(states):
+        mine = _place(state)
+        for key in [*first, *(key for key in mine if key not in first)]:
+            if first.get(key) != mine.get(key):
+                raise LoaderStateError(
+                    f"the ranks were saved at different places: {key} is {shown(first.get(key))} on rank 0 and "
+                    f"{shown(mine.get(key))} on rank {rank}: all ranks must be saved after the same step, with the "
+                    "same settings; use another checkpoint"
+                )
 
 
-def deaggregate(aggregated: State, rank: int, world_size: int, workers: int, by_position: bool) -> State:
-    """The state of `rank` out of `world_size`, each with `workers` shards of an iterable dataset.
+def _place(state: State) -> dict[str, Any]:
+    """What the states of all ranks have in common."""
+    place = {key: state.get(key) for key in ("version", "style", "batch_size")}
+    sampler = state.get("sampler")
+    if sampler is None:  # every rank may have data, and epochs, of its own
+        batches = state["batches_yielded"]
+        if "batches_before" in state:
+            return {**place, "batches since the start of the run": state["batches_before"] + batches}
+        return {**place, "epoch": state["epoch"], "batches_yielded": batches}
+    place |= {"in_epoch": is_in_epoch(state), "dataset_size": state.get("dataset_size")}
+    place |= {key: state.get(key) for key in ("epoch", "batches_yielded", "samples_yielded")}
+    return place | {f"sampler.{key}": value for key, value in sampler.items() if key not in ("rank", "digest")}
+
+
+def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]:
+    """Check what `aggregate` returned, and that `rank` is one of `world_size`.
+
+    Returns:
+        The states of the ranks that were saved.
+
+    Raises:
+        LoaderStateError: it was changed, its ranks disagree, or there is no such rank.
+    """
+    require(aggregated, ("ranks",), NAME)
+    if not 0 <= rank < world_size:
+        raise LoaderStateError(f"rank={rank} is outside 0..{world_size - 1}")
+    check(aggregated, _RANKS, _MESSAGE, LoaderStateError)
+    ranks: list[State] = aggregated["ranks"]
+    if not ranks:
+        raise LoaderStateError("ranks in this state is []; it must have one state per rank: use another checkpoint")
+    check_ranks(ranks)
+    check_seal(aggregated, "this state of all ranks", LoaderStateError)
+    return ranks
+
+
+def deaggregate(aggregated: State, rank: int, by_position: bool) -> State:
+    """The state of `rank` for a map-style dataset, out of that of another number of ranks.
 
     Args:
         by_position: the sampler's state does not depend on the number of ranks.
     """
-    require(aggregated, ("ranks",), NAME)
     ranks = aggregated["ranks"]
-    if not 0 <= rank < world_size:
-        raise LoaderStateError(f"rank={rank} is outside 0..{world_size - 1}")
-    if len(ranks) == world_size:
-        return dict(ranks[rank])
     mine = dict(ranks[rank % len(ranks)])
-    if mine.get("style", "map") == "map":
-        if not by_position and mine.get("sampler") is None:
-            raise LoaderStateError(
-                f"this state was saved by {len(ranks)} ranks, now there are {world_size}, and the sampler cannot "
-                "redistribute it: resume with the same number of ranks, or use ElasticSampler"
-            )
-        return mine
-    shards = [shard for state in ranks for shard in state.get("dataset") or ()]
-    if not shards:
-        return mine
-    if len(shards) == world_size * workers:
-        mine["dataset"] = shards[rank * workers : (rank + 1) * workers]
-    else:
-        mine["dataset"], mine["all_shards"] = shards, True
-    mine["next_worker"] = 0
+    if not by_position and mine.get("sampler") is None:
+        raise LoaderStateError(
+            f"this state was saved by {len(ranks)} ranks, now there is another number of them, and the sampler cannot "
+            "redistribute it: resume with the same number of ranks, or use ElasticSampler"
+        )
     return mine

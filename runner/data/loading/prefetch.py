@@ -72,14 +72,18 @@ class PrefetchedEpoch(Epoch):
     ) -> None:
         super().__init__(position, *rest)
         self._source = source
+        self._fetcher = fetcher
         self._thread = PrefetchThread(fetcher)
         self._pending: list[tuple[Indices, int, int, dict[str, Any] | None]] = []
         self._depth = depth
         self._drawn = position.samples
         self._yielded = position.batches
         self._sampler_state = source.stream.state()
-        weakref.finalize(self, self._thread.stop).atexit = False
+        self._stop_when_freed()
         self._fill()
+
+    def _stop_when_freed(self) -> None:
+        weakref.finalize(self, self._thread.stop).atexit = False
 
     def _fill(self) -> None:
         source, stream = self._source, self._source.stream
@@ -93,11 +97,22 @@ class PrefetchedEpoch(Epoch):
             self._pending.append((indices, first, count, stream.state() if stream.is_stateful else None))
             self._thread.requests.put((indices, lambda i=indices, f=first - base, n=count: source.keys(i, f, n)))
 
+    def _follow_changes(self) -> None:
+        if not self._source.rewind_if_changed():
+            return
+        self._thread.stop()
+        self._thread = PrefetchThread(self._fetcher)
+        self._stop_when_freed()
+        self._pending.clear()
+        self._drawn = self.position.reached
+        self._fill()
+
     def _next(self) -> Any:
         if not self._pending:
             raise StopIteration
         batch, error = self._thread.results.get()
         indices, first, count, sampler_state = self._pending.pop(0)
+        self.position.take(indices, count, first)
         self._fill()
         self._yielded += 1
         if error is not None:

@@ -93,6 +93,28 @@ def ranks() -> tuple[int, int]:
     return _rank, _world_size
 
 
+class Acting:
+    """A context in which `shard` returns another shard: the one that a part of the data was left by.
+
+    Attributes:
+        asked: `shard` was called in it.
+    """
+
+    def __init__(self, shard: tuple[int, int]) -> None:
+        self.shard = shard
+        self.asked = False
+
+    def __enter__(self) -> Acting:
+        _acting.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _acting.pop()
+
+
+_acting: list[Acting] = []
+
+
 def shard() -> tuple[int, int]:
     """(index of this shard, number of shards), counted over all ranks and their workers.
 
@@ -101,6 +123,9 @@ def shard() -> tuple[int, int]:
     """
     from torch.utils.data import get_worker_info
 
+    if _acting:
+        _acting[-1].asked = True
+        return _acting[-1].shard
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return _rank * workers + worker, _world_size * workers

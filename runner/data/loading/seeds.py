@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.data.loading.protocols import LoaderStateError
+from runner.data.order.state_checks import shown
+
 
 def draw_seed(generator: torch.Generator) -> int:
     """One seed, drawn as torch's DataLoader draws its base seed."""
@@ -122,6 +125,27 @@ class SeedStream:
         if self.base_seed is None:
             self.base_seed = draw_seed(self.generator or self.private)
         return self.base_seed
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Check that `load` can restore `state`.
+
+        Raises:
+            LoaderStateError: a generator's state is not one, or the seed of a chain is missing.
+        """
+        if state["chained"] and state["base_seed"] is None:
+            raise LoaderStateError(
+                "seeds.base_seed in this state is None; it must be an integer if seeds.chained is true: the state was "
+                "edited; use another checkpoint"
+            )
+        for name in ("private", "generator", "sampler_generator"):
+            try:
+                if name in state:
+                    torch.Generator().set_state(_decode(state[name]))
+            except (ValueError, TypeError, RuntimeError):
+                raise LoaderStateError(
+                    f"seeds.{name} in this state is {shown(state[name])}; it must be the base64 text of a generator's "
+                    "state: the state was edited; use another checkpoint"
+                ) from None
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""

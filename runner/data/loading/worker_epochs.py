@@ -8,14 +8,17 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+from runner.data.loading import global_draws
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
-from runner.data.loading.fetch import Indices, MapFetcher, StreamFetcher, locate
+from runner.data.loading.fetch import Indices, MapFetcher, locate, stopped
 from runner.data.loading.index_stream import as_array
 from runner.data.loading.ipc import unpack
 from runner.data.loading.loader_state import DatasetStates
 from runner.data.loading.protocols import BatchRecord
+from runner.data.loading.stream_fetch import StreamFetcher, has_ended
 from runner.data.loading.workers import FetchTask, Reply, StartTask, Task, WorkerPool
 
 
@@ -46,12 +49,13 @@ class WorkerSetup:
 class _PendingTask:
     """A task that was dispatched, and the batch it is for, if any (`batch` is -1 if not)."""
 
-    __slots__ = ("batch", "count", "first", "indices", "sampler_state", "ticket", "worker")
+    __slots__ = ("batch", "count", "discarded", "first", "indices", "sampler_state", "ticket", "worker")
 
     def __init__(self, ticket: int, worker: int) -> None:
         self.ticket = ticket
         self.worker = worker
         self.batch = -1
+        self.discarded = False
         self.indices: Indices = None
         self.first = self.count = 0
         self.sampler_state: dict[str, Any] | None = None
@@ -73,12 +77,18 @@ class _Dispatcher:
 
     def tasks(self) -> Iterator[Task]:
         """A start for every worker, empty tasks for the workers before the first one, then the batches."""
+        return chain(self._start_tasks(self._seed, self._saved, self._first), self._fetch_tasks())
+
+    def _start_tasks(self, seed: int | None, states: DatasetStates | None, first: int) -> Iterator[Task]:
         for worker in range(self._count):
-            saved = None if self._saved is None else pickle.dumps(self._saved[worker])
-            yield StartTask(self._add().ticket, self._seed, saved)
-        for _ in range(self._first):
+            saved = None if states is None else pickle.dumps(states[worker])
+            yield StartTask(self._add().ticket, seed, saved)
+        yield from self._empty_tasks(first)
+
+    def _empty_tasks(self, worker: int) -> Iterator[Task]:
+        """Empty tasks until it is the turn of `worker`."""
+        while self._tickets % self._count != worker:
             yield Task(self._add().ticket)
-        yield from self._fetch_tasks()
 
     def _fetch_tasks(self) -> Iterator[Task]:
         while True:
@@ -91,31 +101,54 @@ class _Dispatcher:
         return task
 
 
-class _MapDispatcher(_Dispatcher):
-    """Dispatches the batches of a map-style dataset."""
+class _MapDispatcher(_Dispatcher, Iterator[Task]):
+    """Dispatches the batches of a map-style dataset; it may go back to an earlier one, even after the last."""
 
     def __init__(self, setup: WorkerSetup, source: IndexSource, position: EpochPosition) -> None:
         super().__init__(setup)
         self._source = source
+        self._has_keys = hasattr(source.stream.sampler, "sample_keys")
+        self._opening = self._start_tasks(self._seed, self._saved, self._first)
         self._drawn = position.samples
         self._drawn_batches = position.batches
         self._base = position.base
         self._out_of_order = set(position.out_of_order)
 
-    def _fetch_tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        opening = next(self._opening, None)
+        return self._fetch_task() if opening is None else opening
+
+    def _fetch_task(self) -> FetchTask:
         source, stream = self._source, self._source.stream
-        has_keys = hasattr(stream.sampler, "sample_keys")
-        for indices in source.indices:
+        while True:
+            indices = next(source.indices)
             count = 1 if stream.one_by_one else len(indices)
             first, batch = self._drawn, self._drawn_batches
             self._drawn, self._drawn_batches = first + count, batch + 1
-            if batch in self._out_of_order:
-                continue
-            task = self._add()
-            task.indices, task.count, task.first, task.batch = indices, count, first, batch
-            task.sampler_state = stream.state() if stream.is_stateful else None
-            keys: Any = source.keys(indices, first - self._base, count) if has_keys else source.seed
-            yield FetchTask(task.ticket, indices, keys)
+            if batch not in self._out_of_order:
+                break
+        task = self._add()
+        task.indices, task.count, task.first, task.batch = indices, count, first, batch
+        task.sampler_state = stream.state() if stream.is_stateful else None
+        keys: Any = source.keys(indices, first - self._base, count) if self._has_keys else source.seed
+        return FetchTask(task.ticket, indices, keys)
+
+    def rewind(self, reached: int, states: DatasetStates | None, next_worker: int) -> None:
+        """Discard the batches dispatched that begin at sample `reached` or later, and dispatch others in their place.
+
+        Args:
+            states: of the dataset in each worker after the last batch yielded, from which the workers begin again.
+            next_worker: fetches the first of the new batches.
+        """
+        discarded = [task for task in self.pending.values() if task.batch >= 0 and task.first >= reached]
+        for task in discarded:
+            task.discarded = True
+        self._drawn, self._drawn_batches = reached, min((task.batch for task in discarded), default=self._drawn_batches)
+        start = iter(()) if states is None else self._start_tasks(None, states, next_worker)
+        self._opening = chain(self._empty_tasks(next_worker if states is None else 0), start)
 
 
 class _WorkerEpoch(Epoch):
@@ -167,7 +200,9 @@ class _WorkerEpoch(Epoch):
         """
         try:
             reply = next(self._replies)
-        except StopIteration:
+        except StopIteration as error:
+            if error.args:  # torch's words for one that was raised in the worker
+                raise stopped(f"{type(self._dataset).__name__} or its worker") from error
             raise
         except Exception as error:
             if is_lost(error):
@@ -175,13 +210,18 @@ class _WorkerEpoch(Epoch):
                 self.close()
                 self._setup.pool.close()
             elif self._setup.in_order:
-                self._pending.pop(self._received, None)
+                failed = self._pending.pop(self._received, None)
                 self._received += 1
+                if failed is not None and failed.discarded:
+                    return self._take()
+                if failed is not None and failed.batch >= 0:
+                    self.position.take(failed.indices, failed.count, failed.first)
             raise
         task = self._pending.pop(reply.ticket)
         self._received += 1
         self._setup.pool.pids[reply.worker] = reply.pid
-        if reply.state is not None:
+        global_draws.warn(self._dataset, reply.draws, workers=True)
+        if reply.state is not None and not task.discarded:
             self._states[reply.worker] = {"pickled": reply.state}
         return reply, task
 
@@ -228,12 +268,20 @@ class WorkerMapEpoch(_WorkerEpoch):
         self._batch_size = source.stream.batch_size or 1  # that of batches yielded before a resume
         self._ends: dict[int, tuple[int, dict[str, Any] | None]] = {}  # of the batches yielded out of order
         self._sampler_state = source.stream.state()
-        super().__init__(setup, _MapDispatcher(setup, source, position), fetcher.dataset, position, *rest)
+        self._dispatcher = _MapDispatcher(setup, source, position)
+        super().__init__(setup, self._dispatcher, fetcher.dataset, position, *rest)
+
+    def _follow_changes(self) -> None:
+        if not self._source.rewind_if_changed():
+            return
+        # Without an order among the workers none of them can be told to go back.
+        states = self.dataset_states() if self._setup.in_order else None
+        self._dispatcher.rewind(self.position.reached, states, self._next_worker if self._setup.in_order else 0)
 
     def _next(self) -> Any:
         while True:
             reply, task = self._receive()
-            if reply.count < 0 or task.batch < 0:
+            if reply.count < 0 or task.batch < 0 or task.discarded:
                 continue
             self._next_worker = (reply.worker + 1) % self._setup.count
             if self._setup.in_order:
@@ -247,7 +295,8 @@ class WorkerMapEpoch(_WorkerEpoch):
         """The position is the first batch that was not yielded; those yielded after it are listed."""
         position = self.position
         self._ends[task.batch] = (task.first + task.count, task.sampler_state)
-        position.indices, position.first, position.has_yielded = task.indices, task.first, True
+        position.take(task.indices, task.count, task.first)
+        position.has_yielded = True
         early = sorted({*position.out_of_order, task.batch})
         while early and early[0] == position.batches:
             early.pop(0)
@@ -286,7 +335,7 @@ class WorkerStreamEpoch(_WorkerEpoch):
         self._since_state = [0] * setup.count  # samples yielded since the worker's last state
         self._ended = [False] * setup.count
         for worker, state in enumerate(setup.saved or ()):
-            self._ended[worker] = "redistribute" not in state and state["ended"] and not state["boundary"]
+            self._ended[worker] = "redistribute" not in state and has_ended(state)
         super().__init__(setup, _Dispatcher(setup), fetcher.dataset, position, *rest)
 
     def _next(self) -> Any:
@@ -311,10 +360,11 @@ class WorkerStreamEpoch(_WorkerEpoch):
             if state is None:
                 return None
             if self.finished:
-                state = {**state, "boundary": True, "ended": True, "samples": 0}
+                state = {**state, "boundary": True, "ended": True, "samples": 0, "begun": False}
             elif self._ended[worker]:
-                state = {**state, "boundary": False, "ended": True}
+                state = {**state, "boundary": False, "ended": True, "begun": True}
             else:
-                state = {**state, "samples": state["samples"] + self._since_state[worker]}
+                since = self._since_state[worker]
+                state = {**state, "samples": state["samples"] + since, "begun": state["begun"] or since > 0}
             found.append(state)
         return found

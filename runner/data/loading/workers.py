@@ -7,53 +7,29 @@ The only property of torch's loader that this relies on is that it assigns tasks
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import pickle
 import random
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from runner.data.loading import protocols
-from runner.data.loading.fetch import Indices, MapFetcher, StreamFetcher, is_stateful
+from runner.data.loading import protocols, redistribution
+from runner.data.loading.fetch import Indices, MapFetcher, is_stateful
+from runner.data.loading.global_draws import SeededSamples, watched
 from runner.data.loading.ipc import collate, pack, unpack
-from runner.data.loading.loader_state import DatasetStates
 from runner.data.loading.pinning import pin
 from runner.data.loading.randomness import Keys, keys_from_indices
-from runner.system import clock
+from runner.data.loading.stream_fetch import StreamFetcher
+from runner.data.loading.worker_exit import Shutdown, exit_when_unneeded, ignore_signals
 from runner.system.distributed import current_ranks
-
-WATCH_INTERVAL = 0.5  # seconds between a worker's checks that its parent is alive and still needs it
-
-_shutdown_flags: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class SharedFlag:
-    """A flag in memory shared by the main process and its workers; reading it takes no lock."""
-
-    def __init__(self, context: Any) -> None:
-        self._value = context.RawValue("b", 0)
-        _shutdown_flags.add(self)
-
-    def set(self) -> None:
-        self._value.value = 1
-
-    def is_set(self) -> bool:
-        return bool(self._value.value)
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    for flag in list(_shutdown_flags):
-        flag.set()
 
 
 class Reply:
@@ -65,12 +41,21 @@ class Reply:
         count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
         state: the dataset's state after the batch, pickled; None if it was not taken.
         ended: the worker's iterable dataset has ended.
+        draws: the global generators that it was found to draw from.
     """
 
-    __slots__ = ("count", "ended", "payload", "pid", "state", "ticket", "worker")
+    __slots__ = ("count", "draws", "ended", "payload", "pid", "state", "ticket", "worker")
 
     def __init__(
-        self, ticket: int, worker: int, pid: int, payload: Any, count: int, state: bytes | None, ended: bool
+        self,
+        ticket: int,
+        worker: int,
+        pid: int,
+        payload: Any,
+        count: int,
+        state: bytes | None,
+        ended: bool,
+        draws: str = "",
     ) -> None:
         self.ticket = ticket
         self.worker = worker
@@ -79,10 +64,11 @@ class Reply:
         self.count = count
         self.state = state
         self.ended = ended
+        self.draws = draws
 
     def __reduce__(self) -> Any:
         return Reply, (
-            self.ticket, self.worker, self.pid, self.payload, self.count, self.state, self.ended
+            self.ticket, self.worker, self.pid, self.payload, self.count, self.state, self.ended, self.draws
         )  # fmt: skip
 
     def pin_memory(self, *_: Any) -> Reply:
@@ -125,7 +111,7 @@ class StartTask(Task):
             seed_worker(self.seed, runner.worker)
         if not boundary:
             runner.start(saved)
-        return runner.reply(self.ticket, state=runner.state(always=True))
+        return runner.reply(self.ticket, state=self.saved if runner.continues(saved) else runner.state(always=True))
 
 
 class FetchTask(Task):
@@ -167,7 +153,7 @@ class TaskRunner(Dataset[Reply]):
     """
 
     def __init__(
-        self, fetcher: MapFetcher | StreamFetcher, snapshot_every: int, ranks: tuple[int, int], shutdown: SharedFlag
+        self, fetcher: MapFetcher | StreamFetcher, snapshot_every: int, ranks: tuple[int, int], shutdown: Shutdown
     ) -> None:
         self.fetcher = fetcher
         self.snapshot_every = snapshot_every
@@ -176,6 +162,10 @@ class TaskRunner(Dataset[Reply]):
         self.parent = os.getpid()
         self.worker = -1
         self._batches = 0
+        self._samples = None
+        if isinstance(fetcher, MapFetcher) and fetcher.watched and fetcher.one_by_one:
+            self._samples = SeededSamples()
+        self._watches = fetcher.watched and self._samples is None  # until the first batch
         self._default_collate = fetcher.collate_fn is default_collate
         if self._default_collate:
             fetcher.collate_fn = collate
@@ -192,24 +182,41 @@ class TaskRunner(Dataset[Reply]):
         """Begin an epoch, from the dataset's saved state if there is one."""
         self._batches = 0
         fetcher = self.fetcher
-        if saved is not None and "redistribute" in saved:
-            saved = redistribute(fetcher.dataset, saved["redistribute"])
         if isinstance(fetcher, StreamFetcher):
-            fetcher.start(saved)
+            fetcher.start(None if saved is None else redistribution.own(fetcher.dataset, saved))
         elif saved is not None and saved["dataset"] is not None:
             fetcher.dataset.load_state_dict(saved["dataset"])
 
-    def fetch(self, task: FetchTask) -> Reply:
+    def continues(self, saved: dict[str, Any] | None) -> bool:
+        """Whether the samples after a saved state of this shard were skipped, so that the next state is due as before.
+
+        A state is then written in the same way whether the run was resumed before it or not.
+        """
         fetcher = self.fetcher
-        if isinstance(fetcher, MapFetcher):
-            batch, count = fetcher.fetch(task.indices, task.sample_keys(fetcher.batched)), 0
-        else:
-            try:
-                batch, count = fetcher.fetch()
-            except StopIteration:
-                return self.reply(task.ticket, state=self.state(always=True), ended=True)
+        if not isinstance(fetcher, StreamFetcher) or saved is None or not saved.get("samples"):
+            return False
+        if tuple(saved["owner"]) != protocols.shard():
+            return False
+        self._batches = -(-saved["samples"] // (fetcher.batch_size or 1))
+        return True
+
+    def fetch(self, task: FetchTask) -> Reply:
+        try:
+            (batch, count), draws = watched(partial(self._fetch, task)) if self._watches else (self._fetch(task), "")
+        except StopIteration:
+            return self.reply(task.ticket, state=self.state(always=True), ended=True)
         self._batches += 1
-        return self.reply(task.ticket, pack(batch, self._default_collate), count, self.state(always=False))
+        self._watches = False
+        reply = self.reply(task.ticket, pack(batch, self._default_collate), count, self.state(always=False))
+        reply.draws = draws
+        return reply
+
+    def _fetch(self, task: FetchTask) -> tuple[Any, int]:
+        fetcher = self.fetcher
+        if isinstance(fetcher, StreamFetcher):
+            return fetcher.fetch()
+        fetch = partial(fetcher.fetch, task.indices, task.sample_keys(fetcher.batched))
+        return fetch() if self._samples is None else self._samples.fetch(fetch), 0
 
     def state(self, always: bool) -> bytes | None:
         """The dataset's state, pickled at once since the dataset keeps changing it."""
@@ -222,21 +229,6 @@ class TaskRunner(Dataset[Reply]):
         if always or (due and fetcher.is_stateful):
             return pickle.dumps(fetcher.boundary_state() if fetcher.ended and always else fetcher.state())
         return None
-
-
-def redistribute(dataset: Any, states: DatasetStates) -> dict[str, Any]:
-    """The state of this shard, out of the states of another number of shards."""
-    shard, shards = protocols.shard()
-    inner = [state["iterator"] if state["iterator"] is not None else state["dataset"] for state in states]
-    mine = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)
-    of_iterator = states[0]["iterator"] is not None and not callable(getattr(dataset, "__next__", None))
-    return {
-        "dataset": None if of_iterator else mine,
-        "iterator": mine if of_iterator else None,
-        "samples": 0,
-        "ended": False,
-        "boundary": False,
-    }
 
 
 class WorkerInit:
@@ -252,6 +244,7 @@ class WorkerInit:
         runner.worker = worker
         object.__setattr__(info, "dataset", runner.fetcher.dataset)  # what the user's code expects to find there
         protocols.set_ranks(*runner.ranks)
+        runner.shutdown.enter(worker)
         ignore_signals(runner.shutdown)
         parent = os.getppid()
         if parent == 1 and runner.parent != 1:  # the parent was killed before this line
@@ -259,31 +252,6 @@ class WorkerInit:
         threading.Thread(target=exit_when_unneeded, args=(parent, runner.shutdown), daemon=True).start()
         if self.user_init is not None:
             self.user_init(worker)
-
-
-def ignore_signals(shutdown: SharedFlag) -> None:
-    """Ignore the signals that a scheduler sends to every process of a job; the main process handles them."""
-
-    def on_terminate(signum: int, frame: object) -> None:
-        if shutdown.is_set():
-            os._exit(0)
-
-    signal.signal(signal.SIGTERM, on_terminate)
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-
-def exit_when_unneeded(parent: int, shutdown: SharedFlag) -> None:
-    """End this process once its parent is gone or has set `shutdown`, whatever the dataset is doing.
-
-    torch asks its workers to exit through a queue. When the garbage collector frees their iterator, the queue is
-    closed before that, and torch would wait five seconds for each worker.
-    """
-    while os.getppid() == parent and not shutdown.is_set():
-        clock.sleep(WATCH_INTERVAL)
-    clock.sleep(WATCH_INTERVAL if shutdown.is_set() else 0)  # most exit by themselves
-    os._exit(0)
 
 
 class TaskSampler:
@@ -314,7 +282,7 @@ class WorkerPool:
         self, fetcher: MapFetcher | StreamFetcher, snapshot_every: int, user_init: Any, options: dict[str, Any]
     ) -> None:
         context = options.get("multiprocessing_context") or multiprocessing
-        self.shutdown = SharedFlag(context)
+        self.shutdown = Shutdown(context, options["num_workers"])
         self._sampler = TaskSampler()
         self._loader: DataLoader[Reply] | None = DataLoader(
             TaskRunner(fetcher, snapshot_every, current_ranks(), self.shutdown),

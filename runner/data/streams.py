@@ -1,0 +1,123 @@
+"""A stream that resumes anywhere, on any number of workers and ranks, for two methods of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from runner.data.loading.protocols import LoaderStateError, shard
+
+State = dict[str, Any]
+
+
+class ShardedStream(IterableDataset[Any]):
+    """A stream made of *units*, such as files, row groups or blocks of lines; each unit is read by one shard.
+
+    A subclass defines `units` and `read`. The state of a shard is how many of its units it has read, and the position
+    in the one under way. With another number of workers or ranks, the units that are left, and the rest of those under
+    way, are dealt out to the new shards. All of that is done here.
+
+    Attributes:
+        epoch: how many times this shard has come to the end, from 0.
+    """
+
+    epoch = 0
+    _units: int | None = None  # their number, from the first sample on
+    _left: list[list[Any]] | None = None  # what was left at the resume, see `_part`; None: everything
+    _shard: tuple[int, int] | None = None  # as which units are being read; None between two epochs
+    _done = 0  # units of this shard that were read
+    _at: Any = None  # position in the next one
+    _loaded = False
+
+    def units(self) -> Sequence[Any]:
+        """All units of this epoch in their order, the same on every rank and worker. It may depend on `self.epoch`."""
+        raise NotImplementedError
+
+    def read(self, unit: Any, position: Any) -> Iterator[tuple[Any, Any]]:
+        """The samples of a unit, each with the position after it.
+
+        Args:
+            unit: one of `units()`.
+            position: None: from the beginning; else as it was yielded with the last sample that was consumed.
+
+        Yields:
+            (sample, position): the position is of any type that a checkpoint can hold, but not None.
+        """
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._loaded:
+            self._begin()
+        self._loaded = False
+        units = self.units()
+        self._shard, known = self._shard or shard(), self._units
+        if known not in (None, len(units)):
+            raise LoaderStateError(
+                f"this state is of {known} units of {type(self).__name__}, now there are {len(units)}: use the same "
+                "data, or start it from the beginning"
+            )
+        self._units = len(units)
+        for number, position in _part(self._units, self._left, self._shard)[self._done :]:
+            self._at = position if self._at is None else self._at
+            for sample, after in self.read(units[number], self._at):
+                self._at = after
+                yield sample
+            self._done, self._at = self._done + 1, None
+        self._begin()
+        self.epoch += 1
+
+    def _begin(self) -> None:
+        self._units, self._left, self._shard, self._done, self._at = None, None, None, 0, None
+
+    def state_dict(self) -> State:
+        """The position of this shard."""
+        return {
+            "epoch": self.epoch,
+            "units": self._units,
+            "left": self._left,
+            "shard": None if self._shard is None else list(self._shard),
+            "done": self._done,
+            "at": self._at,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from `state` at the next `iter()`."""
+        self.epoch, self._units, self._left = state["epoch"], state["units"], state["left"]
+        self._shard = None if state["shard"] is None else (state["shard"][0], state["shard"][1])
+        self._done, self._at, self._loaded = state["done"], state["at"], True
+
+    def aggregate_state_dict(self, states: Sequence[State]) -> State:
+        """What is left of this epoch, out of the states of the shards that are under way."""
+        found: list[tuple[int, Any]] = []
+        for state in states:
+            mine = _part(state["units"], state["left"], state["shard"])[state["done"] :]
+            if mine and state["at"] is not None:
+                mine[0] = (mine[0][0], state["at"])
+            found += mine
+        left: list[list[Any]] = []
+        for number, position in sorted(found, key=lambda unit: unit[0]):
+            if left and left[-1][1] == number and position is None:
+                left[-1][1] = number + 1
+            else:
+                left.append([number, number + 1, position])
+        return {**states[0], "left": left, "done": 0, "at": None}
+
+    def deaggregate_state_dict(self, aggregated: State, number: int, shards: int) -> State:
+        """The state of shard `number` of `shards`, out of what is left."""
+        return {**aggregated, "shard": [number, shards]}
+
+
+def _part(units: int, left: list[list[Any]] | None, of: Sequence[int]) -> list[tuple[int, Any]]:
+    """(unit, position in it) of everything that a shard reads.
+
+    Args:
+        left: [first, stop, position in the first] of the units that were left at a resume; None: all of them.
+        of: (number, shards).
+    """
+    number, shards = of
+    if left is None:
+        return [(unit, None) for unit in range(number, units, shards)]
+    pairs = [(unit, at if unit == first else None) for first, stop, at in left for unit in range(first, stop)]
+    return pairs[number::shards]

@@ -1,0 +1,293 @@
+"""States: a damaged one gives one clear error or no difference at all, and the place alone decides what it holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from loading import Augmented, CursorSampler, Gathered, Generated, Squares, Stateless, take_batches
+from resume import assert_same
+
+from runner.checkpoint import restore_train_state
+from runner.checkpoint.state import build_train_state
+from runner.data import DistributedSampler, ElasticSampler, LoaderStateError, MixtureSampler, StatefulDataLoader
+from runner.data.order.ledger import DataLedger
+from runner.data.order.weights import SamplerStateError
+
+SIZE = 24
+SIZES = {"a": 10, "b": 14}
+
+
+def elastic(rank: int = 0, of: int = 2, **more: Any) -> ElasticSampler:
+    return ElasticSampler(SIZES, [1, 2], num_replicas=of, rank=rank, seed=3, global_batch_size=4 * of, **more)
+
+
+def distributed(rank: int = 0, of: int = 2, **more: Any) -> DistributedSampler:
+    return DistributedSampler(range(SIZE), of, rank, **{"seed": 3, **more})
+
+
+def mixture(rank: int = 0, of: int = 2) -> MixtureSampler:
+    return MixtureSampler([0, 10, SIZE], [1, 2], of, rank, seed=3)
+
+
+def ledger() -> DataLedger:
+    return DataLedger(list(SIZES), list(SIZES.values()))
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "distributed": lambda **more: StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed(), **more),
+    "mixture": lambda **more: StatefulDataLoader(Gathered(SIZE), 3, sampler=mixture(), **more),
+    "elastic": lambda **more: StatefulDataLoader(Gathered(SIZE), 3, sampler=elastic(), **more),
+    "shuffled": lambda **more: StatefulDataLoader(Squares(SIZE), 3, shuffle=True, **more),
+    "sampler with a state": lambda **more: StatefulDataLoader(Squares(SIZE), 3, sampler=CursorSampler(SIZE), **more),
+    "stream": lambda **more: StatefulDataLoader(Generated([12, 12]), 3, **more),
+    "stream without a state": lambda **more: StatefulDataLoader(Stateless([12, 12]), 3, **more),
+}
+
+
+def made(name: str, **more: Any) -> Any:
+    torch.manual_seed(5)
+    return LOADERS[name](**more)
+
+
+def loaded(thing: Any, state: Any) -> Any:
+    thing.load_state_dict(state)
+    return thing
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+JUNK: list[Any] = [None, True, False, -1, 0, 1, 7, 10**9, 10**30, -(10**30), 0.5, 2.0, float("nan"), float("inf")]
+JUNK += ["", "x", "7", "line\nline", b"x", [], [None], [1, 2], {}, {"a": 1}, (), object()]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every key and index in a nested state, as a path to it."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@st.composite
+def damaged(draw: Any, state: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A state with one value deleted or replaced, and where."""
+    path = draw(st.sampled_from(list(places(state))))
+    result = copy.deepcopy(state)
+    parent = result
+    for key in path[:-1]:
+        parent = parent[key]
+    if draw(st.booleans()):
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = draw(st.sampled_from(JUNK))
+    return result, path
+
+
+def refused(thing: Any, state: Any) -> bool:
+    """Whether it was refused with one clear line, and nothing of it was loaded."""
+    before = copy.deepcopy(thing.state_dict())
+    message = None
+    try:
+        thing.load_state_dict(state)
+    except (LoaderStateError, SamplerStateError) as error:
+        message = str(error)
+    if message is not None:
+        assert "\n" not in message
+        assert_same([thing.state_dict()], [before])
+    return message is not None
+
+
+VALID = {name: made(name) for name in LOADERS}
+for _loader in VALID.values():
+    take_batches(_loader, 2)
+STATES = {name: loader.state_dict() for name, loader in VALID.items()}
+RESTS = {name: take_batches(loaded(made(name), state), 5) for name, state in STATES.items()}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_damaged_state_of_a_loader_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
+    state, _ = data.draw(damaged(STATES[name]))
+    loader = made(name)
+    if not refused(loader, state):
+        assert_same(take_batches(loader, 5), RESTS[name])
+
+
+@pytest.mark.parametrize("name", ["distributed", "elastic", "stream"])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_damaged_state_of_all_ranks_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
+    loader = made(name)
+    state, _ = data.draw(damaged(loader.aggregate_state_dict([STATES[name]])))
+    if not refused(loader, state):
+        assert_same(take_batches(loader, 5), RESTS[name])
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {"distributed": distributed, "mixture": mixture, "elastic": elastic}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@settings(max_examples=80)
+@given(data=st.data())
+def test_a_damaged_state_of_a_sampler_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
+    def rest(sampler: Any) -> list[int]:
+        return [index for index, _ in zip(sampler, range(9), strict=False)]
+
+    sampler = SAMPLERS[name]()
+    rest(sampler)
+    valid = sampler.state_dict()
+    state, path = data.draw(damaged(valid))
+    assume(not (path == ("epoch",) and type(state.get("epoch")) is int))  # it may be any, in these four numbers
+    other = SAMPLERS[name]()
+    if not refused(other, state):
+        assert rest(other) == rest(loaded(SAMPLERS[name](), valid))
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_a_damaged_ledger_is_refused(data: st.DataObject) -> None:
+    mine = ledger()
+    for first in (0, 8):
+        mine.consume(np.arange(first, first + 8), np.arange(first, first + 8))
+        mine.commit(mine.local())
+    state, _ = data.draw(damaged(mine.state_dict()))
+    other = ledger()
+    assert refused(other, state) or other.state_dict() == mine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples_yielded": 10**9}, r"samples_yielded in this state is 1000000000, but an epoch has 12 samples"),
+        ({"samples_yielded": 1}, "samples_yielded in this state is 1, in 2 batches; it must be 2 or more"),
+        ({"batches_yielded": True}, "batches_yielded in this state is True; it must be an integer of 0 or more"),
+        ({"epoch": 1}, "truncated or edited; use another checkpoint"),
+        ({"in_epoch": 1}, "in_epoch in this state is 1; it must be true or false"),
+        ({"seeds": {"chained": True}}, r"seeds.base_seed in this state is missing; it must be None or an integer"),
+    ],
+)
+def test_the_error_names_key_value_and_what_is_allowed(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoaderStateError, match=message):
+        made("distributed").load_state_dict({**STATES["distributed"], **change})
+
+
+def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:
+    for batches, fits in ((3, True), (4, True), (5, False), (10**9, False)):
+        loader = StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed())
+        assert refused(loader, {"epoch": 0, "batches_yielded": batches}) != fits
+    with pytest.raises(LoaderStateError, match="sampler in this state is missing; it must be that of ElasticSampler"):
+        made("elastic").load_state_dict({"epoch": 0, "batches_yielded": 3})
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def of_ranks(make: Callable[[int], Any], batches: tuple[int, ...]) -> list[Any]:
+    states = []
+    for rank, count in enumerate(batches):
+        loader = make(rank)
+        take_batches(loader, count)
+        states.append(loader.state_dict())
+    return states
+
+
+RANKS: dict[str, Callable[[int], Any]] = {
+    "distributed": lambda rank: StatefulDataLoader(Squares(SIZE), 2, sampler=distributed(rank)),
+    "elastic": lambda rank: StatefulDataLoader(Squares(SIZE), 2, sampler=elastic(rank)),
+    "shuffled": lambda rank: StatefulDataLoader(Squares(SIZE), 2, shuffle=True),
+    "stream": lambda rank: StatefulDataLoader(Generated([24]), 2),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+@settings(max_examples=10)
+@given(first=st.integers(0, 15), second=st.integers(0, 15))
+def test_ranks_at_different_steps_are_neither_combined_nor_dealt_out(name: str, first: int, second: int) -> None:
+    states = of_ranks(RANKS[name], (first, second))
+    loader = RANKS[name](0)
+    if first == second:
+        loader.load_state_dict(loader.aggregate_state_dict(states[:1]))
+        loader.aggregate_state_dict(states)
+        return
+    with pytest.raises(LoaderStateError, match=r"the ranks were saved at different places: .* on rank 0 and .* rank 1"):
+        loader.aggregate_state_dict(states)
+    forged = {**loader.aggregate_state_dict(states[:1]), "ranks": states}
+    with pytest.raises(LoaderStateError, match="the ranks were saved at different places"):
+        loader.deaggregate_state_dict(forged, 0, 2)
+    saved = {**build_train_state(3, 9), "dataloader": states[0], "dataloader_by_rank": states}
+    with pytest.raises(LoaderStateError, match="the ranks were saved at different places"):
+        restore_train_state(saved, dataloader=loader)
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        ("seed", StatefulDataLoader(Squares(SIZE), 2, sampler=distributed(1, seed=4))),
+        ("batch_size", StatefulDataLoader(Squares(SIZE), 3, sampler=distributed(1))),
+        ("shuffle", StatefulDataLoader(Squares(SIZE), 2, sampler=distributed(1, shuffle=False))),
+        ("style", StatefulDataLoader(Generated([24]), 2)),
+        ("sampler", StatefulDataLoader(Squares(SIZE), 2, sampler=elastic(1))),
+    ],
+)
+def test_ranks_with_different_settings_are_not_combined(key: str, other: Any) -> None:
+    states = [RANKS["distributed"](0).state_dict(), other.state_dict()]
+    with pytest.raises(LoaderStateError, match=rf"{key}.* on rank 0 and .* on rank 1"):
+        other.aggregate_state_dict(states)
+
+
+def test_ranks_whose_streams_differ_in_length_may_be_in_different_epochs() -> None:
+    def make(rank: int) -> Any:
+        return StatefulDataLoader(Generated([[8], [6]][rank]), 2)
+
+    states = of_ranks(make, (8, 8))
+    assert len({state["epoch"] for state in states}) == 2
+    make(0).aggregate_state_dict(states)
+
+
+# --- the same place, the same state --------------------------------------------------------------
+
+
+def states_at(name: str, stops: list[int], **more: Any) -> Any:
+    """The state after the last of the stops, with a resume at each of the others; and what it was before `iter()`."""
+    loader, at = made(name, **more), 0
+    for stop in stops:
+        take_batches(loader, stop - at)
+        state, at = loader.state_dict(), stop
+        loader = loaded(made(name, **more), state)
+        assert_same([loader.state_dict()], [state])
+    return state
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@settings(max_examples=12)
+@given(stops=st.lists(st.integers(1, 20), min_size=1, max_size=4), every=st.sampled_from([0, 1, 3]))
+def test_a_state_depends_on_the_place_alone(name: str, stops: list[int], every: int) -> None:
+    end = max(stops)
+    expected = states_at(name, [end], snapshot_every_n_steps=every)
+    assert_same([states_at(name, sorted(stops), snapshot_every_n_steps=every)], [expected])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADERS)
+@settings(max_examples=5)
+@given(
+    stops=st.lists(st.integers(1, 14), min_size=1, max_size=3),
+    every=st.sampled_from([0, 1, 2, 3]),
+    prefetch=st.sampled_from([1, 2, 5]),
+    workers=st.sampled_from([1, 2]),
+    persistent=st.booleans(),
+)
+def test_a_state_depends_on_the_place_alone_with_workers(
+    name: str, stops: list[int], every: int, prefetch: int, workers: int, persistent: bool
+) -> None:
+    more = {"num_workers": workers, "snapshot_every_n_steps": every, "persistent_workers": persistent}
+    expected = states_at(name, [max(stops)], prefetch_factor=2, **more)
+    assert_same([states_at(name, sorted(stops), prefetch_factor=prefetch, **more)], [expected])

@@ -1,0 +1,225 @@
+"""Streams of several ranks and workers: whatever their numbers become at a resume, every item comes once per epoch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loading import Blocks, identity
+from shards import played
+from torch.utils.data import IterableDataset
+
+from runner.data import LoaderStateError, ShardedStream, StatefulDataLoader, shard
+
+
+class Units(ShardedStream):
+    """Units of the given sizes, over the numbers from 0, in an order that depends on the epoch."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+    def units(self) -> list[range]:
+        starts = [sum(self.sizes[:unit]) for unit in range(len(self.sizes))]
+        units = [range(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
+        return units[self.epoch % 2 :] + units[: self.epoch % 2]
+
+    def read(self, unit: range, position: int | None) -> Iterator[tuple[int, int]]:
+        return ((item, item + 1) for item in unit[0 if position is None else position - unit.start :])
+
+
+class Parts(IterableDataset[int]):
+    """A stream that deals out by itself what is left; its state does not say whether it has begun, or has ended."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.left: list[list[int]] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.left is None:
+            number, shards = shard()
+            self.left = [[unit, 0] for unit in range(len(self.sizes))][number::shards]
+        while self.left:
+            unit, at = self.left[0]
+            for item in range(at, self.sizes[unit]):
+                self.left[0][1] = item + 1
+                if item + 1 == self.sizes[unit]:
+                    del self.left[0]
+                yield sum(self.sizes[:unit]) + item
+            if not self.sizes[unit]:
+                del self.left[0]
+        self.left = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": None if self.left is None else [list(part) for part in self.left]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = None if state["left"] is None else [list(part) for part in state["left"]]
+
+    def aggregate_state_dict(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"left": sorted(part for state in states for part in state["left"] or [])}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any], number: int, shards: int) -> dict[str, Any]:
+        return {"left": aggregated["left"][number::shards]}
+
+
+class Ranks:
+    """The loaders of all ranks of a run, in lockstep."""
+
+    def __init__(self, data: Any, count: int, workers: int, batch_size: int, state: Any = None, **options: Any) -> None:
+        self.count = count
+        self.loaders: list[Any] = []
+        self.iterators: list[Any] = []
+        for rank in range(count):
+            with played(rank, count):
+                loader = StatefulDataLoader(data(), batch_size, num_workers=workers, collate_fn=identity, **options)
+                if state is not None:
+                    loader.load_state_dict(loader.deaggregate_state_dict(state, rank, count))
+                self.loaders.append(loader)
+
+    def begin(self) -> None:
+        self.iterators = []
+        for rank, loader in enumerate(self.loaders):
+            with played(rank, self.count):
+                self.iterators.append(iter(loader))
+
+    def take(self, batches: int | None) -> tuple[list[int], bool]:
+        """The items of the next batches of every rank, and whether the epoch has ended: none are left on any rank."""
+        found: list[int] = []
+        while batches is None or batches > 0:
+            ended = 0
+            for rank, iterator in enumerate(self.iterators):
+                with played(rank, self.count):
+                    batch = next(iterator, None)
+                ended += batch is None
+                found += batch or []
+            if ended == self.count:
+                return found, True
+            batches = None if ended or batches is None else batches - 1
+        return found, False
+
+    def state(self) -> Any:
+        states = []
+        for rank, loader in enumerate(self.loaders):
+            with played(rank, self.count):
+                states.append(loader.state_dict())
+        return json.loads(json.dumps(self.loaders[0].aggregate_state_dict(states)))
+
+
+STREAMS: dict[str, Callable[[list[int]], Any]] = {
+    "units": Units,
+    "parts": Parts,
+    "blocks": lambda sizes: Blocks(sum(sizes)),
+}
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    workers = draw(st.integers(0, 4))
+    return {
+        "count": draw(st.integers(1, 3)),
+        "workers": workers,
+        "batch_size": draw(st.integers(1, 4)),
+        "persistent_workers": bool(workers) and draw(st.booleans()),
+        "snapshot_every_n_steps": draw(st.sampled_from([1, 1, 2])),
+    }
+
+
+CUTS = st.one_of(st.none(), st.integers(0, 6))  # before the first iter(); after so many batches of each rank
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("stream", STREAMS)
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 6), max_size=8),
+    resumes=st.lists(st.tuples(shapes(), CUTS), min_size=1, max_size=4),
+    last=shapes(),
+)
+def test_every_item_comes_once_per_epoch(
+    stream: str, sizes: list[int], resumes: list[tuple[dict[str, Any], int | None]], last: dict[str, Any]
+) -> None:
+    found: list[int] = []
+    state: Any = None
+    everything = list(range(sum(sizes)))
+    for shape, cut in [*resumes, (last, 10**9)]:
+        ranks = Ranks(lambda: STREAMS[stream](sizes), state=state, **shape)
+        if cut is not None:
+            ranks.begin()
+            more, ended = ranks.take(cut)
+            found += more
+            if ended:
+                assert sorted(found) == everything
+                found = []
+        if len({(loader.epoch, loader.batches_yielded) for loader in ranks.loaders}) > 1:
+            return  # not in lockstep: such states are refused
+        try:
+            state = ranks.state()
+        except LoaderStateError:
+            return
+    if found:
+        return
+    ranks.begin()
+    assert sorted(ranks.take(None)[0]) == everything
+
+
+class Counting(IterableDataset[int]):
+    """A stream with a state, which it cannot deal out."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        number, shards = shard()
+        for item in range(self.size)[number::shards][self.at :]:
+            self.at += 1
+            yield item
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("cut", [1, None], ids=["in an epoch", "between two"])
+@pytest.mark.parametrize(("count", "workers"), [(1, 2), (2, 1), (3, 0)])
+def test_a_stream_that_cannot_be_dealt_out_is_refused(count: int, workers: int, cut: int | None) -> None:
+    ranks = Ranks(lambda: Counting(12), 1, 0, 2)
+    ranks.begin()
+    ranks.take(cut)
+    again = Ranks(lambda: Counting(12), count, workers, 2, state=ranks.state())
+    now = f"is of 1 shards of Counting, now there are {count * max(workers, 1)} "
+    with pytest.raises(LoaderStateError, match=now):
+        again.begin()
+
+
+def test_a_state_before_the_first_iteration_begins_anywhere() -> None:
+    state = Ranks(lambda: Counting(12), 2, 0, 2).state()
+    ranks = Ranks(lambda: Counting(12), 1, 2, 2, state=state)
+    ranks.begin()
+    assert sorted(ranks.take(None)[0]) == list(range(12))
+
+
+def test_the_state_of_one_rank_is_not_taken_for_that_of_all() -> None:
+    ranks = Ranks(lambda: Units([3, 3, 3, 3]), 2, 0, 2)
+    ranks.begin()
+    ranks.take(1)
+    alone = Ranks(lambda: Units([3, 3, 3, 3]), 1, 0, 2)
+    alone.loaders[0].load_state_dict(ranks.loaders[1].state_dict())
+    with pytest.raises(LoaderStateError, match="load what aggregate_state_dict"):
+        alone.begin()
+
+
+def test_units_that_changed_are_refused() -> None:
+    ranks = Ranks(lambda: Units([3, 3]), 1, 0, 2)
+    ranks.begin()
+    ranks.take(1)
+    again = Ranks(lambda: Units([3, 3, 3]), 1, 0, 2, state=ranks.state())
+    again.begin()
+    with pytest.raises(LoaderStateError, match="of 2 units of Units, now there are 3"):
+        again.take(1)
