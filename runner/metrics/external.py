@@ -8,9 +8,10 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from runner.errors import UserError
+from runner.errors import SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -114,15 +115,25 @@ class ExternalWriter(ABC):
 
     def _work(self) -> None:
         try:
+            self._check_guard()
             self.open()
             while not self._broken and (record := self._queue.get()) is not None:
+                self._check_guard()
                 if record:
                     self.log(int(record["step"]), scalars(record))
                 else:
                     self.sync()
             self.end()
+        except SupersededError:  # a newer attempt logs from here on; the training thread finds out by itself
+            self._broken = True
         except Exception as error:  # noqa: BLE001 whatever the library raises must not end the training
             self._fail(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _check_guard(self) -> None:
+        """Before the library writes: unlike our own records, its files cannot be protected against a later moment."""
+        with suppress(OSError):
+            if self.run.guard is not None:
+                self.run.guard.check()
 
     def _fail(self, reason: str) -> None:
         if not self._broken:
@@ -134,5 +145,5 @@ class ExternalWriter(ABC):
         ids = files.read_object(self.run.loggers)
         if self.name not in ids:
             ids[self.name] = make()
-            files.write_json(self.run.loggers, ids)
+            files.write_json(self.run.loggers, ids, guard=self.run.guard)
         return str(ids[self.name])

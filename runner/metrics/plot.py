@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import UserError
-from runner.metrics.tables import rows
+from runner.metrics.tables import losses, rows
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import reading
 from runner.system import files
+from runner.system.terminal import printable
 
 SMOOTH_STEPS = 20
 
@@ -23,7 +25,7 @@ def plot_losses(runs: Sequence[RunDir], path: Path) -> None:
         path: the file; its suffix (.png, .svg, .pdf) decides on the format.
 
     Raises:
-        UserError: matplotlib is not installed, a run has no metrics, or the suffix is unknown.
+        UserError: matplotlib is not installed, a run has no steps or malformed ones, or the suffix is unknown.
         OSError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -33,7 +35,8 @@ def plot_losses(runs: Sequence[RunDir], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for number, run in enumerate(runs):
-        _draw(axes, run, f"C{number}")
+        with reading(run):
+            _draw(axes, run, f"C{number}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
@@ -46,25 +49,31 @@ def plot_losses(runs: Sequence[RunDir], path: Path) -> None:
 
 def _draw(axes: Any, run: RunDir, color: str) -> None:
     table = rows(run)
-    losses = [(row["step"], row["loss"]) for row in table if "loss" in row]
-    if not losses:
+    trained = losses(table, "loss")
+    if not trained:
         raise UserError(f"{run.path} has no step to plot: pass a run that has completed one")
-    steps, values = zip(*losses, strict=True)
+    steps, values = zip(*trained, strict=True)
     window = max(1, min(SMOOTH_STEPS, len(values) // 20))  # a wide one would lag in a short run
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smooth(values, window), color=color, label=run.path.name)
-    evaluations = [(row["step"], row["eval_loss"]) for row in table if "eval_loss" in row]
+    axes.plot(steps, smooth(values, window), color=color, label=printable(run.path.name))
+    evaluations = losses(table, "eval_loss")
     if evaluations:
-        axes.plot(*zip(*evaluations, strict=True), "o", color=color, markersize=4, label=f"{run.path.name}, held out")
+        axes.plot(
+            *zip(*evaluations, strict=True),
+            "o",
+            color=color,
+            markersize=4,
+            label=printable(f"{run.path.name}, held out"),
+        )
     for number, step in enumerate(resumes(run)):
-        label = f"{run.path.name}, resumed" if number == 0 else None
+        label = printable(f"{run.path.name}, resumed") if number == 0 else None
         axes.axvline(step, color=color, linestyle=":", linewidth=0.8, label=label)
 
 
 def resumes(run: RunDir) -> list[int]:
     """The steps at which attempts resumed, without step 0."""
     starts = [record.get("start_step") for record in files.read_lines(run.attempts) if isinstance(record, dict)]
-    return sorted({int(start) for start in starts if start})
+    return sorted({start for start in starts if isinstance(start, int) and start > 0})
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -7,20 +7,39 @@ import io
 from pathlib import Path
 from typing import Any
 
+from runner.errors import RunDirError
 from runner.metrics.external import scalars
 from runner.rundir.paths import RunDir
 from runner.system import files
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:
-    """One dict per step in order, `step` first; nested numbers as `a/b`, an evaluation in the row of its step."""
+    """One dict per step in order, `step` first; nested numbers as `a/b`, an evaluation in the row of its step.
+
+    Raises:
+        RunDirError: a line is not the record of a step.
+        OSError: the file cannot be read.
+    """
     table: dict[int, dict[str, Any]] = {}
-    for record in files.read_lines(run.metrics):
-        if isinstance(record, dict) and "step" in record:
-            step = int(record["step"])
-            row = table.setdefault(step, {"step": step})
-            row |= scalars(record) | {key: value for key, value in record.items() if isinstance(value, str)}
+    invalid: list[int] = []
+    for record in files.read_lines(run.metrics, invalid=invalid):
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is not int or step < 0:
+            raise RunDirError(_malformed(run, f"{record!s:.60} is not the record of a step"))
+        row = table.setdefault(step, {"step": step})
+        row |= scalars(record) | {key: value for key, value in record.items() if isinstance(value, str)}
+    if invalid:
+        raise RunDirError(_malformed(run, f"line {invalid[0]} is not JSON"))
     return [table[step] for step in sorted(table)]
+
+
+def _malformed(run: RunDir, what: str) -> str:
+    return f"{run.metrics} is malformed ({what}): restore it from a copy, or remove that line"
+
+
+def losses(table: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """(step, value) of each row that has a number of that name."""
+    return [(row["step"], row[name]) for row in table if isinstance(row.get(name), float)]
 
 
 def export_csv(run: RunDir, path: Path | None = None) -> Path:
@@ -32,7 +51,8 @@ def export_csv(run: RunDir, path: Path | None = None) -> Path:
         The file.
 
     Raises:
-        OSError: it cannot be written.
+        RunDirError: a line of the metrics is not the record of a step.
+        OSError: the file cannot be written.
     """
     table = rows(run)
     columns = list(dict.fromkeys(key for row in table for key in row))
@@ -41,7 +61,7 @@ def export_csv(run: RunDir, path: Path | None = None) -> Path:
     writer.writeheader()
     writer.writerows({key: _plain(value) for key, value in row.items()} for row in table)
     target = path or run.csv
-    files.write_atomic(target, text.getvalue())
+    files.write_atomic(target, text.getvalue().encode(errors="backslashreplace"))
     return target
 
 

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from runner.errors import CrashLoopError, SupersededError
+from runner.errors import CrashLoopError, FileError, SupersededError, TimeoutsError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
+
+T = TypeVar("T")
 
 # Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
 HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted", "superseded"})
@@ -25,6 +28,8 @@ TIME_LIMIT = "time limit"
 UPDATE_INTERVAL_S = 2.0
 MAX_WARNINGS = 10
 METRICS_TAIL = 1 << 16  # bytes
+# A record that a run needs is tried this often, with this pause, before its attempt fails.
+WRITE_TRIES, WRITE_PAUSE_S = 3, 0.5
 
 # The state of a run after an attempt that ended for this cause; any other cause: failed.
 STATE_AFTER = {
@@ -33,6 +38,7 @@ STATE_AFTER = {
     "requeued": "requeued",
     TIME_LIMIT: "requeued",
     "cancelled": "cancelled",
+    "node failure": "requeued",
     "interrupted": "interrupted",
     "crash loop": "crash loop",
     "superseded": "running",
@@ -81,9 +87,22 @@ def status_of(run: RunDir) -> dict[str, Any]:
     return files.read_object(run.status) or _status_from_records(run)
 
 
+def incomplete_records(run: RunDir, steps: int) -> str | None:
+    """What the records of a run lack that is marked as finished at `steps` steps, and how to get it back; or None."""
+    last = last_step(run)
+    if last >= steps or (last == 0 and run.metrics.exists() and run.metrics.stat().st_size >= METRICS_TAIL):
+        return None
+    return (
+        f"{run.metrics} ends at step {last}: the records of the other {steps - last} steps were lost or removed. "
+        f"Restore the file from a copy, or remove {run.finished.name} and the checkpoints above step {last} and rerun"
+    )
+
+
 def _status_from_records(run: RunDir) -> dict[str, Any]:
     ended = ended_attempts(run)
     current = files.read_object(run.attempt)
+    if current.get("attempt") in [line["attempt"] for line in ended]:
+        current = {}  # it ended, and was killed while it recorded that
     finished = finished_at(run)
     if not (ended or current or finished):
         return {}
@@ -116,22 +135,30 @@ def _without_progress(attempts: list[dict[str, Any]], job_id: str | None) -> lis
     return list(takewhile(stuck, reversed(attempts)))
 
 
+def _timeouts(attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [attempt for attempt in attempts if attempt["cause"] == TIME_LIMIT]
+
+
 @dataclass
 class AttemptLog:
-    """The log of one attempt, on rank 0. Every write is behind the fence: a superseded process changes nothing.
+    """The log of one attempt, on rank 0; a superseded process changes nothing in it.
 
-    Methods that write raise SupersededError once a newer process holds the lease.
+    Methods that write raise SupersededError once a newer process holds the lease. What a full or failing disk refuses
+    is kept in memory and written with the next update; only at the end of the attempt is it an error.
     """
 
-    run: RunDir
+    run: RunDir  # with its guard
     total: int
-    check_fence: Callable[[], None] | None
     earlier: list[dict[str, Any]]
     record: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    lost_records: str | None = None  # why metrics of this attempt are not on the disk, if they could not be written
     auto_restarts: bool = False  # the scheduler restarts the job, where otherwise a person reruns the command
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # `note` is called from a thread as well
+    _kept: bytes = b""  # the lines of earlier attempts, as they were found
+    _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
+    _unwritten: set[Path] = field(default_factory=set)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # `note` is called from a thread as well
     _updated: float = float("-inf")
 
     @staticmethod
@@ -140,21 +167,20 @@ class AttemptLog:
         identity: dict[str, Any],
         total: int,
         explain: Callable[[dict[str, Any]], str],
-        check_fence: Callable[[], None] | None = None,
     ) -> AttemptLog:
         """Close the entry of an attempt that was killed, if there is one, and open this attempt's.
 
         Args:
-            run: the run directory; its lease must be held.
+            run: the run directory, with the guard of its lease, which must be held.
             identity: job_id, restart_count, host and node of this attempt.
             total: the number of steps to train to.
             explain: the likely cause of the end of an attempt that did not record it, from its record.
-            check_fence: raises SupersededError if this process no longer holds the lease.
 
         Raises:
             SupersededError: a newer process holds the lease.
+            OSError: the records of earlier attempts cannot be read.
         """
-        log = AttemptLog(run, total, check_fence, ended_attempts(run))
+        log = AttemptLog(run, total, ended_attempts(run), _kept=_lines(run.attempts))
         left = files.read_object(run.attempt)
         if isinstance(left.get("attempt"), int) and left["attempt"] not in [line["attempt"] for line in log.earlier]:
             noted = left.get("cause")
@@ -163,8 +189,7 @@ class AttemptLog:
             log._close(left, cause, None, last_step(run))
         number = max((line["attempt"] for line in log.earlier), default=0) + 1
         start = {"started": clock.wall(), "start_step": max(run.checkpoint_steps(), default=0), "total": total}
-        log.record = {"attempt": number, **identity, "pid": os.getpid(), **start}
-        log._write_record()
+        log._write_record({"attempt": number, **identity, "pid": os.getpid(), **start})
         log.update(state="running", step=log.record["start_step"], cause=log.last_cause, force=True)
         return log
 
@@ -172,17 +197,19 @@ class AttemptLog:
     def last_cause(self) -> str | None:
         return self.earlier[-1]["cause"] if self.earlier else None
 
-    def check_crash_loop(self, max_timeouts: int | None = None) -> None:
-        """Stop a job that is restarted again and again without progress.
+    def check_budgets(self, max_timeouts: int | None = None) -> None:
+        """Stop a job that is restarted again and again without progress. From the records, at the start of an attempt.
 
         Args:
-            max_timeouts: the limit for time limits, which then do not count here (see `timeouts`); None: they count.
+            max_timeouts: the limit for time limits, which then do not count as other failures do; None: they do.
 
         Raises:
+            TimeoutsError: so many time limits in a row without a new checkpoint.
             CrashLoopError: three consecutive attempts of this job failed without a new checkpoint.
         """
         stuck = _without_progress(self.earlier, self.record.get("job_id"))
         if max_timeouts is not None:
+            self._check_timeouts(len(_timeouts(stuck)), max_timeouts)
             stuck = [attempt for attempt in stuck if attempt["cause"] != TIME_LIMIT]
         if len(stuck) >= CRASH_LOOP_LIMIT:
             causes = ", ".join(attempt["cause"] for attempt in reversed(stuck))
@@ -192,29 +219,33 @@ class AttemptLog:
                 "the command (with launcher.retry_failed=true in a sweep)"
             )
 
-    def timeouts(self) -> int:
-        """Consecutive time limits of this job without a new checkpoint, this attempt included; 0 if it made one."""
-        if max(self.run.checkpoint_steps(), default=0) > int(self.record["start_step"]):
-            return 0
+    def check_timeouts(self, max_timeouts: int | None) -> None:
+        """At the end of an attempt that reached its time limit: may there be another one?
+
+        Raises:
+            TimeoutsError: this one was the last of so many in a row without a new checkpoint.
+        """
+        if max_timeouts is None or max(self.run.checkpoint_steps(), default=0) > int(self.record["start_step"]):
+            return
         stuck = _without_progress(self.earlier, self.record.get("job_id"))
-        return 1 + len([attempt for attempt in stuck if attempt["cause"] == TIME_LIMIT])
+        self._check_timeouts(1 + len(_timeouts(stuck)), max_timeouts)
+
+    def _check_timeouts(self, timeouts: int, most: int) -> None:
+        if timeouts >= most:
+            raise TimeoutsError(
+                f"{timeouts} time limits in a row without a new checkpoint, at step {self.record['start_step']} "
+                f"(launcher.max_timeouts={most}): increase launcher.time, or save more often (checkpoint.every_steps, "
+                "checkpoint.every_minutes); then rerun the command (with launcher.retry_failed=true in a sweep)"
+            )
 
     def resumed(self, step: int) -> None:
         """Record the step at which this attempt resumes: below the newest checkpoint's if that one is corrupt."""
-        with self._lock:
-            self.record["start_step"] = step
-            self._write_record()
+        self._write_record({**self.record, "start_step": step})
         self.update(step=step, force=True)
 
     def note(self, **entries: Any) -> None:
-        """Put entries into this attempt's record at once, in case it is killed before it ends.
-
-        A full disk keeps them out of the file, but must not keep the attempt from ending in order.
-        """
-        with self._lock, suppress(OSError):
-            self.record.update(entries)
-            if "ended" not in self.record:
-                self._write_record()
+        """Put entries into this attempt's record at once, in case it is killed before it ends."""
+        self._write_record({**self.record, **entries})
 
     def warn(self, message: str) -> None:
         """Show an error that training survives (a full disk, for example) in the status; from any thread."""
@@ -232,6 +263,11 @@ class AttemptLog:
         if not force and now - self._updated < UPDATE_INTERVAL_S:
             return
         self._updated = now
+        self._flush()
+        with suppress(OSError):  # a full or read-only disk is reported where it matters: by the save
+            self._write_status()
+
+    def _write_status(self) -> None:
         identity = {key: self.record.get(key) for key in ("job_id", "restart_count", "host", "node", "pid")}
         status = {
             "state": "running",
@@ -243,9 +279,8 @@ class AttemptLog:
             "updated": clock.wall(),
             "warnings": self.warnings,
         }
-        with suppress(OSError):  # a full or read-only disk is reported where it matters: by the save
-            status["checkpoint_step"], status["checkpoint_time"] = self.run.newest_checkpoint() or (None, None)
-            files.write_json(self.run.status, status, durable=False, check=self.check_fence)
+        status["checkpoint_step"], status["checkpoint_time"] = self.run.newest_checkpoint() or (None, None)
+        files.write_json(self.run.status, status, durable=False, guard=self.run.guard)
 
     @property
     def step(self) -> int:
@@ -264,23 +299,30 @@ class AttemptLog:
             cause: why the attempt ended.
             status: its exit status.
             reason: the error, if it failed.
+
+        Raises:
+            FileError: the disk refuses the entry, again and again.
         """
         if reason:
             self.record["reason"] = reason
         self._close(self.record, cause, status, self.step)
-        self.update(state=self._state_after(cause), cause=cause, reason=reason, force=True)
+        insist(self._write_all, self.run.attempts)
+        self.status.update(state=self._state_after(cause), cause=cause, **({"reason": reason} if reason else {}))
+        with suppress(FileError):  # the other records show the same
+            insist(self._write_status, self.run.status)
 
     def _state_after(self, cause: str) -> str:
         if cause == "interrupted" and self.auto_restarts:
             return "requeued"
         return STATE_AFTER.get(cause, "failed")
 
-    def _check_fence(self) -> None:
-        if self.check_fence is not None:
-            self.check_fence()
-
-    def _write_record(self) -> None:
-        files.write_json(self.run.attempt, self.record, check=self.check_fence)
+    def _write_record(self, record: dict[str, Any]) -> None:
+        """Replace this attempt's record, unless it is closed already."""
+        with self._lock:
+            if "ended" not in self.record:
+                self.record = record
+                self._unwritten.add(self.run.attempt)
+                self._flush()
 
     def _close(self, record: dict[str, Any], cause: str, status: int | None, end_step: int) -> None:
         saved = max(self.run.checkpoint_steps(), default=0)
@@ -293,8 +335,56 @@ class AttemptLog:
                 cause=cause,
                 exit=status,
             )
-            self._check_fence()
-            files.append_line(self.run.attempts, record)
-            self.earlier.append(record)
-            self._check_fence()
-            files.remove(self.run.attempt)
+            if not any(line is record for line in self._closed):  # an end that cannot be recorded is a failure
+                self._closed.append(record)
+                self.earlier.append(record)
+            self._unwritten |= {self.run.attempts, self.run.attempt}
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what has not been written yet, the ended attempts first."""
+        try:
+            self._write_all()
+        except OSError as error:
+            message = f"{error.filename or self.run.attempt} cannot be written ({error.strerror}); it will be retried"
+            self.warnings = [*(line for line in self.warnings if line != message), message][-MAX_WARNINGS:]
+
+    def _write_all(self) -> None:
+        with self._lock:
+            guard = self.run.guard
+            if self.run.attempts in self._unwritten:
+                added = "".join(json.dumps(line) + "\n" for line in self._closed)
+                files.write_atomic(self.run.attempts, self._kept + added.encode(), guard=guard)
+                self._unwritten.discard(self.run.attempts)
+            if self.run.attempt in self._unwritten:
+                files.write_json(self.run.attempt, {} if "ended" in self.record else self.record, guard=guard)
+                self._unwritten.discard(self.run.attempt)
+
+
+def insist(write: Callable[[], T], path: Path) -> T:
+    """Call `write`, and again if the disk refuses; for records of which a run needs every one.
+
+    Raises:
+        FileError: the disk refuses every time.
+    """
+    tries = 1
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if tries == WRITE_TRIES:
+                raise FileError(
+                    f"{path} cannot be written ({error.strerror or error}): free space or restore the permission, "
+                    "then rerun the command"
+                ) from error
+        tries += 1
+        clock.sleep(WRITE_PAUSE_S)
+
+
+def _lines(path: Path) -> bytes:
+    """The content of a `.jsonl` file with its last line ended; empty if there is none."""
+    try:
+        data = files.read_regular(path)
+    except FileNotFoundError:
+        return b""
+    return data if data.endswith(b"\n") or not data else data + b"\n"

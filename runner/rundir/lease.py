@@ -3,7 +3,7 @@
 A process acquires the lease by creating the file of the next number exclusively; the highest number is the holder's. A
 heartbeat shows that the holder is alive. A newcomer takes over at once from a holder that is known to be gone, watches
 the heartbeat where it cannot know, and is refused if the holder is alive. A superseded process that wakes up finds a
-higher number and must not write: see `Lease.check_fence`.
+higher number and must not write: see `Lease.guard`.
 
 Clocks of different machines are never compared: a watcher checks whether the heartbeat *changes*. Nothing here imports
 torch, numpy or hydra.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -45,9 +46,9 @@ _NUMBERED = re.compile(r"(\d{8})\.json")
 def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """`gone`, `alive` or `unknown`: what the process `own` can tell about `holder` without waiting.
 
-    Gone: it released the lease; it is the same job with a lower restart count; or it ran on this machine, and the
-    process is dead or belongs to an earlier boot. Unknown (the heartbeat decides): on another machine, stopped
-    (SIGSTOP) on this one, or its file is incomplete.
+    Gone: it released the lease; it is the same job with a lower restart count; or it ran on this machine, in this boot,
+    and the process is dead. Unknown (the heartbeat decides): on another machine; of another boot, since machines that
+    were cloned from one image share host name and machine id; stopped (SIGSTOP) on this one; its file is incomplete.
     """
     if holder.get("released"):
         return "gone"
@@ -56,12 +57,8 @@ def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     job, restarts = holder.get("job_id"), holder.get("restart_count")
     if job is not None and job == own.get("job_id") and (restarts or 0) < (own.get("restart_count") or 0):
         return "gone"
-    same_host = holder.get("host") == own.get("host")
-    if not same_host or holder.get("pid_namespace") != own.get("pid_namespace"):
+    if any(holder.get(key) != own.get(key) for key in ("host", "pid_namespace", "boot_id")):
         return "unknown"
-    if holder.get("boot_id") != own.get("boot_id"):
-        same_machine = own.get("machine_id") and holder.get("machine_id") == own.get("machine_id")
-        return "gone" if same_machine else "unknown"
     process = processes.state_of(holder["pid"])
     if process is None or process[1] != holder.get("start_time") or process[0] in "ZXx":
         return "gone"
@@ -89,11 +86,20 @@ def _highest(directory: Path) -> int:
         names = files.list_dir(directory)
     except FileNotFoundError:
         return 0
+    except NotADirectoryError:
+        if directory.exists():
+            raise
+        return 0  # a part of the path above it is a file
     return max((int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))), default=0)
 
 
 def _file(directory: Path, fence: int, suffix: str) -> Path:
     return directory / f"{fence:08d}.{suffix}"
+
+
+def heartbeat_file(directory: Path, fence: int) -> Path:
+    """The file that the holder with this number rewrites as long as it is alive."""
+    return _file(directory, fence, "beat")
 
 
 def _read(directory: Path, fence: int) -> dict[str, Any]:
@@ -150,6 +156,7 @@ class Lease:
 
         Raises:
             LockedError: the holder is alive.
+            SupersededError: this process was stopped for so long that it has lost the lease already.
             UserError: the directory cannot be written.
         """
         if not timeout_s > 0:
@@ -181,21 +188,29 @@ class Lease:
         while True:
             fence, holder = read_holder(directory) or (0, {"released": True})
             _wait_until_gone(directory, fence, holder, own, timeout_s, report)
-            fence += 1
-            with contextlib.suppress(FileExistsError):  # another newcomer was first: look again
-                files.create(_file(directory, fence, "json"), json.dumps(own, indent=2).encode() + b"\n")
+            lease = cls(directory, fence + 1, own, threading.Event())
+            if lease._claim():
                 break
-        lease = cls(directory, fence, own, threading.Event())
-        lease._sweep()
         lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
         lease._thread.start()
+        try:
+            lease._sweep()
+        except OSError:
+            lease.release()
+            raise
         return lease
 
+    @property
+    def guard(self) -> files.Guard:
+        """The right to replace files of the run directory, which every write into it must be given."""
+        return files.Guard(f"{self.directory.name}-{self.fence:08d}", self.check_fence)
+
     def check_fence(self) -> None:
-        """Call before every write into the run directory.
+        """Whether this process still holds the lease. A write needs more than this: see `guard`.
 
         Raises:
             SupersededError: a newer process holds the lease, or the file of this number is gone.
+            OSError: the directory cannot be read.
         """
         found = read_holder(self.directory)
         if found is not None and found[0] == self.fence and self._is_mine(found[1]):
@@ -213,7 +228,7 @@ class Lease:
             self._thread.join(timeout=5)
         with contextlib.suppress(OSError, SupersededError):
             mine = _file(self.directory, self.fence, "json")
-            files.write_json(mine, {**self.holder, "released": True}, check=self.check_fence)
+            files.write_json(mine, {**self.holder, "released": True}, guard=self.guard)
 
     def __enter__(self) -> Lease:
         return self
@@ -224,23 +239,59 @@ class Lease:
     def _is_mine(self, holder: Mapping[str, Any]) -> bool:
         return all(holder.get(key) == self.holder[key] for key in ("host", "pid", "start_time", "boot_id"))
 
+    def _claim(self) -> bool:
+        """Create the file of this number; False if another process has the number.
+
+        Raises:
+            SupersededError: this process was stopped meanwhile, and others have taken this number or a higher one.
+        """
+        mine = _file(self.directory, self.fence, "json")
+        try:
+            files.create(mine, json.dumps(self.holder, indent=2).encode() + b"\n")
+        except FileExistsError:
+            return False
+        if _highest(self.directory) > self.fence:  # a newer holder may have swept this number before it was created
+            files.remove(mine)
+            self.check_fence()
+        return True
+
     def _sweep(self) -> None:
-        """Remove the files of lower numbers; only the highest counts."""
+        """Remove what lower numbers left: their temporary files, so that no late rename can succeed, and their own."""
+        for folder in (self.directory, self.directory.parent):
+            files.sweep(folder, self.directory.name, self.fence)
         for name in files.list_dir(self.directory):
             head, _, rest = name.partition(".")
             if head.isdigit() and int(head) < self.fence and rest in ("json", "beat"):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # only the highest counts
                     files.remove(self.directory / name)
 
     def _beat(self) -> None:
-        """Rewrite a counter in place, so that a full disk does not stop it."""
-        count = 0
+        """Rewrite a counter in place, so that a full disk does not stop it, until this process is superseded."""
+        count, fd = 0, -1
         while not self._stop.wait(self.holder["interval_s"] if count else 0):
             count += 1
-            with contextlib.suppress(OSError):
-                if _highest(self.directory) > self.fence:
-                    return  # superseded: the successor has removed the file, which must not be created again
-                files.overwrite(_file(self.directory, self.fence, "beat"), b"%020d" % count)
+            try:
+                if fd < 0:
+                    fd = self._open_beat()
+                if _highest(self.directory) != self.fence:  # looked at after the opening, which may have brought back
+                    files.remove(_file(self.directory, self.fence, "beat"))  # what the successor has swept
+                    break
+                files.write_at(fd, b"%020d" % count, 0)
+            except OSError:
+                fd = _closed(fd)  # opened anew: the server of the file system may have been restarted
+        _closed(fd)
+
+    def _open_beat(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return files.open_fd(_file(self.directory, self.fence, "beat"), flags, 0o644)
+
+
+def _closed(fd: int) -> int:
+    """Close a file descriptor, unless it is -1; returns -1."""
+    with contextlib.suppress(OSError):
+        if fd >= 0:
+            files.close_fd(fd)
+    return -1
 
 
 def _wait_until_gone(

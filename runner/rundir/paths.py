@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.system import files
@@ -12,9 +13,15 @@ from runner.system import files
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one run, which holds everything there is to know about it."""
+    """The directory of one run, which holds everything there is to know about it.
+
+    Attributes:
+        path: the directory.
+        guard: the right to write to it, for the process that holds its lease; every write is given it.
+    """
 
     path: Path
+    guard: files.Guard | None = field(default=None, compare=False, repr=False)
 
     @property
     def config(self) -> Path:
@@ -28,7 +35,7 @@ class RunDir:
 
     @property
     def attempt(self) -> Path:
-        """The current attempt, or one that was killed before it could record its end."""
+        """The current attempt, or one that was killed before it could record its end; `{}` after an end."""
         return self.path / "attempt.json"
 
     @property
@@ -76,17 +83,35 @@ class RunDir:
         return self.path / "checkpoints"
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the committed checkpoints, by their names alone, in ascending order."""
-        if not self.checkpoints.is_dir():
+        """The steps of the committed checkpoints in ascending order, judged by name and manifest, not by content.
+
+        A directory that was copied or renamed, or is not ours, does not count. One whose manifest cannot be read does:
+        that is decided where it is loaded.
+        """
+        try:
+            names = files.list_dir(self.checkpoints)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        names = (re.fullmatch(r"step_(\d+)", name) for name in files.list_dir(self.checkpoints))
-        return sorted(int(name[1]) for name in names if name)
+        steps = (int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d{8,})", name)))
+        return sorted(step for step in steps if self._holds(step))
+
+    def checkpoint(self, step: int) -> Path:
+        """The directory of the checkpoint of `step`."""
+        return self.checkpoints / f"step_{step:08d}"
+
+    def _holds(self, step: int) -> bool:
+        """Whether the directory named after `step` has a manifest of that step."""
+        try:
+            manifest = files.read_object(self.checkpoint(step) / "manifest.json")
+            return manifest.get("step") == step and "sha256" in manifest and not self.checkpoint(step).is_symlink()
+        except OSError as error:
+            return error.errno not in (errno.ENOTDIR, errno.EINVAL, errno.EFBIG)
 
     def newest_checkpoint(self) -> tuple[int, float] | None:
         """Step of the newest committed checkpoint and when it was written (seconds since 1970, file system's clock)."""
         for step in reversed(self.checkpoint_steps()):
             with suppress(OSError):  # deleted meanwhile, to make room for a newer one
-                return step, (self.checkpoints / f"step_{step:08d}").stat().st_mtime
+                return step, self.checkpoint(step).stat().st_mtime
         return None
 
     @property

@@ -20,10 +20,20 @@ from runner.system import clock, files, processes
 # What the numbers depend on; the versions of other packages do not matter.
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "submitit", "safetensors")
 GIT_TIMEOUT_S = 10.0
+NOTHING_FOUND = 1  # exit status of `git config`
 MAX_DIFF = 1 << 20  # characters kept; the digest is of the whole diff
 
 # A repository's own configuration names programs that git runs: none of them is run to describe it.
 SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=")
+# A diff that only refreshes git's index must not wait for its lock; missing objects must not be fetched, since a remote
+# may be a program.
+ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
+# Variables that make git look at another repository (one is in a hook, say), or run a program. Settings that are passed
+# by variables stay: they are the user's, who may name safe directories so.
+DROPPED = """
+    GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_COMMON_DIR GIT_PREFIX
+    GIT_NAMESPACE GIT_EXTERNAL_DIFF GIT_PAGER GIT_ASKPASS GIT_SSH GIT_SSH_COMMAND GIT_PROXY_COMMAND
+""".split()
 SAFE_DIFF = ("--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
 
 
@@ -43,11 +53,12 @@ def describe_code() -> dict[str, Any]:
     }
 
 
-def write_code(path: Path, code: dict[str, Any], overrides: Sequence[str]) -> None:
+def write_code(path: Path, code: dict[str, Any], overrides: Sequence[str], guard: files.Guard | None = None) -> None:
     """Write code.json; the commits and overrides of earlier submissions of the run are kept in `earlier`."""
     before = files.read_object(path)
-    kept = [*before.get("earlier", []), _summary(before)] if before else []
-    files.write_json(path, {"overrides": list(overrides), **code, "earlier": kept})
+    earlier = before.get("earlier")
+    kept = [*(earlier if isinstance(earlier, list) else []), _summary(before)] if before else []
+    files.write_json(path, {"overrides": list(overrides), **code, "earlier": kept}, guard=guard)
 
 
 def code_changes(run_dir: Path) -> list[str]:
@@ -61,27 +72,34 @@ def code_changes(run_dir: Path) -> list[str]:
         return []
     now = describe_code()
     changes = [] if before.get("python") == now["python"] else [f"python {before.get('python')} -> {now['python']}"]
-    packages = before.get("packages", {})
+    packages = _part(before, "packages")
     for name in PACKAGES:
         old, new = packages.get(name), now["packages"].get(name)
         if old != new:
             changes.append(f"{name} {old or '(absent)'} -> {new or '(absent)'}")
-    if before.get("runner", {}).get("digest") != now["runner"]["digest"]:
+    if _part(before, "runner").get("digest") != now["runner"]["digest"]:
         changes.append(f"the source of runner in {now['runner']['source']} has changed")
-    repositories = before.get("repositories", {})
+    repositories = _part(before, "repositories")
     for root, new in now["repositories"].items():
-        old = repositories.get(root)
-        if old is None:
+        if root not in repositories:
             continue  # this attempt was started from elsewhere
-        if old["commit"] != new["commit"]:
-            changes.append(f"commit of {root}: {old['commit'][:12]} -> {new['commit'][:12]}")
-        elif old["diff_digest"] != new["diff_digest"]:
+        old = _part(repositories, root)
+        if old.get("commit") != new["commit"]:
+            changes.append(f"commit of {root}: {old.get('commit')!s:.12} -> {new['commit'][:12]}")
+        elif old.get("diff_digest") != new["diff_digest"]:
             changes.append(f"the uncommitted changes in {root} have changed")
     return changes
 
 
+def _part(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object within a record, which may have been edited; empty if it is none."""
+    part = record.get(name)
+    return part if isinstance(part, dict) else {}
+
+
 def _summary(code: dict[str, Any]) -> dict[str, Any]:
-    commits = {root: repository["commit"] for root, repository in code.get("repositories", {}).items()}
+    repositories = _part(code, "repositories")
+    commits = {root: _part(repositories, root).get("commit") for root in repositories}
     return {"time": code.get("time"), "overrides": code.get("overrides"), "commits": commits}
 
 
@@ -116,7 +134,7 @@ def _roots() -> list[Path]:
 def _describe_repository(root: Path) -> dict[str, Any] | None:
     """Commit, diff and untracked files of a git repository; None if git cannot tell its commit."""
     filters = _own_filters(root)
-    if any("=" in key for key in filters):
+    if filters is None or any("=" in key for key in filters):
         return None  # the option -c cannot name such a filter, and so not disable it
     safe = [*SAFE, *(option for key in filters for option in ("-c", f"{key}="))]
     questions = (
@@ -136,20 +154,28 @@ def _describe_repository(root: Path) -> dict[str, Any] | None:
     }
 
 
-def _own_filters(root: Path) -> list[str]:
-    """The keys of the filters (programs) that the repository's own configuration defines, not those of the user."""
+def _own_filters(root: Path) -> list[str] | None:
+    """The keys of the filters (programs) that the repository's own configuration defines, not those of the user.
+
+    None if git cannot tell.
+    """
     query = ("config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")
-    lines = (_output(_start_git(root, *query)) or "").splitlines()
+    process = _start_git(root, *query)
+    output = _output(process)
+    if output is None and (process is None or process.returncode != NOTHING_FOUND):
+        return None
+    lines = (output or "").splitlines()
     return [key for scope, _, key in (line.partition("\t") for line in lines) if scope in ("local", "worktree")]
 
 
 def _start_git(root: Path, *arguments: str) -> processes.Process[bytes] | None:
     """Put a question to git; None if git is not installed."""
-    # A diff that only refreshes git's index must not wait for its lock, and missing objects must not be fetched.
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in DROPPED} | ENVIRONMENT
     command = ["git", "-C", str(root), *arguments]
     try:
-        return processes.start(command, env=environment, stdout=processes.PIPE, stderr=processes.DEVNULL)
+        return processes.start(
+            command, env=environment, stdin=processes.DEVNULL, stdout=processes.PIPE, stderr=processes.DEVNULL
+        )
     except OSError:
         return None
 

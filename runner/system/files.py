@@ -9,10 +9,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +30,9 @@ open_fd = os.open
 
 write_fd = os.write
 """Write to a file descriptor; returns the number of bytes written, perhaps fewer than passed."""
+
+write_at = os.pwrite
+"""Write to a file descriptor at an offset; returns the number of bytes written."""
 
 fsync_fd = os.fsync
 """Wait until what was written to a file descriptor would survive a power loss."""
@@ -49,13 +55,72 @@ list_dir = os.listdir
 walk = os.walk
 """Every directory below a root: (path, names of directories, names of files)."""
 
+remove_dir = os.rmdir
+"""Remove an empty directory."""
+
 remove_tree = shutil.rmtree
 """Delete a directory and everything in it."""
 
 
-def make_dirs(path: Path) -> None:
-    """Create a directory and its missing parents; it may exist already."""
-    path.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class Guard:
+    """The right to write to a run directory, which a newer process may have taken over at any moment.
+
+    A file is replaced by writing a temporary file whose name contains the tag, then checking, then renaming. A newer
+    holder first takes its number and then sweeps the temporary files of older tags, before it does anything else. So a
+    process that was stopped anywhere in between, and wakes at any later time, either fails the check or finds that its
+    temporary file is gone: its rename can never land on what the newer holder wrote.
+
+    Attributes:
+        tag: names the lease and the fencing number, `lease-00000003` for example.
+        check: raises SupersededError if a newer process holds the lease.
+    """
+
+    tag: str
+    check: Callable[[], None]
+
+    def and_also(self, other: Guard) -> Guard:
+        """The right that is lost as soon as one of the two is."""
+
+        def check() -> None:
+            self.check()
+            other.check()
+
+        return Guard(f"{self.tag}-{other.tag}", check)
+
+
+OWNED = 0o755
+"""The mode of a directory in which nobody but its owner may write, whatever the umask."""
+
+
+def make_dirs(path: Path, mode: int = 0o777) -> None:
+    """Create a directory and its missing parents durably; it may exist already.
+
+    Args:
+        path: the directory.
+        mode: of the directory itself if it is created, minus the umask.
+
+    Raises:
+        OSError: the file system refused, or a part of the path is not a directory.
+    """
+    missing: list[Path] = []
+    there = path
+    while not there.is_dir():
+        if os.path.lexists(there):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        missing.append(there)
+        there = there.parent
+    _sync_entry(there)  # it may be new as well, made by a process that was killed before it synced it
+    for directory in reversed(missing):
+        with suppress(FileExistsError):  # another process was faster
+            make_dir(directory, mode if directory == path else 0o777)
+        _sync_entry(directory)
+
+
+def _sync_entry(directory: Path) -> None:
+    """Make the entry of `directory` in its parent survive a power loss, unless the parent is not ours to open."""
+    with suppress(PermissionError):
+        fsync_dir(directory.parent)
 
 
 def remove(path: Path) -> None:
@@ -65,7 +130,8 @@ def remove(path: Path) -> None:
 
 def touch(path: Path) -> None:
     """Create an empty file, or update the modification time of an existing one."""
-    path.touch()
+    open_append(path).close()
+    os.utime(path)
 
 
 def symlink(link: Path, target: str) -> None:
@@ -95,6 +161,31 @@ def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
         os.close(fd)
         raise not_regular
     return os.fdopen(fd, "rb")
+
+
+def open_append(path: Path) -> BinaryIO:
+    """Open a regular file for appending; it is created if it is missing, writable by nobody but its owner.
+
+    Raises:
+        OSError: the file system refused, or there is something else than a regular file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = open_fd(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        close_fd(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(fd, "ab")
+
+
+@contextmanager
+def owned() -> Iterator[None]:
+    """What this process creates meanwhile is writable by nobody but its owner, whatever the umask."""
+    before = os.umask(0o022)
+    os.umask(before | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: bool = False) -> bytes:
@@ -147,45 +238,95 @@ def read_link(path: str | Path) -> str | None:
         return None
 
 
+def has_access_list(path: Path) -> bool:
+    """Whether a POSIX access list adds to the mode of `path`, whose group bits are then the mask of the list."""
+    try:
+        os.getxattr(path, "system.posix_acl_access")
+    except (OSError, AttributeError):  # none, no such file system, no such system
+        return False
+    return True
+
+
 def fsync_dir(directory: Path) -> None:
     """Make renames and creations in `directory` survive a power loss."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    fd = open_fd(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        fsync_fd(fd)
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
-def write_atomic(
-    path: Path, content: bytes | str, *, durable: bool = True, check: Callable[[], None] | None = None
-) -> None:
-    """Replace `path` by `content`: a reader sees the old file or the new one, never a part.
+def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | None = None) -> int:
+    """Replace `path` by a new file: a reader sees the old one or the new one, never a part.
 
     Args:
         path: the file.
         content: its new content.
         durable: wait until the new file would survive a power loss. Without that, a power loss may leave it empty.
-        check: called last, right before the rename; whatever it raises leaves `path` unchanged.
+        guard: required to write to a run directory that other processes may take over.
+
+    Returns:
+        A descriptor of the new file for appending to it; after a newer process has replaced the file in turn, what is
+        appended is in a file that has no name.
 
     Raises:
-        OSError: the file system refused; `path` is unchanged and nothing is left behind.
+        SupersededError: by `guard`; nothing was changed.
+        OSError: the file system refused; nothing is left behind, and it can be tried again.
     """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+    tag = f"{guard.tag}-" if guard else ""
+    temporary = path.with_name(f"{path.name}.tmp-{tag}{os.getpid()}-{threading.get_ident()}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = open_fd(temporary, flags, 0o644)
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        if check is not None:
-            check()
-        os.replace(temporary, path)
+        write_all(fd, content)
+        if durable:
+            fsync_fd(fd)
+        if guard is not None:
+            guard.check()
+        _rename_guarded(temporary, path, guard)
+        if durable:
+            fsync_dir(path.parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            close_fd(fd)
+        with suppress(OSError):
+            remove(temporary)
         raise
-    if durable:
-        fsync_dir(path.parent)
+    return fd
+
+
+def _rename_guarded(temporary: Path, path: Path, guard: Guard | None) -> None:
+    try:
+        rename(temporary, path)
+    except FileNotFoundError:
+        if guard is not None:
+            guard.check()  # a newer holder has swept the temporary file
+        raise
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data` to a file descriptor."""
+    view = memoryview(data)
+    while view:
+        view = view[write_fd(fd, view) :]
+
+
+def sweep(directory: Path, lease: str, below: int) -> None:
+    """Remove the temporary files of all holders of the lease named `lease` whose numbers are lower than `below`.
+
+    Raises:
+        OSError: one of them cannot be removed.
+    """
+    temporary = re.compile(rf".*\.tmp-(?:.*-)?{re.escape(lease)}-(\d+)(?:-.*)?", re.DOTALL)
+    for name in list_dir(directory):
+        found = temporary.fullmatch(name)
+        if found and int(found[1]) < below:
+            remove(directory / name)
+
+
+def write_atomic(path: Path, content: bytes | str, *, durable: bool = True, guard: Guard | None = None) -> None:
+    """`replace`, for a file that is not appended to."""
+    close_fd(replace(path, content.encode() if isinstance(content, str) else content, durable=durable, guard=guard))
 
 
 def create(path: Path, content: bytes) -> None:
@@ -195,30 +336,22 @@ def create(path: Path, content: bytes) -> None:
         FileExistsError: it exists.
         OSError: the file system refused; nothing is left behind.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, content)
-        os.fsync(fd)
+        write_all(fd, content)
+        fsync_fd(fd)
+        fsync_dir(path.parent)
     except OSError:
-        path.unlink()
+        with suppress(OSError):
+            remove(path)
         raise
     finally:
-        os.close(fd)
-    fsync_dir(path.parent)
+        close_fd(fd)
 
 
-def overwrite(path: Path, content: bytes) -> None:
-    """Write `content` over the first bytes of `path` in place; unlike a new file, this works on a full disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, content)
-    finally:
-        os.close(fd)
-
-
-def write_json(path: Path, value: Any, *, durable: bool = True, check: Callable[[], None] | None = None) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True, guard: Guard | None = None) -> None:
     """`write_atomic` of `value` as indented JSON."""
-    write_atomic(path, json.dumps(value, indent=2) + "\n", durable=durable, check=check)
+    write_atomic(path, json.dumps(value, indent=2) + "\n", durable=durable, guard=guard)
 
 
 def read_json(path: Path, *, follow: bool = True) -> Any | None:
@@ -253,8 +386,13 @@ def append_line(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path, *, limit: int | None = None) -> Iterator[Any]:
+def read_lines(path: Path, *, limit: int | None = None, invalid: list[int] | None = None) -> Iterator[Any]:
     """The JSON values of a `.jsonl` file; lines that are not valid JSON and an incomplete last line are skipped.
+
+    Args:
+        path: the file.
+        limit: of its size, in bytes.
+        invalid: receives the numbers of the lines that are not valid JSON, counted from 1.
 
     Raises:
         OSError: see `open_regular`; or the file is larger than `limit` bytes, or a line than MAX_RECORD_BYTES.
@@ -266,10 +404,14 @@ def read_lines(path: Path, *, limit: int | None = None) -> Iterator[Any]:
     with file:
         if limit is not None and os.fstat(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+        number = 0
         while (line := file.readline(MAX_RECORD_BYTES)).endswith(b"\n"):
+            number += 1
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
+                if invalid is not None:
+                    invalid.append(number)
                 continue
             yield value
         if len(line) == MAX_RECORD_BYTES:

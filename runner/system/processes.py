@@ -5,9 +5,11 @@ Call these through the module (`processes.run(...)`). Nothing here imports torch
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import subprocess
+import time
 from typing import Any
 
 from runner.system import files
@@ -23,6 +25,8 @@ run = subprocess.run
 
 send_signal = os.kill
 """Send a signal to a process of this machine."""
+
+_SIGEV_THREAD = 2
 
 PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
 
@@ -51,3 +55,47 @@ def this_process() -> dict[str, Any]:
         "machine_id": files.read_small("/etc/machine-id"),
         "pid_namespace": files.read_link("/proc/self/ns/pid"),
     }
+
+
+end_now = os._exit
+"""End this process at once with a status: no handler, destructor or buffer of Python's is waited for."""
+
+
+class _Notification(ctypes.Structure):
+    """`struct sigevent` for SIGEV_THREAD: call `function(value)` in a thread (sigevent(7))."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 64),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """`struct itimerspec`: repeat after, first after; each in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "after_s", "after_ns"))
+
+
+def end_after(seconds: int, status: int) -> None:
+    """End this process with `status` unless it has ended by itself within `seconds`, whatever its threads do.
+
+    The thread that ends it belongs to the C library and needs nothing of Python's: a destructor that waits while it
+    holds the interpreter's lock would stop every thread of Python's for ever.
+
+    Raises:
+        OSError: the system has no timer left.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "timer_create"):  # glibc before 2.34
+        library = ctypes.CDLL("librt.so.1", use_errno=True)
+    leave = ctypes.cast(library._exit, ctypes.c_void_p)
+    notification = _Notification(value=status, notify=_SIGEV_THREAD, function=leave.value)
+    timer = ctypes.c_void_p()
+    when = _TimerSpec(after_s=seconds)
+    failed = library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(notification), ctypes.byref(timer))
+    if failed or library.timer_settime(timer, 0, ctypes.byref(when), None):
+        raise OSError(ctypes.get_errno(), "cannot create a timer")

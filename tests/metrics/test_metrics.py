@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.__main__ import run as command
-from runner.errors import UserError
-from runner.metrics import JsonlWriter, resume_jsonl
+from runner.errors import SupersededError, UserError
+from runner.metrics import resume_jsonl
 from runner.metrics.external import ExternalWriter, scalars
 from runner.metrics.mlflow import MLflow
 from runner.metrics.progress import ProgressBar, duration, quantity
@@ -46,7 +46,7 @@ def record(step: int) -> dict[str, Any]:
 
 
 def write(run: RunDir, first: int, last: int, evaluate: int = 10) -> None:
-    with JsonlWriter(run.metrics) as writer:
+    with resume_jsonl(run.metrics, first - 1) as writer:
         for step in range(first, last + 1):
             writer.write(record(step))
             if step % evaluate == 0:
@@ -61,7 +61,7 @@ def steps(run: RunDir) -> list[int]:
 
 
 def test_a_record_is_in_the_file_as_soon_as_it_is_written(run: RunDir) -> None:
-    writer = JsonlWriter(run.metrics)
+    writer = resume_jsonl(run.metrics, 0)
     writer.write(record(1))
     writer.write({"step": 1, "eval_loss": 0.1 + 0.2})
     assert list(read_lines(run.metrics)) == [record(1), {"step": 1, "eval_loss": 0.1 + 0.2}]
@@ -72,35 +72,35 @@ def test_a_record_is_in_the_file_as_soon_as_it_is_written(run: RunDir) -> None:
 
 def test_resuming_keeps_records_up_to_the_step(run: RunDir) -> None:
     write(run, 1, 25)
-    assert resume_jsonl(run.metrics, 20) == 25
+    assert resume_jsonl(run.metrics, 20).reached == 25
     assert steps(run) == list(range(1, 21))
     assert list(read_lines(run.metrics))[-1] == {"step": 20, "eval_loss": 9.0 / 20}
     write(run, 21, 30)
     assert steps(run) == list(range(1, 31))
-    assert resume_jsonl(run.metrics, 30) == 30
+    assert resume_jsonl(run.metrics, 30).reached == 30
     assert steps(run) == list(range(1, 31))
 
 
 def test_an_evaluation_that_will_be_repeated_is_dropped(run: RunDir) -> None:
     """A state saved during an evaluation is restored twice: the first attempt has already written the record."""
     write(run, 1, 25)
-    assert resume_jsonl(run.metrics, 20, evaluated=False) == 25
+    assert resume_jsonl(run.metrics, 20, evaluated=False).reached == 25
     assert list(read_lines(run.metrics))[-1] == record(20)
-    assert resume_jsonl(run.metrics, 20, evaluated=False) == 20
+    assert resume_jsonl(run.metrics, 20, evaluated=False).reached == 20
     assert list(read_lines(run.metrics))[-1] == record(20)
 
 
-def test_resuming_at_step_0_keeps_nothing_and_creates_nothing(run: RunDir) -> None:
-    assert resume_jsonl(run.metrics, 0) == 0
-    assert not run.metrics.exists()
+def test_resuming_at_step_0_keeps_nothing(run: RunDir) -> None:
+    assert resume_jsonl(run.metrics, 0).reached == 0
+    assert run.metrics.read_bytes() == b""
     write(run, 1, 5)
-    assert resume_jsonl(run.metrics, 0) == 5
+    assert resume_jsonl(run.metrics, 0).reached == 5
     assert run.metrics.read_bytes() == b""
 
 
 def test_a_superseded_process_writes_to_a_file_that_nobody_reads(run: RunDir) -> None:
     """A frozen process still has the old file open when it wakes up."""
-    frozen = JsonlWriter(run.metrics)
+    frozen = resume_jsonl(run.metrics, 0)
     frozen.write(record(1))
     resume_jsonl(run.metrics, 1)
     frozen.write(record(999))
@@ -127,12 +127,35 @@ def test_garbage_at_the_end_is_dropped(run: RunDir) -> None:
     write(run, 1, 3)
     with open(run.metrics, "ab") as file:
         file.write(b"\0\0\0\0\nnull\n{}\n[1]\n")
-    assert resume_jsonl(run.metrics, 3) == 3
+    assert resume_jsonl(run.metrics, 3).reached == 3
     assert steps(run) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["write_fd", "fsync_fd"])
+def test_after_an_error_all_lines_are_written_to_a_new_file(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """What an fsync has refused may be lost even if a second one succeeds, and a descriptor may be stale for ever."""
+    writer = resume_jsonl(run.metrics, 0)
+    writer.write(record(1))
+    before = run.metrics.stat().st_ino
+
+    def refused(*arguments: Any) -> int:
+        raise OSError(code, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, call, refused)
+        with pytest.raises(OSError, match="refused"):
+            writer.write(record(2)) if call == "write_fd" else writer.sync()
+    writer.write(record(2))
+    writer.close()
+    assert list(read_lines(run.metrics)) == [record(1), record(2)]
+    assert run.metrics.stat().st_ino != before
+
+
 def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, real, calls = JsonlWriter(run.metrics), files.write_fd, []
+    writer, real, calls = resume_jsonl(run.metrics, 0), files.write_fd, []
 
     def full(fd: int, data: bytes) -> int:
         calls.append(data)
@@ -278,6 +301,24 @@ class Faulty(ExternalWriter):
     def _maybe(self, where: str) -> None:
         if where == self.fails:
             raise ConnectionError("no network\nand a long story")
+
+
+@pytest.mark.parametrize("looks", [0, 3])
+def test_a_logger_of_a_superseded_attempt_logs_nothing_more(run: RunDir, looks: int) -> None:
+    """It says nothing either: the training thread finds out by itself. `end` would send what is buffered."""
+    left = iter(range(looks))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise SupersededError("superseded")
+
+    reported: list[str] = []
+    writer = Faulty(RunDir(run.path, files.Guard("lease-00000001", check)), "end", reported.append)
+    for step in range(1, 9):
+        writer.write(record(step))
+    writer.close()
+    assert writer.logged == list(range(1, looks))  # the first look is before the library is opened
+    assert reported == []
 
 
 @pytest.mark.parametrize("fails", ["open", "log", "sync", "end"])

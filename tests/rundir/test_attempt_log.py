@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,19 +14,19 @@ from typing import Any
 import pytest
 
 from runner.config.composition import compose
-from runner.errors import CrashLoopError, ExitStatus, SupersededError, UserError
+from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, UserError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.system import clock
+from runner.system import clock, files
 from runner.system.files import read_lines
 from runner.system.processes import this_process
 from runner.system.signals import STOP, STOP_SIGNALS, StopFlag
 from runner.training import attempt as training_attempt
 
 
-def begin(run: RunDir, check_fence: Callable[[], None] | None = None) -> AttemptLog:
-    return AttemptLog.begin(run, {"job_id": "7"}, 100, lambda record: "killed", check_fence=check_fence)
+def begin(run: RunDir, guard: files.Guard | None = None) -> AttemptLog:
+    return AttemptLog.begin(RunDir(run.path, guard), {"job_id": "7"}, 100, lambda record: "killed")
 
 
 def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Path) -> None:
@@ -36,6 +37,7 @@ def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Pa
     for step, when in ((10, 1_000.0), (20, 2_000.0)):
         path = run.checkpoints / f"step_{step:08d}"
         path.mkdir(parents=True)
+        (path / "manifest.json").write_text(json.dumps({"step": step, "sha256": ""}))
         os.utime(path, (when, when))
     (run.checkpoints / "step_00000030.tmp-1").mkdir()
     log.update(force=True)
@@ -70,9 +72,9 @@ def test_three_attempts_without_progress_are_a_crash_loop(
     log = begin(run)
     if stops:
         with pytest.raises(CrashLoopError, match="in a row"):
-            log.check_crash_loop(max_timeouts)
+            log.check_budgets(max_timeouts)
     else:
-        log.check_crash_loop(max_timeouts)
+        log.check_budgets(max_timeouts)
 
 
 @pytest.mark.parametrize(("noted", "cause"), [("preempted", "preempted"), ("interrupted", "killed"), (None, "killed")])
@@ -105,7 +107,8 @@ class LimitedJob:
     def cause_of_loss(self, record: dict[str, Any]) -> str:
         return "killed"
 
-    def yield_verdict(self) -> None: ...
+    def yield_verdict(self, reason: str | None = None) -> bool:
+        return False
 
     def cause(self, signum: int) -> str:
         return "time limit"
@@ -152,7 +155,8 @@ def test_consecutive_time_limits_without_progress_stop_the_run_at_max_timeouts(t
         return limited.requeued
 
     assert [attempt(number) for number in range(3)] == [True] * 3
-    (run.checkpoints / "step_00000010").mkdir(parents=True)
+    run.checkpoint(10).mkdir(parents=True)
+    (run.checkpoint(10) / "manifest.json").write_text('{"step": 10, "sha256": ""}')
     lines = run.attempts.read_text().splitlines()
     run.attempts.write_text(
         "\n".join([*lines[:-1], json.dumps({**json.loads(lines[-1]), "checkpoint_step": 10})]) + "\n"
@@ -189,7 +193,7 @@ def test_a_cause_noted_after_the_end_changes_nothing(tmp_path: Path) -> None:
     log = begin(run)
     log.end("finished", 0)
     log.note(cause="preempted")
-    assert not run.attempt.exists()
+    assert json.loads(run.attempt.read_text()) == {}
     assert [line["cause"] for line in read_lines(run.attempts)] == ["finished"]
 
 
@@ -235,10 +239,10 @@ WRITES: dict[str, Callable[[AttemptLog], object]] = {
 def test_a_superseded_process_that_wakes_changes_no_record(tmp_path: Path, name: str) -> None:
     run = RunDir(tmp_path)
     with Lease.acquire(run.lease, {"job_id": "7", "restart_count": 0}) as older:
-        log = begin(run, older.check_fence)
+        log = begin(run, older.guard)
         log.update(step=3, loss=2.0)
         with Lease.acquire(run.lease, {"job_id": "7", "restart_count": 1}) as newer:
-            begin(run, newer.check_fence).update(step=4, loss=1.0)
+            begin(run, newer.guard).update(step=4, loss=1.0)
             before = files_of(run)
             with pytest.raises(SupersededError):
                 WRITES[name](log)
@@ -261,7 +265,7 @@ def test_a_process_superseded_between_two_writes_stops_at_the_second(tmp_path: P
             raise SupersededError("superseded")
 
     def attempt() -> None:
-        log = begin(run, check_fence)
+        log = begin(run, files.Guard("lease-00000001", check_fence))
         log.resumed(0)
         log.announce_end("preempted")
         log.end("preempted", 75)
@@ -277,7 +281,7 @@ def test_training_does_not_wait_for_the_disk_to_sync_the_status(
 ) -> None:
     run = RunDir(tmp_path)
     log = begin(run)
-    monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("fsync"))
+    monkeypatch.setattr(files, "fsync_fd", lambda fd: pytest.fail("fsync"))
     log.update(step=7, loss=1.5, force=True)
     assert json.loads(run.status.read_text())["step"] == 7
 
@@ -330,3 +334,42 @@ def test_the_last_record_is_that_of_the_last_complete_step(tmp_path: Path) -> No
     lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.0}', '{"step": 2, "eval_loss": 1.0}', '{"step": 3, "lo']
     run.metrics.write_text("\n".join(lines))
     assert last_record(run) == {"step": 2, "loss": 2.0}
+
+
+def test_a_finished_run_without_all_its_metrics_says_so(
+    tmp_path: Path, flag: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = compose([f"run.dir={tmp_path / 'run'}", "train.steps=4"])
+    run = RunDir(job.run_dir)
+    run.path.mkdir()
+    run.config.write_text(job.text)
+    run.finished.write_text('{"steps": 4}')
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 5)]
+    for kept, says in ((4, False), (3, True), (0, True)):
+        run.metrics.write_text("".join(lines[:kept]))
+        assert training_attempt.attempt(run.path) == ExitStatus.FINISHED
+        assert (f"ends at step {kept}" in capsys.readouterr().err) == says
+
+
+def test_what_the_disk_refuses_is_written_with_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    begin(run).end("preempted", 75)
+
+    def full(*arguments: Any, **options: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(run.attempt))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace", full)
+        log = begin(run)
+        log.note(cause="preempted")
+    assert json.loads(run.attempt.read_text()) == {}
+    log.update(force=True)
+    assert json.loads(run.attempt.read_text())["cause"] == "preempted"
+    assert "cannot be written" in json.loads(run.status.read_text())["warnings"][0]
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace", full)
+        with pytest.raises(FileError, match="free space"):
+            log.end("preempted", 75)
+    log.end("failed", 1)
+    assert [(line["attempt"], line["cause"]) for line in ended_attempts(run)] == [(1, "preempted"), (2, "failed")]

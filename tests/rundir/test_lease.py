@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from runner.errors import LockedError, SupersededError, UserError
 from runner.rundir.lease import Lease, liveness, read_holder
-from runner.system import clock
+from runner.system import clock, files
 from runner.system.processes import state_of, this_process
 
 HOLD = """
@@ -246,8 +247,7 @@ OWN: dict[str, Any] = {
         ({"job_id": "8", "restart_count": 0, "host": "z"}, "unknown"),
         ({"job_id": None, "host": "z"}, "unknown"),
         ({"job_id": None, "pid_namespace": "other"}, "unknown"),
-        ({"job_id": None, "boot_id": "old"}, "gone"),
-        ({"job_id": None, "boot_id": "old", "machine_id": "twin"}, "unknown"),
+        ({"job_id": None, "boot_id": "other"}, "unknown"),  # restarted, or a clone of the same image
         ({"job_id": None, "pid": 2**22 + 1}, "gone"),
         ({"job_id": None, "pid": os.getpid(), "start_time": "0"}, "gone"),
     ],
@@ -305,7 +305,53 @@ def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypa
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("runner.system.files.os.write", full)
+    monkeypatch.setattr(files, "write_fd", full)
     with pytest.raises(UserError, match="No space left"):
         Lease.acquire(directory, {}, 1.0)
     assert list(directory.iterdir()) == []
+
+
+def test_a_late_heartbeat_of_a_superseded_holder_leaves_nothing(directory: Path) -> None:
+    """Stopped right after it has opened the file of its heartbeat, which its successor has swept before."""
+    held_by(directory, fence=2)
+    older = Lease(directory, 1, {**this_process(), "interval_s": 0.05}, threading.Event())
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    older._beat()
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_a_process_stopped_while_it_takes_a_number_that_was_used_meanwhile_is_superseded(directory: Path) -> None:
+    """The file of its number was created by another process, and swept, before it creates it."""
+    held_by(directory, fence=5)
+    late = Lease(directory, 4, this_process(), threading.Event())
+    with pytest.raises(SupersededError, match="number 5"):
+        late._claim()
+    assert [path.name for path in directory.iterdir()] == ["00000005.json"]
+
+
+def test_what_a_killed_holder_was_writing_is_swept(directory: Path) -> None:
+    Lease.acquire(directory, {}, 60.0).release()
+    temporary = [directory.parent / "metrics.jsonl.tmp-lease-00000001-7-7", directory / "1.tmp-lease-00000001-7-7"]
+    others = directory.parent / "config.yaml.tmp-submission-00000001-7-7"
+    for path in (*temporary, others):
+        path.touch()
+    with Lease.acquire(directory, {}, 60.0):
+        assert not any(path.exists() for path in temporary)
+        assert others.exists()
+
+
+def test_a_leftover_that_cannot_be_swept_keeps_the_lease_from_being_used(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It might belong to a process that wakes up and renames it."""
+    Lease.acquire(directory, {}, 60.0).release()
+    (directory.parent / "metrics.jsonl.tmp-lease-00000001-7-7").touch()
+
+    def refused(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove", refused)
+        with pytest.raises(UserError, match="Input/output error"):
+            Lease.acquire(directory, {}, 60.0)
+    Lease.acquire(directory, {}, 60.0).release()  # at once

@@ -11,9 +11,10 @@ import pytest
 from fake_launcher import FakeLauncher
 
 from runner.cli import start
+from runner.cli.plan import PlannedRun
 from runner.config.composition import compose
-from runner.errors import ExitStatus, LockedError, StoppedError, UserError
-from runner.rundir import lease
+from runner.errors import ExitStatus, LockedError, StoppedError, SupersededError, UserError
+from runner.rundir import lease, provenance
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system.signals import STOP
@@ -111,3 +112,35 @@ def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(
     with pytest.raises(UserError, match="seed: 1 -> 2 cannot be changed"):
         start.run_here(second, launcher)
     assert launched == [first.text]
+
+
+def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped after its second look at the run, and a job that was queued meanwhile trains."""
+    job = compose([f"run.dir={tmp_path / 'run'}"])
+    run = RunDir(tmp_path / "run")
+
+    def stopped() -> dict[str, object]:
+        run.config.write_text("of the newer attempt")
+        (run.lease / "00000009.json").write_text("{}")
+        return {}
+
+    monkeypatch.setattr(provenance, "describe_code", stopped)
+    monkeypatch.setattr(provenance, "code_changes", lambda path: [])
+    with pytest.raises(SupersededError):
+        start.run_here(job, FakeLauncher())
+    assert run.config.read_text() == "of the newer attempt"
+    assert not run.code.exists()
+
+
+def test_a_superseded_command_does_not_call_a_run_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit status says that another process has finished the run."""
+    job = compose([f"run.dir={tmp_path / 'run'}"])
+    run = RunDir(tmp_path / "run")
+
+    def stopped(job: object, *options: object, **more: object) -> PlannedRun:
+        (run.lease / "00000009.json").write_text("{}")
+        return PlannedRun(compose([f"run.dir={tmp_path / 'run'}"]), "finished", "finished, all 5 steps")
+
+    monkeypatch.setattr(start, "plan_run", stopped)
+    with pytest.raises(SupersededError):
+        start.run_here(job, FakeLauncher())

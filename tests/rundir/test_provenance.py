@@ -130,6 +130,83 @@ def test_git_runs_no_program_that_the_repository_configures(project: Path, tmp_p
     code = provenance.describe_code()
     assert "+width = 2" in code["repositories"][str(project)]["diff"]
     assert list(tmp_path.glob("ran-*")) == []
+    for key, value in {
+        "core.pager": f"{program} pager",
+        "core.sshCommand": str(program),
+        "core.gitProxy": str(program),
+        "include.path": str(tmp_path / "included"),
+    }.items():
+        git(project, "config", key, value)
+    (tmp_path / "included").write_text(f'[filter "other"]\n\tclean = {program}\n')
+    (project / ".gitattributes").write_text("*.py filter=other\n")
+    assert provenance.describe_code()["repositories"][str(project)]["commit"]
+    assert list(tmp_path.glob("ran-*")) == []
     git(project, "config", "filter.a=b.clean", str(program))  # cannot be disabled on the command line
     assert provenance.describe_code()["repositories"] == {}
     assert list(tmp_path.glob("ran-*")) == []
+
+
+def test_git_fetches_no_missing_object_from_a_remote_that_is_a_program(project: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    for key, value in {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": f"ext::{program}",
+        "remote.origin.fetch": "+refs/heads/*:refs/remotes/origin/*",
+        "protocol.ext.allow": "always",
+    }.items():
+        git(project, "config", key, value)
+    shown = subprocess.run(["git", "-C", project, "rev-parse", "HEAD:model.py"], capture_output=True, check=True)
+    blob = shown.stdout.decode().strip()
+    (project / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    (project / "model.py").write_text("width = 2\n")
+    assert provenance.describe_code()["repositories"][str(project)]["diff"] == ""
+    assert not (tmp_path / "ran").exists()
+
+
+def test_gits_variables_of_a_hook_or_a_script_do_not_lead_elsewhere(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(other, "commit", "-qm", "its own", "--allow-empty")
+    here = provenance.describe_code()["repositories"][str(project)]["commit"]
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", str(program))
+    monkeypatch.setenv("GIT_PAGER", str(program))
+    (project / "model.py").write_text("width = 2\n")
+    found = provenance.describe_code()["repositories"]
+    assert found[str(project)]["commit"] == here
+    assert "+width = 2" in found[str(project)]["diff"]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["packages", "runner", "repositories", "earlier", "overrides"])
+@pytest.mark.parametrize("value", [None, 7, "x", [7], {"x": 7}])
+def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.setattr(
+        provenance,
+        "describe_code",
+        lambda: {
+            "python": "3",
+            "packages": {},
+            "runner": {"digest": "0", "source": "s"},
+            "repositories": {"x": {"commit": "c", "diff_digest": "d"}},
+        },
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "code.json").write_text(json.dumps({**provenance.describe_code(), name: value}))
+    provenance.code_changes(run)
+    provenance.write_code(run / "code.json", provenance.describe_code(), ["seed=1"])
+    assert json.loads((run / "code.json").read_text())["overrides"] == ["seed=1"]

@@ -97,7 +97,7 @@ def test_an_atomic_write_is_synced_if_it_must_be_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(files, "fsync_fd", synced.append)
     files.write_atomic(tmp_path / "record", "new", durable=durable)
     assert (tmp_path / "record").read_text() == "new"
     assert len(synced) == (2 if durable else 0)  # the file and the directory
@@ -113,7 +113,7 @@ def test_a_write_that_is_refused_leaves_the_old_file_and_nothing_else(tmp_path: 
         raise SupersededError("superseded")
 
     with pytest.raises(SupersededError):
-        files.write_atomic(path, "new", check=check)
+        files.write_atomic(path, "new", guard=files.Guard("lease-00000001", check))
     assert [entry.name for entry in tmp_path.iterdir()] == ["record"]
     assert path.read_text() == "old"
 
@@ -129,7 +129,84 @@ def test_a_file_is_created_once_and_completely_or_not_at_all(tmp_path: Path, mon
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(files, "write_fd", full)
     with pytest.raises(OSError, match="No space left"):
         files.create(path, b"third")
     assert not path.exists()
+
+
+class Holder:
+    """A process that may be superseded."""
+
+    def __init__(self, number: int) -> None:
+        self.superseded = False
+        self.guard = files.Guard(f"lease-{number:08d}", self._check)
+
+    def _check(self) -> None:
+        if self.superseded:
+            raise SupersededError("superseded")
+
+
+def test_a_rename_after_the_check_cannot_land_once_a_newer_holder_has_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, older, newer = tmp_path / "record", Holder(1), Holder(2)
+    real = files.rename
+
+    def stopped(source: Path, target: Path) -> None:
+        monkeypatch.setattr(files, "rename", real)
+        older.superseded = True
+        files.sweep(tmp_path, "lease", below=2)
+        files.write_atomic(path, "newer", guard=newer.guard)
+        real(source, target)
+
+    monkeypatch.setattr(files, "rename", stopped)
+    with pytest.raises(SupersededError):
+        files.write_atomic(path, "older", guard=older.guard)
+    assert path.read_text() == "newer"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record"]
+
+
+def test_what_is_appended_late_is_in_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    older = files.replace(path, b"1\n")
+    newer = files.replace(path, b"1\n")
+    for fd, line in ((older, b"late\n"), (newer, b"2\n")):
+        files.write_all(fd, line)
+        files.close_fd(fd)
+    assert path.read_text() == "1\n2\n"
+
+
+def test_only_temporary_files_of_older_holders_of_the_same_lease_are_swept(tmp_path: Path) -> None:
+    both = Holder(2).guard.and_also(files.Guard("submission-00000007", lambda: None))
+    left = ["a.json.tmp-lease-00000002-1-1", f"b.json.tmp-{both.tag}-1-1", "c\n.tmp-lease-00000001"]
+    kept = ["a.json", "a.json.tmp-lease-00000003-1-1", "a.json.tmp-submission-00000001-1-1", "metrics.csv.tmp-2-1"]
+    for name in (*left, *kept):
+        (tmp_path / name).touch()
+    files.sweep(tmp_path, "lease", below=3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(kept)
+    (tmp_path / f"b.json.tmp-{both.tag}-1-1").touch()
+    files.sweep(tmp_path, "submission", below=8)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.json", kept[1], kept[3]]
+
+
+def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before the next is made, and the lowest that was there too: a kill may have come between."""
+    done: list[str] = []
+    monkeypatch.setattr(files, "fsync_dir", lambda path: done.append(f"sync {path.name}"))
+    real = files.make_dir
+
+    def make(path: Path, *mode: int) -> None:
+        done.append(f"make {path.name}")
+        real(path, *mode)
+
+    monkeypatch.setattr(files, "make_dir", make)
+    files.make_dirs(tmp_path / "a" / "b")
+    name = tmp_path.name
+    assert done == [f"sync {tmp_path.parent.name}", "make a", f"sync {name}", "make b", "sync a"]
+    done.clear()
+    files.make_dirs(tmp_path / "a" / "b")
+    assert done == ["sync a"]
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        files.make_dirs(tmp_path / "file" / "c")

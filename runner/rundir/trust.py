@@ -1,0 +1,113 @@
+"""Whether a run directory is what it should be, and whether resuming it would run somebody else's code.
+
+A frozen config names classes that a resume imports and calls: whoever can write it can run code as the user who
+resumes. Nothing here imports torch, hydra or numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runner.errors import RunDirError
+from runner.rundir.paths import RunDir
+from runner.system import accounts, files
+
+VARIABLE = "RUNNER_TRUST"
+"""Directories, separated by colons: runs at and below them are resumed whoever can write there. It cannot be a setting,
+because a run's settings are in the very file that is in doubt; and it reaches ranks and jobs with the environment."""
+
+_RECORDS = sorted(
+    Path(getattr(RunDir(Path()), name)).name
+    for name, member in vars(RunDir).items()
+    if isinstance(member, property) and getattr(RunDir(Path()), name).parent == Path()
+)
+KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFREG: "a regular file"}
+
+
+@contextmanager
+def reading(run: RunDir) -> Iterator[None]:
+    """Whatever the records of a run contain, reading them ends well or with one error that says what is wrong.
+
+    Raises:
+        RunDirError: a record cannot be read, is of another kind, or holds values of other types than expected.
+    """
+    try:
+        check_kinds(run)
+        yield
+    except OSError as error:
+        reason = f"{error.filename or run.path} cannot be read ({error.strerror or error})"
+        raise RunDirError(f"{reason}: restore it from a copy, or remove it if it is not the run's") from error
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        reason = f"the records in {run.path} are malformed ({type(error).__name__}: {error!s:.200})"
+        raise RunDirError(f"{reason}: restore them from a copy") from error
+
+
+def check_kinds(run: RunDir) -> None:
+    """Whether every record of a run is a regular file, or a directory where it should be one; missing ones are fine.
+
+    The run directory itself may be a link, and so may everything above it: the user names it. Inside it nothing is
+    followed, because it would lead to files of another place.
+
+    Raises:
+        RunDirError: the first entry of another kind.
+        OSError: the run directory cannot be read.
+    """
+    for name in _RECORDS:
+        path, expected = run.path / name, stat.S_IFREG if Path(name).suffix else stat.S_IFDIR
+        try:
+            kind = stat.S_IFMT(path.lstat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if kind != expected:
+            raise RunDirError(
+                f"{path} is {KINDS.get(kind, 'a special file')}, and not {KINDS[expected]}: remove it, or put the "
+                "original back; only the run directory as a whole may be a link (run.dir)"
+            )
+
+
+def check_trusted(run: RunDir) -> None:
+    """Whether the run directory and its config are this user's or root's, and writable by nobody else.
+
+    Writable by its group is allowed if the
+    group is the user's own (`accounts.is_private_group`) and there is no access list. Nothing is checked in the
+    directories of the environment variable RUNNER_TRUST.
+
+    Raises:
+        RunDirError: naming the path, its owner and mode, and the remedy; or see `check_kinds`.
+        OSError: the run directory cannot be read.
+    """
+    check_kinds(run)
+    if _is_named_trusted(run.path):
+        return
+    for path in (run.path, run.config):
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if fault := _fault(path, found):
+            owner, mode = accounts.user_name(found.st_uid), stat.filemode(found.st_mode)
+            raise RunDirError(
+                f"{path} {fault[0]} (owner {owner}, mode {mode}), and resuming it runs the classes that its config "
+                f"names: {fault[1]}, or set {VARIABLE}={run.path} if everybody who can write there may run code as you"
+            )
+
+
+def _is_named_trusted(path: Path) -> bool:
+    named = [Path(text).resolve() for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    return any(path.resolve().is_relative_to(directory) for directory in named)
+
+
+def _fault(path: Path, found: os.stat_result) -> tuple[str, str] | None:
+    """What is wrong with the owner or the mode, and its remedy."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return "belongs to another user", "read it, and copy the run to a directory of your own (cp -r)"
+    by_group = found.st_mode & stat.S_IWGRP
+    if by_group and (files.has_access_list(path) or not accounts.is_private_group(found.st_gid)):
+        return "can be written by its group", f"run `chmod g-w {path}`"
+    if found.st_mode & stat.S_IWOTH:
+        return "can be written by everybody", f"run `chmod go-w {path}`"
+    return None

@@ -1,0 +1,28 @@
+"""Users and groups of this machine."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number if it has none here (in a container, on a node without a directory service)."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def is_private_group(gid: int) -> bool:
+    """Whether this user alone is in a group: a user-private group, with which a umask of 002 gives nothing to others.
+
+    That is a group with the user's own name and no other member; without names, one with the user's own number.
+    """
+    user = user_name(os.geteuid())
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return gid == os.geteuid()
+    return group.gr_name == user and not set(group.gr_mem) - {user}

@@ -1,0 +1,55 @@
+"""A model whose process stops itself (SIGSTOP), as a machine that hangs would. Environment variables:
+
+- STOP_RANK: the rank that stops.
+- STOP_IN: `start` (while the model is built), `training` or `evaluation` (in the second forward pass there), or `save`
+  (before it writes its part of the first checkpoint).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+from runner.checkpoint import writer
+from runner.models.gpt import GPT
+
+WHERE = os.environ.get("STOP_IN", "") if os.environ.get("STOP_RANK") == os.environ.get("RANK") else ""
+
+
+def stop(where: str) -> None:
+    """Stop here if the environment says so."""
+    if where == WHERE:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StoppingGPT(GPT):
+    """GPT with places to stop at."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        stop("start")
+        self.calls = {"training": 0, "evaluation": 0}
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        where = "training" if self.training else "evaluation"
+        self.calls[where] += 1
+        if self.calls[where] == 2:
+            stop(where)
+        return super().forward(input_ids)
+
+
+def _stop_in_save() -> None:
+    write = writer.write_chunks
+
+    def stopping(*arguments: Any) -> Any:
+        stop("save")
+        return write(*arguments)
+
+    writer.write_chunks = stopping  # type: ignore[assignment]
+
+
+if WHERE == "save":
+    _stop_in_save()

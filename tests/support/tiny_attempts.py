@@ -1,0 +1,132 @@
+"""Attempts at a run that keep all its records and train nothing: real lease, attempt log, recorder and checkpoints.
+
+An attempt takes a few milliseconds, so a test can afford one for every call that it makes to the file system.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner.checkpoint import build_train_state
+from runner.config.composition import compose
+from runner.errors import TrainingError
+from runner.rundir.attempt_log import AttemptLog, insist
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.system import clock, files
+from runner.system.distributed import World
+from runner.system.signals import STOP
+from runner.training import attempt as training_attempt
+from runner.training.session import _Opening
+
+STEPS = 2
+
+
+class Clockwork:
+    """A dataloader without data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class TinySession:
+    """Stands in for `Session`: one parameter, of which every step is saved and only the newest is kept."""
+
+    def __init__(self, run: RunDir, config: Any, world: World, log: AttemptLog, lease: Lease) -> None:
+        opening = _Opening(run, config, world, log, lease, None)
+        self._model = nn.Linear(1, 1, bias=False)
+        self._scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(self._model.parameters()))
+        self._manager = opening._manager({})
+        state = self._manager.load(self._model) or {}
+        self.step = int(state.get("step", 0))
+        order = {"sizes": {"code": 1}}
+        insist(lambda: files.write_json(run.order, order, guard=run.guard), run.order)
+        self._recorder: Any = opening._recorder(self.step, True, self._manager)
+
+    def train(self, steps: int) -> bool:
+        try:
+            while self.step < steps:
+                self.step += 1
+                self._recorder.step({"step": self.step, "loss": 1.0 / self.step}, 0.1, 1)
+                if not self._save() and self.step == steps:
+                    raise TrainingError("the last save failed")  # as the trainer does
+            return True
+        finally:
+            self._manager.settle()
+            self._recorder.close()
+
+    def _save(self) -> bool:
+        if not self._recorder.before_save():
+            return False
+        with torch.no_grad():
+            self._model.weight.fill_(self.step)
+        state = build_train_state(self.step, self.step, self._scheduler, Clockwork(), {})
+        return self._manager.save(self.step, self._model, None, state, wait=True)
+
+
+class TinyJob:
+    """A job of which each attempt knows that the ones with lower restart counts are gone."""
+
+    auto_restarts = False
+    max_timeouts: int | None = None
+    early_signal: int | None = None
+
+    def __init__(self, restart_count: int) -> None:
+        self.restart_count = restart_count
+
+    def identity(self) -> dict[str, Any]:
+        return {"job_id": "7", "restart_count": self.restart_count, "host": "here", "node": "n1"}
+
+    def on_started(self) -> None: ...
+
+    def cause_of_loss(self, record: dict[str, Any]) -> str:
+        return "killed"
+
+    def yield_verdict(self, reason: str | None = None) -> bool:
+        return False
+
+    def cause(self, signum: int) -> str:
+        return "interrupted"
+
+    def requeue_if_needed(self, cause: str) -> str:
+        return cause
+
+
+@contextmanager
+def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
+    """Let `attempt` make tiny attempts for a while: without syncs, heartbeats, signals, pauses, questions to git."""
+
+    def sync(fd: int) -> None: ...
+
+    job = compose([f"train.steps={STEPS}", "checkpoint.keep_last=1", "checkpoint.mode=sync", "logger=none"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", sync)
+        patch.setattr(files, "fsync_fd", sync)
+        patch.setattr("runner.config.frozen.load", lambda path: job.config)
+        patch.setattr("runner.training.session.Session.open", TinySession)
+        patch.setattr(training_attempt, "code_changes", lambda path: [])
+        patch.setattr(STOP, "install", lambda: None)
+        patch.setattr(STOP, "wait_for_listener", lambda: None)
+        patch.setattr(Lease, "_beat", lambda lease: None)
+        patch.setattr(clock, "sleep", lambda seconds: None)
+        yield patch
+
+
+def attempt(path: Path, restart_count: int = 0) -> int:
+    """Make an attempt at the run in `path`; its exit status."""
+    return training_attempt.attempt(path, TinyJob(restart_count))
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """What is in a run directory: the content of every file by its name."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
