@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint import manifest as manifests
-from runner.checkpoint.directory import remove_tree
+from runner.checkpoint.directory import DIRECTORY_MODE, Fence, remove_tree, temporary_name
 from runner.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest
 from runner.system import files
 
-DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
 
 
@@ -116,14 +115,13 @@ class Transaction:
 
     Args:
         final: path of the checkpoint once it is committed.
-        fence: this attempt's fencing number.
-        check_fence: raises SupersededError if a newer attempt holds the lease.
+        fence: this attempt's.
     """
 
-    def __init__(self, final: Path, fence: int, check_fence: Callable[[], None]) -> None:
+    def __init__(self, final: Path, fence: Fence) -> None:
         self.final = final
-        self.path = final.with_name(f"{final.name}.tmp-{fence}-{os.getpid()}")
-        self._check_fence = check_fence
+        self.path = temporary_name(final, fence)
+        self._fence = fence
 
     def begin(self) -> None:
         """Create the directory, then check the fence once more.
@@ -131,10 +129,10 @@ class Transaction:
         In this order: a newer attempt takes its fencing number first and sweeps afterwards, so either it sees this
         directory or this process sees its number.
         """
-        self._check_fence()
+        self._fence.check()
         files.make_dir(self.path, DIRECTORY_MODE)
         try:
-            self._check_fence()
+            self._fence.check()
         except BaseException:
             self.abort()
             raise
@@ -143,11 +141,11 @@ class Transaction:
         """Write the manifest, and rename the directory if this attempt still holds the lease."""
         write_file(self.path / manifests.NAME, lambda file: file.write(manifest.encode()))
         files.fsync_dir(self.path)
-        self._check_fence()
+        self._fence.check()
         files.rename(self.path, self.final)
         files.fsync_dir(self.final.parent)
 
     def abort(self) -> None:
-        """Remove the directory; what cannot be removed is swept by the next attempt."""
+        """Remove the directory; what cannot be removed is swept after the next save or by the next attempt."""
         with contextlib.suppress(OSError):
             remove_tree(self.path)

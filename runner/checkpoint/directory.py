@@ -1,16 +1,23 @@
 """The directory of a run's checkpoints: names, listing, the newest valid one, setting aside, retention, sweeping.
 
-    step_00000100                    committed
-    step_00000100.tmp-<fence>-<pid>  being written or deleted, or left behind by a kill
-    step_00000100.corrupt            set aside; `.corrupt-2` and so on if that name is taken
+    step_00000100                    committed; the step in its manifest must be the one in its name
+    step_00000100.tmp-<fence>-...    being written, deleted or set aside, or left behind by a kill
+    step_00000100.corrupt            set aside: damaged; `.corrupt-2` and so on if that name is taken
+    step_00000100.misnamed           set aside: it contains another step, and its name was needed
 
-Everything else in the directory is ignored. Imports no torch.
+Everything else in the directory belongs to somebody else and is left alone. Imports no torch.
+
+A process that was superseded changes nothing here, whenever it wakes: whatever is written, deleted or set aside passes
+through a temporary directory whose name carries the fence. It is created, then the fence is checked, then something is
+renamed out of it or into it. A newer holder takes its number first and then renames the temporary directories of
+older fences away, so that the older process either fails the check or finds its directory gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -21,14 +28,31 @@ from pathlib import Path
 
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.manifest import CorruptionError, Manifest
+from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
 
 _log = logging.getLogger(__name__)
 
+DIRECTORY_MODE = 0o755
+
 _COMMITTED = re.compile(r"step_(\d+)")
-_TEMPORARY = re.compile(r"step_\d+\.tmp-.*")
-_CORRUPT = re.compile(r"step_\d+\.corrupt(-\d+)?")
+_TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-.*")
+_SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
+_COUNT = itertools.count()
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The fencing number of an attempt.
+
+    Attributes:
+        number: 0 where nobody else can work on the checkpoints.
+        check: raises SupersededError if a newer attempt holds the lease.
+    """
+
+    number: int = 0
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -46,19 +70,43 @@ class Info:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A directory with a checkpoint's name.
+    """A checkpoint that was committed under its name, judged by its manifest.
 
     Attributes:
         path: the directory.
         step: the step in its name; the same as in its manifest, if there is one.
-        manifest: None if it is corrupt.
+        manifest: None if it is corrupt or cannot be judged.
         corruption: what is wrong with the manifest.
+        error: why it cannot be judged: not readable, or of an unknown format version.
     """
 
     path: Path
     step: int
     manifest: Manifest | None
     corruption: str | None = None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """What has a checkpoint's name and is none: never loaded, counted or deleted.
+
+    Attributes:
+        path: the entry.
+        reason: what it is instead.
+        step: if it is a checkpoint that was copied or renamed: the step that it contains. Else None: not ours.
+    """
+
+    path: Path
+    reason: str
+    step: int | None = None
+
+    @property
+    def is_empty_directory(self) -> bool:
+        """Whether it holds nothing, so that a checkpoint can take its place."""
+        with contextlib.suppress(OSError):
+            return not self.path.is_symlink() and not files.list_dir(self.path)
+        return False
 
 
 def step_name(step: int) -> str:
@@ -66,57 +114,90 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def candidates(directory: Path) -> list[Candidate]:
-    """Every directory with a checkpoint's name, highest step first. Reads only the manifests.
+def scan(directory: Path) -> list[Candidate | Stranger]:
+    """Whatever has a checkpoint's name, highest number first. Reads only the manifests.
 
     Raises:
-        CheckpointError: the directory or a manifest is not readable, or a format version is unknown.
+        CheckpointError: the directory is not readable.
     """
-    found = [
-        read_candidate(directory / name)
-        for name in _names(directory)
-        if _COMMITTED.fullmatch(name) and _is_dir(directory / name)
-    ]
-    return sorted(found, key=lambda candidate: (candidate.step, candidate.path.name), reverse=True)
+    found = [judge(directory / name) for name in _names(directory) if _COMMITTED.fullmatch(name)]
+    return sorted(
+        (entry for entry in found if entry is not None),
+        key=lambda entry: (int(entry.path.name.removeprefix("step_")), entry.path.name),
+        reverse=True,
+    )
 
 
-def read_candidate(path: Path) -> Candidate:
-    """The checkpoint directory at `path`, whose name must be `step_N`. Reads only the manifest.
-
-    A manifest of another step than the name is corruption: a copy of an old checkpoint must not pass as a newer one.
+def candidates(directory: Path) -> list[Candidate]:
+    """The committed checkpoints, highest step first. Reads only the manifests.
 
     Raises:
-        CheckpointError: the manifest is not readable, or its format version is unknown.
+        CheckpointError: the directory is not readable.
+    """
+    return [entry for entry in scan(directory) if isinstance(entry, Candidate)]
+
+
+def strangers(directory: Path) -> list[Stranger]:
+    """What has a checkpoint's name and is none.
+
+    Raises:
+        CheckpointError: the directory is not readable.
+    """
+    return [entry for entry in scan(directory) if isinstance(entry, Stranger)]
+
+
+def judge(path: Path) -> Candidate | Stranger | None:
+    """What is at `path`, whose name is `step_` and a number; None if nothing is. Reads only the manifest.
+
+    The step in the manifest decides: a copy of an old checkpoint must not pass as a newer one.
     """
     step = int(path.name.removeprefix("step_"))
+    canonical = path.name == step_name(step)
     try:
+        mode = patiently(path, path.lstat).st_mode
+        if not stat.S_ISDIR(mode):
+            return Stranger(path, f"it is a {'link' if stat.S_ISLNK(mode) else 'file'}, not a directory")
         manifest = manifests.read(path)
-    except CorruptionError as error:
-        return Candidate(path, step, None, str(error))
-    if path.name != step_name(manifest.step):
-        return Candidate(path, step, None, f"it contains step {manifest.step}, which {path.name} does not match")
-    return Candidate(path, step, manifest)
+    except CorruptionError as corruption:
+        return _judge_damaged(path, step if canonical else None, str(corruption))
+    except CheckpointError as error:
+        return Candidate(path, step, None, error=error)
+    except OSError:  # deleted meanwhile
+        return None
+    if path.name == step_name(manifest.step):
+        return Candidate(path, step, manifest)
+    wrong = f"it contains step {manifest.step}, so its name would have to be {step_name(manifest.step)}"
+    return Stranger(path, wrong, manifest.step)
+
+
+def _judge_damaged(path: Path, step: int | None, corruption: str) -> Candidate | Stranger | None:
+    try:
+        if step is not None and manifests.is_ours(path):
+            return Candidate(path, step, None, corruption)
+    except CheckpointError as error:
+        return Candidate(path, step or 0, None, error=error)
+    except OSError:  # deleted meanwhile
+        return None
+    return Stranger(path, "it has no manifest of this runner")
 
 
 def _names(directory: Path) -> list[str]:
     try:
-        return files.list_dir(directory)
+        return patiently(directory, lambda: files.list_dir(directory))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(
-            f"{directory} cannot be read ({error.strerror}); restore the permission and rerun"
-        ) from error
-
-
-def _is_dir(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISDIR(path.lstat().st_mode)
-    return False
+        raise CheckpointError(f"{directory} cannot be read ({error.strerror}); restore it and rerun") from error
 
 
 def corruption_of(candidate: Candidate) -> str | None:
-    """What is wrong with a checkpoint, or None; reads every byte."""
+    """What is wrong with a checkpoint, or None; reads every byte.
+
+    Raises:
+        CheckpointError: it cannot be judged.
+    """
+    if candidate.error is not None:
+        raise candidate.error
     if candidate.manifest is None:
         return candidate.corruption
     try:
@@ -127,12 +208,19 @@ def corruption_of(candidate: Candidate) -> str | None:
 
 
 def size_error(candidate: Candidate) -> str | None:
-    """What is wrong with a checkpoint judging by names and sizes, or None; reads no file."""
+    """What is wrong with a checkpoint judging by names and sizes, or None; reads no file.
+
+    Raises:
+        CheckpointError: it cannot be judged.
+    """
+    if candidate.error is not None:
+        raise candidate.error
     if candidate.manifest is None:
         return candidate.corruption
     for name, expected in sorted(candidate.manifest.files.items()):
+        path = candidate.path / name
         try:
-            found = (candidate.path / name).lstat().st_size
+            found = patiently(path, path.lstat).st_size
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != expected.size:
@@ -151,7 +239,7 @@ def newest(directory: Path, on_corruption: Callable[[Candidate, str], None] | No
         None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints and none is valid.
+        CheckpointError: there are checkpoints and none is valid, or one of a higher step cannot be judged.
     """
     corruptions = []
     for candidate in candidates(directory):
@@ -173,35 +261,23 @@ def check_never_saved(directory: Path, corruptions: list[str]) -> None:
         corruptions: what is wrong with each checkpoint that was found.
 
     Raises:
-        CheckpointError: there are checkpoints, or there were and all were set aside.
+        CheckpointError: there are checkpoints, or there were and all were set aside or renamed.
     """
-    corruptions = corruptions or [f"{path.name}: set aside earlier" for path in set_aside_earlier(directory)]
-    if corruptions:
+    renamed = [f"{each.path.name}: {each.reason}" for each in strangers(directory) if each.step is not None]
+    unusable = [*corruptions, *renamed]
+    unusable = unusable or [f"{path.name}: set aside earlier" for path in set_aside_earlier(directory)]
+    if unusable:
         raise CheckpointError(
-            f"no checkpoint in {directory} is valid ({'; '.join(corruptions)}); restore one from a backup, "
+            f"no checkpoint in {directory} is valid ({'; '.join(unusable)}); restore one from a backup, "
             "or remove the directory to start again from step 0"
         )
 
 
-def set_aside(path: Path, corruption: str, check_fence: Callable[[], None]) -> None:
-    """Rename a corrupt checkpoint to a free name that marks it as such, and log a warning, also if that fails.
-
-    Args:
-        path: the checkpoint.
-        corruption: what is wrong with it.
-        check_fence: called before the rename; raises SupersededError if a newer attempt holds the lease.
-    """
-    number, target = 1, path.with_name(f"{path.name}.corrupt")
-    while os.path.lexists(target):
-        number += 1
-        target = path.with_name(f"{path.name}.corrupt-{number}")
-    check_fence()
-    try:
-        files.rename(path, target)
-        files.fsync_dir(path.parent)
-        _log.warning(f"checkpoint {path.name} is corrupt ({corruption}) and was set aside as {target.name}")
-    except OSError as error:
-        _log.warning(f"checkpoint {path.name} is corrupt ({corruption}) and cannot be set aside ({error.strerror})")
+def warn_of_strangers(directory: Path) -> None:
+    """Log what has a checkpoint's name and is none, in one warning."""
+    found = ", ".join(f"{each.path.name} ({each.reason})" for each in strangers(directory))
+    if found:
+        _log.warning(f"not used, since no checkpoint was committed under that name in {directory}: {found}")
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -210,15 +286,92 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def set_aside_earlier(directory: Path) -> list[Path]:
-    """Corrupt checkpoints that were set aside."""
-    return sorted(directory / name for name in _names(directory) if _CORRUPT.fullmatch(name))
+    """Corrupt and misnamed checkpoints that were set aside."""
+    return sorted(directory / name for name in _names(directory) if _SET_ASIDE.fullmatch(name))
 
 
-def sweep(directory: Path) -> None:
-    """Remove leftovers. Only for the holder of the run's lease, while it has no save in flight."""
-    for path in leftovers(directory):
+def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
+    """A name beside `path` for a temporary directory of the attempt `fence`: of a save, or of another `use`."""
+    return path.with_name(f"{path.name}.tmp-{fence.number}-{os.getpid()}{use}")
+
+
+def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
+    """Rename a checkpoint that is in the way to a free name, and log a warning, also if that fails.
+
+    Args:
+        path: the checkpoint.
+        mark: `corrupt` or `misnamed`, which ends the new name.
+        why: what is wrong with it.
+        fence: this attempt's.
+
+    Raises:
+        SupersededError: a newer attempt holds the lease; nothing was changed.
+    """
+    number, target = 1, path.with_name(f"{path.name}.{mark}")
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}.{mark}-{number}")
+    try:
+        container = _take(path, target.name, fence)
+        files.rename(container / target.name, target)
+        files.fsync_dir(path.parent)
+        remove_tree(container)
+        _log.warning(f"checkpoint {path.name} is {mark} ({why}) and was set aside as {target.name}")
+    except OSError as error:
+        _log.warning(f"checkpoint {path.name} is {mark} ({why}) and cannot be set aside ({error.strerror})")
+
+
+def delete(path: Path, fence: Fence) -> None:
+    """Delete a checkpoint so that part of it is never visible under its name.
+
+    Raises:
+        SupersededError: a newer attempt holds the lease; nothing was changed.
+        OSError: the file system refused.
+    """
+    container = _take(path, path.name, fence)
+    files.fsync_dir(path.parent)
+    remove_tree(container)
+
+
+def _take(path: Path, name: str, fence: Fence) -> Path:
+    """Move a checkpoint, as `name`, into a temporary directory of this attempt, which is returned."""
+    container = temporary_name(path, fence, "-taken")
+    fence.check()
+    files.make_dir(container, DIRECTORY_MODE)
+    try:
+        fence.check()
+        files.rename(path, container / name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_tree(container)
+        raise
+    return container
+
+
+def sweep(directory: Path, fence: Fence) -> None:
+    """Remove what killed saves and deletions left behind. Only while this attempt has no save in flight.
+
+    Listed first and checked afterwards, so that nothing of a newer attempt is among them, however long this process is
+    stopped. Each is renamed first: after that, an older process cannot rename anything out of it or into it. A
+    checkpoint that was being set aside gets the name that it was to have.
+
+    Raises:
+        SupersededError: a newer attempt holds the lease.
+        CheckpointError: the directory is not readable.
+    """
+    found = leftovers(directory)
+    fence.check()
+    for path in found:
+        step = path.with_name(path.name.partition(".")[0])
+        mine = temporary_name(step, fence, f"-swept{next(_COUNT)}")
         try:
-            remove_tree(path)
+            files.rename(path, mine)
+            for name in files.list_dir(mine):
+                if _SET_ASIDE.fullmatch(name) and not os.path.lexists(directory / name):
+                    files.rename(mine / name, directory / name)
+            remove_tree(mine)
+        except FileNotFoundError:  # removed meanwhile
+            continue
         except OSError as error:
             _log.warning(f"{path}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
 
@@ -227,22 +380,6 @@ def remove_tree(path: Path) -> None:
     """Remove a directory, which may be gone already."""
     with contextlib.suppress(FileNotFoundError):
         files.remove_tree(path)
-
-
-def delete(path: Path, tag: str) -> None:
-    """Delete a checkpoint so that part of it is never visible under its name: rename it, then remove it.
-
-    Args:
-        path: the checkpoint.
-        tag: makes the temporary name unique among processes.
-
-    Raises:
-        OSError: the file system refused.
-    """
-    temporary = path.with_name(f"{path.name}.tmp-deleted-{tag}")
-    files.rename(path, temporary)
-    files.fsync_dir(path.parent)
-    remove_tree(temporary)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
 from runner.checkpoint.background import Background
 from runner.checkpoint.checks import check_fit
-from runner.checkpoint.directory import Info, Retention
+from runner.checkpoint.directory import Fence, Info, Retention
+from runner.checkpoint.reading import in_one_line
 from runner.checkpoint.restore import load_tensors
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.checkpoint.selection import open_checkpoint, select
-from runner.checkpoint.state import StateDict
+from runner.checkpoint.state import StateDict, TrainState
 from runner.errors import SupersededError, UserError
 from runner.system import clock
 from runner.system.distributed import World, current_ranks
@@ -79,10 +80,10 @@ class TrainStateManager:
         self.last_error: str | None = None
         self._asynchronous = mode == "async"
         self._fingerprint = dict(fingerprint or {})
-        self._check_fence = check_fence or (lambda: None)
+        self._fence = Fence(fence, check_fence or (lambda: None))
         self._world = World(*current_ranks()).with_own_group(PEER_TIMEOUT_S)
         retention = Retention(keep_last, keep_every_steps, keep_best)
-        self._saver = Saver(self.directory, self._world, self._fingerprint, retention, self._check_fence, fence)
+        self._saver = Saver(self.directory, self._world, self._fingerprint, retention, self._fence)
         self._background = Background()
         self._superseded: SupersededError | None = None
         self._committed: set[int] = set()
@@ -173,22 +174,30 @@ class TrainStateManager:
             Its train state, for `restore_train_state`; None if there is no checkpoint at all.
 
         Raises:
-            CheckpointError: there are checkpoints and none is valid; or the newest does not fit this run, is of an
-                unknown format version, or contains something that might run code. Model and optimizer are unchanged.
+            CheckpointError: there are checkpoints and none is valid; or the newest is not readable, does not fit this
+                run, is of an unknown format version, or contains something that might run code.
             SupersededError: a newer attempt holds the lease.
         """
         self.wait()
+        with in_one_line(self.directory):
+            found = self._restore(model, optimizer)
+        if found is None:
+            return None
+        info, state = found
+        self._committed.add(info.step)
+        return replace(state, optimizer=None, model_extra=None, version=None).to_dict()
+
+    def _restore(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[Info, TrainState] | None:
         world = self._world
-        world.run_on_main(self._saver.sweep_once)
-        info = select(self.directory, world, self._check_fence)
+        world.run_on_main(self._saver.sweep)
+        info = select(self.directory, world, self._fence)
         if info is None:
             return None
         state, reader = world.run_on_all(lambda: open_checkpoint(info, self._fingerprint))
         with reader:
             world.run_on_all(lambda: check_fit(reader, state, model, optimizer, f"checkpoint {info.path}"))
             world.run_on_all(lambda: load_tensors(reader, state, model, optimizer))
-        self._committed.add(info.step)
-        return replace(state, optimizer=None, model_extra=None, version=None).to_dict()
+        return info, state
 
     def _write(self, pending: PendingSave, begun: float) -> None:
         """Commit a save and delete old ones; errors are recorded and logged, never raised."""

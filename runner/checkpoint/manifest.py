@@ -6,17 +6,18 @@ of itself, so that any changed byte is detected. Imports no torch.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
 
 NAME = "manifest.json"
+TRAIN_STATE = "train_state.pt"
 VERSION = 1
 """Format version of checkpoints; this code reads no other."""
 
@@ -97,7 +98,7 @@ def decode(raw: bytes) -> Manifest:
     """
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{NAME} is not JSON ({error})") from error
     if not isinstance(body, dict) or "sha256" not in body:
         raise CorruptionError(f"{NAME} contains no checksum of itself")
@@ -114,33 +115,59 @@ def decode(raw: bytes) -> Manifest:
 def _from_body(body: dict[str, Any]) -> Manifest:
     records = {name: FileRecord(int(entry["size"]), str(entry["sha256"])) for name, entry in body["files"].items()}
     for name in records:
-        if name in ("", ".", "..", NAME) or set(name) & set("/\\\0"):
+        if name in ("", ".", "..", NAME) or set(name) & set("/\\\0") or not name.isprintable():
             raise CorruptionError(f"{NAME} names the file {name!r}, which is outside the checkpoint")
     manifest = Manifest(**{**body, "files": records})
     if not isinstance(manifest.step, int) or manifest.step < 0:
         raise CorruptionError(f"{NAME} has step {manifest.step!r}, which must be an integer of at least 0")
+    if not all(isinstance(value, (int, float)) for value in (manifest.created, manifest.metric or 0, manifest.fence)):
+        raise CorruptionError(f"{NAME} has a time, a metric or a fencing number that is not a number")
     return manifest
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory; see `decode`.
+    """The manifest of a checkpoint directory; see `decode`. What looks damaged is read twice.
 
     Raises:
         CorruptionError: it is missing or not as it was written.
-        CheckpointError: it is not readable (permissions), or of an unknown format version.
+        CheckpointError: it is not readable, or of an unknown format version.
     """
     try:
-        raw = files.read_regular(directory / NAME)
+        return _read(directory)
+    except CorruptionError:
+        return _read(directory)
+
+
+def _read(directory: Path) -> Manifest:
+    path = directory / NAME
+    try:
+        raw = patiently(path, lambda: files.read_regular(path))
     except OSError as error:
-        raise _classified(directory / NAME, error) from error
+        raise _missing(path, error) from error
     try:
         return decode(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
 
 
+def is_ours(directory: Path) -> bool:
+    """Whether a directory without an intact manifest was a checkpoint of this runner, and so is a damaged one.
+
+    Raises:
+        CheckpointError: it is not readable.
+    """
+    if TRAIN_STATE in patiently(directory, lambda: files.list_dir(directory)):
+        return True
+    try:
+        raw = patiently(directory / NAME, lambda: files.read_regular(directory / NAME))
+    except OSError:
+        return False
+    names = [f'"{each.name}"'.encode() for each in fields(Manifest)]
+    return sum(name in raw for name in names) > len(names) // 2
+
+
 def verify(directory: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """Read the files and compare their sizes and checksums with the manifest.
+    """Read the files and compare their sizes and checksums with the manifest. What differs is read twice.
 
     Args:
         directory: the checkpoint.
@@ -150,26 +177,28 @@ def verify(directory: Path, manifest: Manifest, part: int = 0, parts: int = 1) -
 
     Raises:
         CorruptionError: a file is missing, of another size, or changed.
-        CheckpointError: a file is not readable (permissions), which is not corruption.
+        CheckpointError: a file is not readable, which is not corruption.
     """
     for name in sorted(manifest.files)[part::parts]:
-        expected = manifest.files[name]
         try:
-            found = record_of(directory / name)
-        except OSError as error:
-            raise _classified(directory / name, error) from error
-        if found.size != expected.size:
-            raise CorruptionError(f"{name} has {found.size} bytes, but {expected.size} were written")
-        if found.sha256 != expected.sha256:
-            raise CorruptionError(f"{name} was changed after it was written (its checksum differs)")
+            _verify_file(directory / name, manifest.files[name])
+        except CorruptionError:
+            _verify_file(directory / name, manifest.files[name])
 
 
-def _classified(path: Path, error: OSError) -> Exception:
-    """Corruption, or an error to stop at: what the user can fix must not be set aside as corrupt."""
-    permanent = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
-    if error.errno in permanent:
-        return CorruptionError(f"{path.name} cannot be read ({error.strerror})")
-    return CheckpointError(f"{path} cannot be read ({error.strerror}); restore the permission and rerun")
+def _verify_file(path: Path, expected: FileRecord) -> None:
+    try:
+        found = patiently(path, lambda: record_of(path))
+    except OSError as error:
+        raise _missing(path, error) from error
+    if found.size != expected.size:
+        raise CorruptionError(f"{path.name} has {found.size} bytes, but {expected.size} were written")
+    if found.sha256 != expected.sha256:
+        raise CorruptionError(f"{path.name} was changed after it was written (its checksum differs)")
+
+
+def _missing(path: Path, error: OSError) -> CorruptionError:
+    return CorruptionError(f"{path.name} cannot be read ({error.strerror})")
 
 
 def record_of(path: Path) -> FileRecord:

@@ -15,18 +15,19 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest import TRAIN_STATE, Manifest
+from runner.checkpoint.reading import patiently, unreadable
 from runner.errors import CheckpointError
 from runner.system import files
 
 METADATA = ".metadata"
-TRAIN_STATE = "train_state.pt"
 
 
 class _Record:
@@ -120,11 +121,12 @@ class CheckpointReader:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
-        self._files = manifest.files
-        self._open: dict[str, BinaryIO] = {}
+        self._open: dict[str, _Source] = {}
+        if METADATA not in manifest.files:
+            raise CheckpointError(f"{directory / METADATA} is refused: it is not in the manifest")
+        raw = read_whole(directory / METADATA)
         try:
-            with self._opened(METADATA) as file:
-                self.entries = _entries(_Unpickler(file).load(), manifest)
+            self.entries = _entries(_Unpickler(io.BytesIO(raw)).load(), manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{directory / METADATA} is refused: {error}") from error
         except Exception as error:  # a crafted pickle can raise anything
@@ -169,11 +171,13 @@ class CheckpointReader:
 
     def _read_chunk(self, name: str, chunk: Chunk) -> torch.Tensor:
         if chunk.file not in self._open:
-            self._open[chunk.file] = self._opened(chunk.file)
+            self._open[chunk.file] = _Source(self.directory / chunk.file)
         view = _View(self._open[chunk.file], chunk.start, chunk.length)
         try:
             tensor = torch.load(io.BufferedReader(view), map_location="cpu", weights_only=True)
         except Exception as error:
+            if view.error is not None:
+                raise view.error from None
             raise CheckpointError(
                 f"{self.directory / chunk.file} is refused: {name!r} is not a plain tensor ({_first_line(error)})"
             ) from error
@@ -181,22 +185,34 @@ class CheckpointReader:
             raise CheckpointError(f"{self.directory / chunk.file}: {name!r} is not the tensor that .metadata describes")
         return tensor
 
-    def _opened(self, name: str) -> BinaryIO:
-        if name not in self._files:
-            raise CheckpointError(f"{name!r} is not in the manifest")
-        return files.open_regular(self.directory / name)
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file of a checkpoint that has been verified.
+
+    Raises:
+        CheckpointError: it is not readable.
+    """
+
+    def read() -> bytes:
+        with files.open_regular(path) as file:
+            return file.read()
+
+    try:
+        return patiently(path, read)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def load_train_state(directory: Path) -> dict[str, Any]:
     """The content of train_state.pt: plain values and tensors.
 
     Raises:
-        CheckpointError: it contains anything else.
+        CheckpointError: it contains anything else, or is not readable.
     """
     path = directory / TRAIN_STATE
+    raw = read_whole(path)
     try:
-        with files.open_regular(path) as file:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{path} is refused: it contains something other than numbers, strings and tensors ({_first_line(error)}); "
@@ -254,15 +270,53 @@ def _overlap(
     return tuple(into), tuple(source)
 
 
+class _Source:
+    """A file of a checkpoint that is opened when it is first read, and anew after an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        """Fill `view` with what begins at `start`; returns the number of bytes.
+
+        Raises:
+            CheckpointError: it is not readable.
+        """
+        try:
+            return patiently(self._path, lambda: self._read_into(start, view))
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+
+    def _read_into(self, start: int, view: memoryview) -> int:
+        try:
+            if self._file is None:
+                self._file = files.open_regular(self._path)
+            self._file.seek(start)
+            count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+            return count
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
 class _View(io.RawIOBase):
     """A range of a file, as a file of its own."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, source: _Source, start: int, length: int) -> None:
         super().__init__()
-        self._file = file
+        self._source = source
         self._start = start
         self._length = length
         self._position = 0
+        self.error: CheckpointError | None = None
+        """Why the file could not be read: torch.load replaces it by an error of its own."""
 
     def readable(self) -> bool:
         return True
@@ -281,8 +335,11 @@ class _View(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         view = view[: max(self._length - self._position, 0)]
-        self._file.seek(self._start + self._position)
-        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        try:
+            count = self._source.read_into(self._start + self._position, view)
+        except CheckpointError as error:
+            self.error = error
+            raise
         self._position += count
         return count
 

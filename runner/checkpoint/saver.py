@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
-from runner.checkpoint.commit import DIRECTORY_MODE, Transaction, write_file
-from runner.checkpoint.directory import Retention
-from runner.checkpoint.manifest import VERSION, Manifest
-from runner.checkpoint.reader import METADATA, TRAIN_STATE
+from runner.checkpoint.commit import Transaction, write_file
+from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
+from runner.checkpoint.manifest import TRAIN_STATE, VERSION, Manifest
+from runner.checkpoint.reader import METADATA
 from runner.checkpoint.staging import HostBuffers, Tensors, collect, snapshot
 from runner.checkpoint.state import TrainState
 from runner.errors import CheckpointError
@@ -55,8 +55,7 @@ class Saver:
         world: ranks with a group of their own, since `commit` may run in a background thread.
         fingerprint: what a run must agree in to load the checkpoints.
         retention: which checkpoints to keep.
-        check_fence: raises SupersededError if a newer attempt holds the lease.
-        fence: this attempt's fencing number.
+        fence: this attempt's.
     """
 
     def __init__(
@@ -65,33 +64,32 @@ class Saver:
         world: World,
         fingerprint: Mapping[str, Any],
         retention: Retention,
-        check_fence: Callable[[], None],
-        fence: int,
+        fence: Fence,
     ) -> None:
         self._directory = directory
         self._world = world
         self._fingerprint = dict(fingerprint)
         self._retention = retention
-        self._check_fence = check_fence
         self._fence = fence
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
-        self._swept = False
+        self._warned = False
+        self._prepared = False
 
-    def sweep_once(self) -> None:
-        """On rank 0, before the first save or load: remove what earlier attempts left behind.
+    def sweep(self) -> None:
+        """On rank 0, before a save or load: remove what killed or failed saves left behind.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
+            CheckpointError: the directory is not readable.
         """
-        if self._swept:
+        checkpoint_dir.sweep(self._directory, self._fence)
+        if self._warned:
             return
-        self._check_fence()
-        checkpoint_dir.sweep(self._directory)
+        self._warned = True
         warning = checkpoint_dir.loose_modes(self._directory)
         if warning is not None:
             _log.warning(warning)
-        self._swept = True
 
     def stage(
         self,
@@ -142,9 +140,7 @@ class Saver:
             Exception: the error of the lowest failing rank; nothing was committed.
         """
         world = self._world
-        transaction = Transaction(
-            self._directory / checkpoint_dir.step_name(pending.step), self._fence, self._check_fence
-        )
+        transaction = Transaction(self._directory / checkpoint_dir.step_name(pending.step), self._fence)
         directory = world.run_on_main(lambda: self._begin(transaction))
         if directory is None:
             return None
@@ -154,24 +150,51 @@ class Saver:
             )
             state = self._of_all_ranks(pending.state)
             return world.run_on_main(lambda: self._finish(transaction, pending, state, written))
-        except BaseException:
+        except BaseException as error:
             if world.is_main:
                 transaction.abort()
+            if isinstance(error, OSError):  # on every rank; a newer attempt has removed the directory, perhaps
+                world.run_on_main(self._fence.check)
             raise
 
     def _begin(self, transaction: Transaction) -> Path | None:
         """Create the temporary directory; None if a valid checkpoint of this step exists."""
+        self._prepare()
+        self.sweep()
+        if self._make_room(transaction.final):
+            return None
+        transaction.begin()
+        return transaction.path
+
+    def _prepare(self) -> None:
+        """Create the directory of checkpoints, so that it survives a power loss, whoever created it."""
+        if self._prepared and self._directory.is_dir():
+            return
         files.make_dirs(self._directory.parent)
         with suppress(FileExistsError):
             files.make_dir(self._directory, DIRECTORY_MODE)
-        self.sweep_once()
-        if transaction.final.is_dir():
-            corruption = checkpoint_dir.corruption_of(checkpoint_dir.read_candidate(transaction.final))
+        files.fsync_dir(self._directory.parent)
+        self._prepared = True
+
+    def _make_room(self, final: Path) -> bool:
+        """Set aside what is in the way; True if it is a valid checkpoint of this step, which is kept.
+
+        Raises:
+            CheckpointError: it is not of this runner and so is not touched, or it cannot be judged.
+        """
+        found = checkpoint_dir.judge(final)
+        if isinstance(found, Candidate):
+            corruption = checkpoint_dir.corruption_of(found)
             if corruption is None:
-                return None
-            checkpoint_dir.set_aside(transaction.final, corruption, self._check_fence)
-        transaction.begin()
-        return transaction.path
+                return True
+            checkpoint_dir.set_aside(final, "corrupt", corruption, self._fence)
+        elif isinstance(found, Stranger) and found.step is not None:
+            checkpoint_dir.set_aside(final, "misnamed", found.reason, self._fence)
+        elif isinstance(found, Stranger) and not found.is_empty_directory:
+            raise CheckpointError(
+                f"{final} is in the way: {found.reason}, so it is not touched; move it to another name"
+            )
+        return False
 
     def _of_all_ranks(self, state: TrainState) -> TrainState:
         """Rank 0's train state, with what differs between ranks from all of them."""
@@ -200,7 +223,7 @@ class Saver:
         manifest = Manifest(
             step=pending.step,
             files=records,
-            fence=self._fence,
+            fence=self._fence.number,
             fingerprint=self._fingerprint,
             metric=None if pending.metric is None else float(pending.metric),
             world_size=self._world.size,
@@ -216,6 +239,8 @@ class Saver:
             SupersededError: a newer attempt holds the lease.
             OSError, CheckpointError: the file system refused.
         """
-        for candidate in self._retention.to_delete(checkpoint_dir.candidates(self._directory)):
-            self._check_fence()
-            checkpoint_dir.delete(candidate.path, str(self._fence))
+        try:
+            for candidate in self._retention.to_delete(checkpoint_dir.candidates(self._directory)):
+                checkpoint_dir.delete(candidate.path, self._fence)
+        finally:
+            checkpoint_dir.sweep(self._directory, self._fence)

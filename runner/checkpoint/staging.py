@@ -114,7 +114,8 @@ def _collect_optimizer(collected: Collected, optimizer: Optimizer, names: Mappin
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     collected.nested["optimizer"] = {"state": state}
-    collected.optimizer = OptimizerState(type(optimizer).__name__, groups, values, on_cpu)
+    # Sorted: a resume on several ranks fills the state in another order.
+    collected.optimizer = OptimizerState(type(optimizer).__name__, groups, values, sorted(on_cpu))
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

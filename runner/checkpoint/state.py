@@ -306,12 +306,19 @@ def restore_train_state(
 
 
 def _dataloader_state(dataloader: Any, by_rank: list[StateDict], rank: int, world_size: int) -> StateDict:
-    """The part of `rank` in what all ranks saved; a loader that can splits it anew for another world size."""
+    """The part of `rank` in what all ranks saved; a loader that can splits it anew for another world size.
+
+    Raises:
+        CheckpointError: another world size, and a loader that cannot.
+        UserError: the loader's own, if the ranks were saved at different places.
+    """
+    can_split = hasattr(dataloader, "aggregate_state_dict") and hasattr(dataloader, "deaggregate_state_dict")
+    aggregated = dataloader.aggregate_state_dict(by_rank) if can_split and max(len(by_rank), world_size) > 1 else None
+    if aggregated is not None:  # also for the same ranks: their workers may be others
+        split: StateDict = dataloader.deaggregate_state_dict(aggregated, rank, world_size)
+        return split
     if world_size == len(by_rank):
         return by_rank[rank]
-    if hasattr(dataloader, "deaggregate_state_dict"):
-        split: StateDict = dataloader.deaggregate_state_dict(dataloader.aggregate_state_dict(by_rank), rank, world_size)
-        return split
     raise CheckpointError(
         f"the checkpoint holds the data position of {len(by_rank)} ranks, this run has {world_size}, and "
         f"{type(dataloader).__name__} cannot split it anew (it has no deaggregate_state_dict): "

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.directory import Candidate, Retention
+from runner.checkpoint.directory import Candidate, Fence, Retention, Stranger
 from runner.cli.console import PROGRAM, Parser, console, size, table
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import check_kinds
 
 DIFFERENT = 1
 
@@ -93,8 +94,9 @@ def checkpoints_of(path: Path) -> Path:
     """The directory of checkpoints that `path` means.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the run directory holds links or the like.
     """
+    check_kinds(RunDir(path))
     inside = RunDir(path).checkpoints
     if inside.is_dir():
         return inside
@@ -108,8 +110,10 @@ def checkpoints_of(path: Path) -> Path:
 
 def show(directory: Path, verify: bool, as_json: bool) -> int:
     """List all checkpoints; with `verify`, after reading every byte."""
-    rows = [_row(candidate, verify) for candidate in reversed(checkpoint_dir.candidates(directory))]
+    found = list(reversed(checkpoint_dir.scan(directory)))
+    rows = [_row(entry, verify) for entry in found if isinstance(entry, Candidate)]
     others = {
+        "not_used": [f"{entry.path.name} ({entry.reason})" for entry in found if isinstance(entry, Stranger)],
         "set_aside": [path.name for path in checkpoint_dir.set_aside_earlier(directory)],
         "temporary": [path.name for path in checkpoint_dir.leftovers(directory)],
     }
@@ -118,17 +122,22 @@ def show(directory: Path, verify: bool, as_json: bool) -> int:
         print(json.dumps({"directory": str(directory), "checkpoints": rows, **others, "warning": warning}, indent=2))
     else:
         _print_list(directory, rows, others, warning, verify)
-    return int(ExitStatus.FAILED) if any(row["corruption"] for row in rows) else 0
+    return int(ExitStatus.FAILED) if any(row["corruption"] or row["error"] for row in rows) else 0
 
 
 def _row(candidate: Candidate, verify: bool) -> dict[str, Any]:
-    corruption = checkpoint_dir.corruption_of(candidate) if verify else checkpoint_dir.size_error(candidate)
+    corruption = error = None
+    try:
+        corruption = checkpoint_dir.corruption_of(candidate) if verify else checkpoint_dir.size_error(candidate)
+    except CheckpointError as unreadable:
+        error = str(unreadable)
     manifest = candidate.manifest
     row = {
         "name": candidate.path.name,
         "step": candidate.step,
         "corruption": corruption,
-        "verified": verify and corruption is None,
+        "error": error,
+        "verified": verify and corruption is None and error is None,
     }
     if manifest is None:
         return row
@@ -158,6 +167,8 @@ def _print_list(
         metric = "" if row.get("metric") is None else f"{row['metric']:.4f}"
         if row["corruption"]:
             state = Text(f"corrupt: {row['corruption']}", style="red")
+        elif row["error"]:
+            state = Text(f"cannot be judged: {row['error']}", style="red")
         else:
             state = Text("verified", style="green") if verify else Text("committed")
         step = Text(str(row["step"]), style="cyan")
@@ -182,15 +193,19 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
     """
     if keep_last < 1:
         raise UserError(f"--keep-last {keep_last}: must be 1 or more; the newest valid one is never deleted")
-    with Lease.acquire(RunDir(directory.parent).lease, {"job_id": None}, report=_warn):
+    with Lease.acquire(RunDir(directory.parent).lease, {"job_id": None}, report=_warn) as lease:
+        fence = Fence(lease.fence, lease.check_fence)
         kept = checkpoint_dir.newest(directory)
         found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]
+        left = checkpoint_dir.leftovers(directory)
         to_delete = [c.path for c in Retention(keep_last).to_delete(c for c, corruption in found if not corruption)]
         to_delete += [c.path for c, corruption in found if corruption]
-        to_delete += checkpoint_dir.set_aside_earlier(directory) + checkpoint_dir.leftovers(directory)
+        to_delete += [path for path in checkpoint_dir.set_aside_earlier(directory) if ".corrupt" in path.name]
         if not dry_run:
             for path in to_delete:
-                checkpoint_dir.delete(path, "pruned")
+                checkpoint_dir.delete(path, fence)
+            checkpoint_dir.sweep(directory, fence)
+        to_delete += left
     if as_json:
         print(json.dumps({"would_delete" if dry_run else "deleted": [path.name for path in to_delete]}, indent=2))
     else:

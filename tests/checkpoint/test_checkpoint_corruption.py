@@ -38,6 +38,13 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
 
 
+def flip(path: Path) -> None:
+    """Change a byte in the middle of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
 def load(directory: Path) -> int:
     """The step that is loaded."""
     toy = Toy(seed=3)
@@ -105,12 +112,11 @@ def test_a_file_that_grew_is_detected(run: Path) -> None:
     assert load(run) == 1
 
 
-def test_an_empty_directory_and_a_zeroed_manifest_are_set_aside(run: Path) -> None:
-    (run / "step_00000007").mkdir()
+def test_a_zeroed_manifest_is_corruption(run: Path) -> None:
     shutil.copytree(run / "step_00000002", run / "step_00000008")
     (run / "step_00000008" / "manifest.json").write_bytes(bytes(500))
     assert load(run) == 2
-    assert names(run) == ["step_00000001", "step_00000002", "step_00000007.corrupt", "step_00000008.corrupt"]
+    assert names(run) == ["step_00000001", "step_00000002", "step_00000008.corrupt"]
 
 
 def test_a_second_corrupt_checkpoint_of_the_same_step_gets_another_name(run: Path) -> None:
@@ -301,10 +307,3 @@ def test_an_entry_that_is_missing_from_the_train_state_is_named(run: Path, missi
     forge(path)
     with pytest.raises(CheckpointError, match=f"step_00000002.*{missing}"):
         load(run)
-
-
-def test_a_copy_of_an_old_checkpoint_does_not_pass_as_a_newer_one(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.copytree(run / "step_00000001", run / "step_00000006")
-    assert load(run) == 2
-    assert names(run) == ["step_00000001", "step_00000002", "step_00000006.corrupt"]
-    assert "it contains step 1" in caplog.messages[0]

@@ -1,76 +1,127 @@
-"""Killed, failing or frozen at every single change to the file system that a commit makes."""
+"""Every single change to the file system that a load, a save, a commit and a deletion make: killed before, in and after
+it, refused, lost in a power failure, or delayed until a newer attempt has taken over.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import Toy, manager, names
-from faults import failing, intercepted, killed, signaled
+from disk import Recording, Tree, recorded, tree_of, write_tree
+from faults import failing, failing_from, intercepted, interrupted, killed
 
-from runner.checkpoint import commit
 from runner.checkpoint import directory as checkpoint_dir
-from runner.errors import SupersededError
+from runner.errors import CheckpointError, SupersededError
 from runner.rundir.lease import Lease
+from runner.system import files
+
+CODES = [
+    errno.ENOSPC,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EINTR,
+    errno.EMFILE,
+]
+SAVED = "checkpoints"
 
 
 class Scene:
-    """A run in which everything happens at once: two valid checkpoints, a corrupt newest one, a leftover.
+    """A run directory in which everything happens at once: two valid checkpoints, a corrupt newest one, a leftover.
 
     `act` loads (sweeps, sets aside), saves step 3 and deletes step 1.
     """
 
+    fresh = False
+
     def __init__(self, directory: Path) -> None:
         self.template = directory / "template"
+        self.template.mkdir()
         self.digests: dict[int, str] = {}
-        toy = Toy()
-        saving = manager(self.template)
+        self.checked: dict[str, int] = {}
+        self.toy = Toy()
+        self.prepare(self.template / SAVED)
+
+    def prepare(self, saved: Path) -> None:
+        saving = manager(saved)
         for step in (1, 2, 3):
-            toy.train()
-            self.digests[step] = toy.digest()
-            toy.save(saving)
-        os.truncate(self.template / "step_00000003" / "train_state.pt", 100)
-        (self.template / "step_00000003.tmp-1-77").mkdir()
-        (self.template / "step_00000003.tmp-1-77" / "part").write_text("x")
-        self.third = toy
+            self.toy.train()
+            self.digests[step] = self.toy.digest()
+            self.toy.save(saving)
+        os.truncate(saved / "step_00000003" / "train_state.pt", 100)
+        (saved / "step_00000003.tmp-1-77").mkdir()
+        (saved / "step_00000003.tmp-1-77" / "part").write_text("x")
 
     def copy(self, to: Path) -> Path:
-        return Path(shutil.copytree(self.template, to, dirs_exist_ok=True))
+        return Path(shutil.copytree(self.template, to))
 
-    def act(self, directory: Path, **options: Any) -> bool:
+    def act(self, run: Path, **options: Any) -> bool:
         other = Toy(seed=1)
-        working = manager(directory, keep_last=2, **options)
+        working = manager(run / SAVED, keep_last=2, **options)
         working.load(other.model, other.optimizer)
-        return self.third.save(working)
+        return self.toy.save(working)
 
-    def check(self, directory: Path, case: object) -> int:
-        """Check that the newest checkpoint is intact bit for bit and that saving works; return its step."""
+    def check(self, run: Path, case: object) -> int:
+        """What any state must allow: the newest checkpoint is loaded bit for bit, the next save works, nothing is left.
+
+        Returns the step that was loaded (0: there is none).
+        """
+        key = digest(tree_of(run))
+        if key in self.checked:
+            return self.checked[key]
         toy = Toy(seed=2)
-        loading = manager(directory, keep_last=2)
+        loading = manager(run / SAVED, keep_last=2)
         state = loading.load(toy.model, toy.optimizer)
-        assert state is not None, case
-        step = int(state["step"])
-        assert step in (2, 3), case
-        assert toy.digest() == self.digests[step], case
-        assert not checkpoint_dir.leftovers(directory), case
+        step = int(state["step"]) if state is not None else 0
+        assert step in ((0, 3) if self.fresh else (2, 3)), case
+        assert step == 0 or toy.digest() == self.digests[step], case
+        assert step == 0 or not checkpoint_dir.leftovers(run / SAVED), case
         toy.step = 4
         assert toy.save(loading), (case, loading.last_error)
         assert loading.newest().step == 4, case  # type: ignore[union-attr]
+        kept = ["step_00000004"] if step == 0 else [f"step_{step:08d}", "step_00000004"]
+        assert [name for name in names(run / SAVED) if "corrupt" not in name] == kept, case
+        self.checked[key] = step
         return step
 
+    def record(self, run: Path) -> tuple[Recording, int]:
+        """Every change of `act`, and the number of changes after which step 3 must be there for good."""
+        with recorded(self.copy(run)) as recording:
+            assert self.act(run)
+        commit = next(n for n, c in enumerate(recording.changes) if c.to == f"{SAVED}/step_00000003")
+        syncs = [n for n, c in enumerate(recording.changes) if n > commit and c.kind == "sync"]
+        return recording, min(syncs, default=len(recording.changes) - 1) + 1
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    made = Scene(tmp_path_factory.mktemp("scene"))
-    made.act(made.copy(tmp_path_factory.mktemp("warm")))  # imports happen before anything is counted
+
+class FreshScene(Scene):
+    """The first save of a run: not even the directory of checkpoints exists."""
+
+    fresh = True
+
+    def prepare(self, saved: Path) -> None:
+        self.toy.train(3)
+        self.digests[3] = self.toy.digest()
+
+
+@pytest.fixture(scope="module", params=[Scene, FreshScene], ids=["later", "first"])
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    made: Scene = request.param(tmp_path_factory.mktemp("scene"))
+    made.act(made.copy(tmp_path_factory.mktemp("warm") / "run"))  # imports happen before anything is counted
     return made
 
 
@@ -84,17 +135,28 @@ def fast(tmp_path: Path) -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.fixture
-def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are written in blocks of 1 KiB, so that there are many more calls to break."""
-    monkeypatch.setattr(commit, "BLOCK_BYTES", 1024)
+def each(directory: Path) -> Iterator[Path]:
+    """Fresh directories, each removed when the next one is asked for."""
+    for number in itertools.count():
+        yield directory / str(number)
+        shutil.rmtree(directory / str(number), ignore_errors=True)
 
 
-def calls_of(scene: Scene, directory: Path) -> list[tuple[str, str, str]]:
-    run = scene.copy(directory)
-    with intercepted() as trace:
-        assert scene.act(run)
-    return trace.calls
+def test_the_recorded_changes_are_what_happened(scene: Scene, fast: Path) -> None:
+    """And a few real kills leave what the model says."""
+    recording, _ = scene.record(fast / "run")
+    assert tree_of(fast / "run") == recording.after_kill(len(recording.changes))
+    for number in range(3, len(recording.changes), 15):
+        run = scene.copy(fast / str(number))
+        _, status = os.waitpid(forked(lambda run=run, number=number: struck(scene, run, number)), 0)  # type: ignore[misc]
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert shape(tree_of(run)) == shape(recording.after_kill(number)), recording.changes[number]
+
+
+def struck(scene: Scene, run: Path, number: int) -> None:
+    with intercepted(killed(number)):
+        scene.act(run)
 
 
 def forked(action: Callable[[], object]) -> int:
@@ -102,131 +164,182 @@ def forked(action: Callable[[], object]) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        status = 1
         try:
             action()
-            status = 0
-        except SupersededError:
-            status = 74
         finally:
-            os._exit(status)
+            os._exit(1)
     return pid
 
 
-def test_the_order_of_a_commit_survives_a_power_loss(scene: Scene, tmp_path: Path) -> None:
+def digest(tree: Tree) -> str:
+    """SHA-256 of names and contents."""
+    sha = hashlib.sha256()
+    for path, content in sorted(tree.items()):
+        sha.update(f"{path}\0{-1 if content is None else len(content)}\0".encode() + (content or b""))
+    return sha.hexdigest()
+
+
+def shape(tree: Tree) -> list[tuple[str, str]]:
+    """Names, and which files are empty; without process ids."""
+    return sorted(
+        (re.sub(r"\.tmp-[^/]*", ".tmp", path), "directory" if content is None else "data" if content else "empty")
+        for path, content in tree.items()
+    )
+
+
+def test_the_order_of_a_commit_survives_a_power_loss(scene: Scene, fast: Path) -> None:
     """Each file is fsynced after its last write, then their directory, all before the rename; then the parent.
 
-    The manifest is written last.
+    The manifest is written last, and an old checkpoint is deleted after all this.
     """
-    calls = calls_of(scene, tmp_path)
-    rename = next(n for n, (call, _, new) in enumerate(calls) if call == "replace" and new.endswith("step_00000003"))
-    temporary = calls[rename][1]
-    last: dict[str, tuple[int, str]] = {}
-    for number, (call, path, _) in enumerate(calls[:rename]):
-        if path.startswith(temporary) and call in ("open", "write", "fsync"):
-            last[path] = (number, call)
-    files = {path: number for path, (number, call) in last.items() if call == "fsync"}
-    assert files.keys() == last.keys()
-    assert sorted(Path(path).name for path in files if path != temporary) == [
-        ".metadata",
-        "__0_0.distcp",
-        "manifest.json",
-        "train_state.pt",
-    ]
-    order = sorted(files, key=lambda path: files[path])
-    assert [Path(path).name for path in order[-2:]] == ["manifest.json", Path(temporary).name]
-    assert calls[rename + 1][:2] == ("fsync", str(tmp_path))
-    deletion = next(n for n, (call, path, _) in enumerate(calls) if call == "replace" and path.endswith("00000001"))
-    assert deletion > rename + 1
+    recording, acknowledged = scene.record(fast / "run")
+    changes = recording.changes[:acknowledged]
+    commit = next(n for n, change in enumerate(changes) if change.to == f"{SAVED}/step_00000003")
+    temporary = changes[commit].path
+    last = {c.path: (n, c.kind) for n, c in enumerate(changes[:commit]) if Path(c.path).is_relative_to(temporary)}
+    assert {kind for _, kind in last.values()} == {"sync"}
+    order = [Path(path).name for path in sorted(last, key=lambda path: last[path][0])]
+    assert sorted(order[:-2]) == [".metadata", "__0_0.distcp", "train_state.pt"]
+    assert order[-2:] == ["manifest.json", Path(temporary).name]
+    assert (changes[commit + 1].kind, changes[commit + 1].path) == ("sync", SAVED)
+    deleted = [n for n, c in enumerate(recording.changes) if c.kind == "rename" and c.path.endswith("step_00000001")]
+    assert all(n >= acknowledged for n in deleted)
+    assert len(deleted) == (0 if scene.fresh else 1)
+
+
+def resume_from_kills(scene: Scene, fast: Path, stride: int) -> None:
+    recording, acknowledged = scene.record(fast / "run")
+    runs = each(fast / "states")
+    (fast / "states").mkdir()
+    for number in range(0, len(recording.changes) + 1, stride):
+        change = recording.changes[number] if number < len(recording.changes) else None
+        step = scene.check(write_tree(next(runs), recording.after_kill(number)), ("killed", number, change))
+        assert step == 3 or number < acknowledged, (number, change)
+        if change is not None and change.kind == "write":
+            scene.check(write_tree(next(runs), recording.after_kill(number, torn=True)), ("torn", number, change))
+
+
+def resume_from_power_failures(scene: Scene, fast: Path, stride: int) -> int:
+    recording, acknowledged = scene.record(fast / "run")
+    runs = each(fast / "states")
+    (fast / "states").mkdir()
+    seen = set()
+    for number in range(0, len(recording.changes) + 1, stride):
+        for tree in recording.after_power_failure(number):
+            key = (digest(tree), number >= acknowledged)
+            if key in seen:
+                continue
+            seen.add(key)
+            case = (number, recording.changes[:number][-3:], shape(tree))
+            step = scene.check(write_tree(next(runs), tree), case)
+            assert step == 3 or number < acknowledged, case
+    return len(seen)
+
+
+def test_after_a_kill_or_a_power_failure_at_some_changes(scene: Scene, fast: Path) -> None:
+    """A part of the two tests below, for the fast suite."""
+    resume_from_kills(scene, fast, 16)
+    shutil.rmtree(fast / "run")
+    shutil.rmtree(fast / "states")
+    resume_from_power_failures(scene, fast, 23)
 
 
 @pytest.mark.slow
-def test_the_disk_is_full_at_each_call(scene: Scene, fast: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """ENOSPC at every single change: logged, nothing lost, and the next save works."""
-    for number in range(len(calls_of(scene, fast / "count"))):
-        fail_at(scene, fast / str(number), number, errno.ENOSPC, caplog)
+def test_killed_before_in_and_after_each_change(scene: Scene, fast: Path) -> None:
+    resume_from_kills(scene, fast, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_writes")
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT])
-def test_the_disk_fails_otherwise_at_each_call(
-    scene: Scene, fast: Path, code: int, caplog: pytest.LogCaptureFixture
+def test_the_worst_that_a_power_failure_leaves_at_each_change(scene: Scene, fast: Path) -> None:
+    """The newest checkpoint that was committed is loaded bit for bit, whatever else was lost."""
+    assert resume_from_power_failures(scene, fast, 1) > (20 if scene.fresh else 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["files", SAVED, "run", "step_00000003"])
+def test_the_model_notices_a_sync_that_is_forgotten(
+    fast: Path, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(len(calls_of(scene, fast / "count"))):
-        fail_at(scene, fast / str(number), number, code, caplog)
+    """Of files, of the directory of checkpoints, of the run directory, of the checkpoint's own directory."""
+    (fast / "scene").mkdir()
+    scene = FreshScene(fast / "scene")
+    real = files.fsync_dir
 
+    def fsync_dir(directory: Path) -> None:
+        if not directory.name.startswith(forgotten):
+            real(directory)
 
-def fail_at(scene: Scene, directory: Path, number: int, code: int, caplog: pytest.LogCaptureFixture) -> None:
-    run = scene.copy(directory)
-    caplog.clear()
-    before = {path.name: path.stat().st_mtime_ns for path in (run / "step_00000002").iterdir()}
-    with intercepted(failing(number, code)) as trace:
-        committed = scene.act(run)
-    case = (number, os.strerror(code), trace.calls[number], list(caplog.messages))
-    assert caplog.messages, case
-    assert (run / "step_00000003").exists() or not committed, case
-    assert {path.name: path.stat().st_mtime_ns for path in (run / "step_00000002").iterdir()} == before, case
-    assert scene.check(run, case) == 3 if committed else scene.check(run, case), case
-    shutil.rmtree(run)
+    def fsync_fd(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            os.fsync(fd)
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_writes")
-@pytest.mark.parametrize("when", ["before", "middle", "after"])
-def test_killed_at_each_call(scene: Scene, fast: Path, when: str) -> None:
-    """SIGKILL before, in the middle of and after every single change."""
-    calls = calls_of(scene, fast / "count")
-    steps = set()
-    for number, call in enumerate(calls):
-        if when == "middle" and call[0] != "write":
-            continue
-        run = scene.copy(fast / str(number))
-
-        def act(run: Path = run, number: int = number) -> None:
-            with intercepted(killed(number, when)):
-                scene.act(run)
-
-        _, status = os.waitpid(forked(act), 0)
-        assert os.WIFSIGNALED(status), (number, call)
-        assert os.WTERMSIG(status) == signal.SIGKILL, (number, call)
-        steps.add(scene.check(run, (number, when, call)))
-        shutil.rmtree(run)
-    assert steps == ({2, 3} if when != "middle" else {2})
+    monkeypatch.setattr(files, "fsync_dir", fsync_dir)
+    if forgotten == "files":
+        monkeypatch.setattr(files, "fsync_fd", fsync_fd)
+    with pytest.raises((AssertionError, CheckpointError)):
+        resume_from_power_failures(scene, fast, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_writes")
-def test_a_process_frozen_at_each_call_commits_nothing_after_it_was_superseded(scene: Scene, fast: Path) -> None:
-    """The older attempt is stopped at every single change of its save; a newer one takes the lease, loads and saves.
-
-    When the older one wakes up, it commits nothing. It may finish deleting what both would delete.
+@pytest.mark.parametrize("code", CODES, ids=lambda code: errno.errorcode[code])
+def test_each_change_is_refused(scene: Scene, fast: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Once (and with one of the errors per change, from then on): it is logged, what was there is untouched, and the
+    next save works.
     """
-    begin = next(n for n, (call, _, _) in enumerate(calls_of(scene, fast / "count")) if call == "mkdir")
-    for number in range(begin, len(calls_of(scene, fast / "again"))):
-        run = scene.copy(fast / str(number) / "checkpoints")
-        pid = forked(lambda run=run, number=number: older(scene, run, number))  # type: ignore[misc]
-        _, status = os.waitpid(pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), number
-        with Lease.acquire(run.parent / "lease", {"job_id": "1", "restart_count": 1}, 5.0) as lease:
-            scene.act(run, check_fence=lease.check_fence, fence=lease.fence)
-            before = names(run)
-            manifest = (run / "step_00000003" / "manifest.json").read_bytes()
-            os.kill(pid, signal.SIGCONT)
-            _, status = os.waitpid(pid, 0)
-        case = (number, status, before)
-        assert os.WEXITSTATUS(status) in (0, 74), case
-        assert names(run) in (before, [name for name in before if name != "step_00000001"]), case
-        assert (run / "step_00000003" / "manifest.json").read_bytes() == manifest, case
-        scene.check(run, case)
-        shutil.rmtree(run)
+    recording, _ = scene.record(fast / "count")
+    runs = each(fast / "runs")
+    (fast / "runs").mkdir()
+    for number, change in enumerate(recording.changes):
+        for stays in (False, True):
+            if stays and code != CODES[number % len(CODES)]:
+                continue
+            run = scene.copy(next(runs))
+            caplog.clear()
+            case = (number, change, stays)
+            refused = failing_from(number, code) if stays else failing(number, code)
+            before = {} if scene.fresh else tree_of(run / SAVED / "step_00000002")
+            with intercepted(refused):
+                committed = scene.act(run)
+            assert caplog.messages or change.kind == "nothing", case
+            assert ({} if scene.fresh else tree_of(run / SAVED / "step_00000002")) == before, case
+            step = scene.check(run, case)
+            assert step == 3 or not committed, case
 
 
-def older(scene: Scene, run: Path, number: int) -> None:
-    """Save under the first fencing number, and stop in the middle."""
-    lease = Lease.acquire(run.parent / "lease", {"job_id": "1", "restart_count": 0}, 5.0)
+@pytest.mark.slow
+def test_a_superseded_attempt_that_wakes_before_any_change_makes_none(scene: Scene, fast: Path) -> None:
+    """It stops before each change of its load and save, and a newer attempt takes over, loads and saves.
+
+    When it wakes, it commits, deletes and sets aside nothing: not one byte differs. Before its own save begins, it may
+    find what the newer one saved, and have nothing to do.
+    """
+    changes = scene.record(fast / "count")[0].changes
+    before = next(n for n, change in enumerate(changes) if change.kind == "create")
+    runs = each(fast / "runs")
+    (fast / "runs").mkdir()
+    for number, change in enumerate(changes):
+        run = scene.copy(next(runs))
+        older = Lease.acquire(run / "lease", {"job_id": "1", "restart_count": 0}, 5.0)
+        quiet(older)
+        left: list[Tree] = []
+
+        def newer(run: Path = run, left: list[Tree] = left) -> None:
+            with Lease.acquire(run / "lease", {"job_id": "1", "restart_count": 1}, 5.0) as lease:
+                scene.act(run, check_fence=lease.check_fence, fence=lease.fence)
+                left.append(tree_of(run / SAVED))
+
+        with intercepted(interrupted(number, newer)), suppress(SupersededError):
+            assert scene.act(run, check_fence=older.check_fence, fence=older.fence) == (number < before), (
+                number,
+                change,
+            )
+        assert left, (number, change)
+        assert tree_of(run / SAVED) == left[0], (number, change)
+        scene.check(run, (number, change))
+
+
+def quiet(lease: Lease) -> None:
+    """End its heartbeat, which is not to be among the counted changes."""
     assert lease._thread is not None
-    lease._stop.set()  # no heartbeat among the counted calls
+    lease._stop.set()
     lease._thread.join()
-    with intercepted(signaled(number, signal.SIGSTOP, "before")):
-        scene.act(run, check_fence=lease.check_fence, fence=lease.fence)

@@ -16,7 +16,9 @@ from torch import nn
 
 from runner.checkpoint import TrainStateManager, build_train_state, commit, restore_train_state
 from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint import manifest as manifests
 from runner.checkpoint.background import Background
+from runner.checkpoint.compare import compare_checkpoints
 from runner.errors import CheckpointError, SupersededError, UserError
 
 
@@ -136,6 +138,21 @@ def test_parameter_groups_tied_weights_and_optimizer_values_that_are_not_tensors
     entry = state.state[fresh.b.bias]
     assert entry["calls"] == 2
     assert entry["history"][0].tolist() == [2, 2]
+
+
+def test_the_order_in_which_an_optimizer_keeps_its_state_changes_nothing(tmp_path: Path) -> None:
+    """A resume on several ranks fills it in another order; the checkpoint is the same one."""
+    toy = Toy()
+    toy.train()
+    state = toy.state()
+    manager(tmp_path / "one").save(1, toy.model, toy.optimizer, state, wait=True)
+    kept = list(toy.optimizer.state.items())
+    toy.optimizer.state.clear()
+    for parameter, entries in reversed(kept):
+        toy.optimizer.state[parameter] = dict(reversed(entries.items()))
+    manager(tmp_path / "two").save(1, toy.model, toy.optimizer, state, wait=True)
+    one, two = (tmp_path / name / "step_00000001" for name in ("one", "two"))
+    assert compare_checkpoints(one, two, (manifests.read(one), manifests.read(two))).differences == []
 
 
 def test_compiled_and_bare_modules_have_the_same_names(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ Every change that the commit code makes goes through a function of `os`, most of
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -25,6 +28,17 @@ class Trace:
     """The changes so far: (call, path or descriptor's path, new path)."""
 
     calls: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.calls)
+
+
+@dataclass
+class ReadTrace:
+    """The looks at files so far: (call, path)."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -46,7 +60,7 @@ def intercepted(act: Break | None = None) -> Iterator[Trace]:
                 return real(*args, **options)
             index = trace.count
             new = str(args[1]) if name in ("rename", "replace") else ""
-            trace.calls.append((name, path_of(args[0]), new))
+            trace.calls.append((name, path_of(args[0], options.get("dir_fd")), new))
             if act is None:
                 return real(*args, **options)
             return act(index, name, lambda: real(*args, **options), args)
@@ -63,16 +77,23 @@ def intercepted(act: Break | None = None) -> Iterator[Trace]:
         yield trace
 
 
-def path_of(target: Any) -> str:
-    """A path, passed as one or as an open descriptor."""
-    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+def path_of(target: Any, dir_fd: int | None = None) -> str:
+    """A path, passed as one, as an open descriptor, or relative to the descriptor of a directory."""
+    if isinstance(target, int):
+        return os.readlink(f"/proc/self/fd/{target}")
+    return str(target) if dir_fd is None else os.path.join(path_of(dir_fd), target)
 
 
 def failing(at: int, code: int) -> Break:
     """Call number `at` fails with this errno; a write fails after writing half."""
+    return failing_from(at, code, at + 1)
+
+
+def failing_from(start: int, code: int, stop: int = sys.maxsize) -> Break:
+    """All calls from number `start` on fail with this errno, up to `stop`; a write fails after writing half."""
 
     def act(index: int, name: str, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        if index != at:
+        if not start <= index < stop:
             return call()
         if name == "write" and len(args[1]) > 1:
             _write_half(args)
@@ -81,31 +102,92 @@ def failing(at: int, code: int) -> Break:
     return act
 
 
-def signaled(at: int, signum: int, when: str) -> Break:
-    """The process gets a signal `before` or `after` call number `at`, or in the `middle` of a write."""
+def killed(at: int) -> Break:
+    """SIGKILL before call number `at`."""
+    return interrupted(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def interrupted(at: int, action: Callable[[], object]) -> Break:
+    """`action` happens before call number `at`, with the real file system."""
+    busy = False
 
     def act(index: int, name: str, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        if index != at:
-            return call()
-        if when == "middle" and name == "write":
-            _write_half(args)
-        if when != "after":
-            os.kill(os.getpid(), signum)
-            return call()
-        try:
-            return call()
-        finally:
-            os.kill(os.getpid(), signum)
+        nonlocal busy
+        if not busy and index == at:
+            busy = True
+            action()
+            busy = False
+        return call()
 
     return act
-
-
-def killed(at: int, when: str) -> Break:
-    """SIGKILL at call number `at`."""
-    return signaled(at, signal.SIGKILL, when)
 
 
 def _write_half(args: tuple[Any, ...]) -> None:
     """Leave what an interrupted write leaves: the first half, written without the replaced os.write."""
     with open(f"/proc/self/fd/{args[0]}", "ab", buffering=0) as file:
         file.write(bytes(args[1][: len(args[1]) // 2]))
+
+
+@contextmanager
+def reads_intercepted(
+    errors: dict[int, int] | None = None,
+    *,
+    stays: tuple[int, str] | None = None,
+    after: dict[str, Callable[[], object]] | None = None,
+) -> Iterator[ReadTrace]:
+    """Count every look at files of checkpoints, and break some.
+
+    Args:
+        errors: number of the call -> the errno that it fails with.
+        stays: (errno, part of a path): every look at such a path fails.
+        after: path -> what happens, once, after it was opened for the first time and closed again.
+    """
+    trace = ReadTrace()
+    pending = dict(after or {})
+
+    def note(call: str, path: str) -> None:
+        number = trace.count
+        trace.calls.append((call, path))
+        code = (errors or {}).get(number, 0)
+        if stays is not None and stays[1] in path:
+            code = stays[0]
+        if code:
+            raise OSError(code, os.strerror(code), path)
+
+    class Reading(io.FileIO):
+        def __init__(self, path: str, real: BinaryIO) -> None:
+            super().__init__(os.dup(real.fileno()), "rb")
+            real.close()
+            self.path = path
+
+        def readinto(self, buffer: Any) -> int:
+            note("read", self.path)
+            return super().readinto(buffer) or 0
+
+        def readall(self) -> bytes:
+            note("read", self.path)
+            return super().readall()
+
+        def close(self) -> None:
+            super().close()
+            pending.pop(self.path, lambda: None)()
+
+    real_open, real_list, real_lstat = files.open_regular, files.list_dir, Path.lstat
+
+    def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
+        note("open", str(path))
+        return io.BufferedReader(Reading(str(path), real_open(path, follow=follow)))
+
+    def list_dir(path: Any) -> list[str]:
+        note("list", str(path))
+        return real_list(path)
+
+    def lstat(path: Path) -> os.stat_result:
+        note("stat", str(path))
+        return real_lstat(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "open_regular", open_regular)
+        patch.setattr(files, "list_dir", list_dir)
+        patch.setattr(Path, "lstat", lstat)
+        yield trace

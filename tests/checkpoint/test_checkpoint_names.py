@@ -1,0 +1,177 @@
+"""A name proves nothing: the step in the manifest decides, and what is not ours is left alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Toy, manager, names
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint import restore_train_state
+from runner.errors import CheckpointError
+from runner.rundir.paths import RunDir
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """Checkpoints of steps 1 to 3, and what each holds."""
+    directory = tmp_path_factory.mktemp("trained") / "checkpoints"
+    toy, saving, digests = Toy(), manager(directory, keep_last=9), {}
+    for step in (1, 2, 3):
+        toy.train()
+        toy.save(saving)
+        digests[step] = toy.digest()
+    return directory, digests
+
+
+@pytest.fixture
+def run(trained: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained[0], tmp_path / "checkpoints"))
+
+
+def load(directory: Path) -> tuple[Toy, int]:
+    toy = Toy(seed=9)
+    state = manager(directory).load(toy.model, toy.optimizer)
+    toy.step, _, _ = restore_train_state(state or {}, toy.scheduler, toy.loader)
+    return toy, toy.step
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Every file below `path`."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_copy_under_a_name_that_the_run_needs_costs_nothing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that believed the name would finish at step 6 with the state of step 2."""
+    shutil.copytree(run / "step_00000002", run / "step_00000006")
+    toy, step = load(run)
+    assert step == 3
+    assert "step_00000006 (it contains step 2" in caplog.text
+    saving = manager(run, keep_last=9)
+    for _ in range(3):
+        toy.train()
+        assert toy.save(saving)
+    again, step = load(run)
+    assert (step, again.digest()) == (6, toy.digest())
+    assert tree(run / "step_00000006.misnamed") == tree(run / "step_00000002")
+    assert "step_00000006 is misnamed" in caplog.text
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([0, 2, 4, 9]), st.booleans(), st.booleans())))
+def test_however_checkpoints_are_copied_and_renamed_only_true_names_are_used(
+    trained: tuple[Path, dict[int, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+    changes: list[tuple[int, int, bool, bool]],
+) -> None:
+    source, digests = trained
+    run = tmp_path_factory.mktemp("renamed") / "checkpoints"
+    shutil.copytree(source, run)
+    for origin, step, short, move in changes:
+        one = run / checkpoint_dir.step_name(origin)
+        other = run / (f"step_{step}" if short else checkpoint_dir.step_name(step))
+        if one.is_dir() and not other.exists():
+            one.rename(other) if move else shutil.copytree(one, other)
+    true = [step for step in (1, 2, 3) if (run / checkpoint_dir.step_name(step)).is_dir()]
+    true = [step for step in true if checkpoint_dir.judge(run / checkpoint_dir.step_name(step)).step == step]  # type: ignore[union-attr]
+    before = tree(run)
+    assert RunDir(run.parent).checkpoint_steps() == true
+    if not true:
+        with pytest.raises(CheckpointError, match="it contains step"):
+            load(run)
+        return
+    toy, step = load(run)
+    assert (step, toy.digest()) == (max(true), digests[max(true)])
+    assert tree(run) == before
+    toy.step = 4
+    assert toy.save(manager(run, keep_last=1))
+    assert load(run)[1] == 4
+
+
+def other_tool(path: Path) -> None:
+    path.mkdir()
+    torch.save({"weights": torch.ones(3)}, path / "model.pt")
+    (path / ".metadata").write_bytes(b"not ours")
+
+
+def other_manifest(path: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").write_text('{"step": 6, "files": ["model.pt"]}')
+
+
+def a_file(path: Path) -> None:
+    path.write_text("notes")
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent)
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("put", [other_tool, other_manifest, a_file, a_link, a_dangling_link])
+@pytest.mark.parametrize("name", ["step_6", "step_00000006"])
+def test_what_is_not_ours_is_left_alone(
+    run: Path, put: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(run / name)
+    before = tree(run / name) if (run / name).is_dir() and not (run / name).is_symlink() else None
+    toy, step = load(run)
+    assert step == 3
+    assert caplog.text.count(f"{name} (it ") == 1
+    assert RunDir(run.parent).checkpoint_steps() == [1, 2, 3]
+    saving = manager(run, keep_last=1)
+    saved = []
+    for _ in range(4):
+        toy.train()
+        saved.append(toy.save(saving))
+    wanted = name == "step_00000006"
+    assert saved == [True, True, not wanted, True]
+    if wanted:
+        assert "is in the way" in caplog.text
+        assert "move it to another name" in caplog.text
+    assert names(run) == sorted(["step_00000007", name])
+    assert (tree(run / name) if before is not None else None) == before
+    assert load(run)[0].digest() == toy.digest()
+
+
+def test_a_run_that_finds_only_what_is_not_ours_starts_at_step_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other_tool(tmp_path / "step_00000006")
+    assert load(tmp_path)[1] == 0
+    assert "it has no manifest of this runner" in caplog.text
+
+
+def test_an_empty_directory_is_nobodys_and_in_nobodys_way(run: Path) -> None:
+    (run / "step_00000004").mkdir()
+    toy, step = load(run)
+    assert step == 3
+    toy.train()
+    assert toy.save(manager(run))
+    assert load(run)[1] == 4
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "train_state.pt"])
+def test_a_checkpoint_of_ours_that_lost_a_file_is_corrupt_and_not_a_stranger(run: Path, lost: str) -> None:
+    (run / "step_00000003" / lost).unlink()
+    assert load(run)[1] == 2
+    assert names(run) == ["step_00000001", "step_00000002", "step_00000003.corrupt"]
+
+
+def test_a_train_state_of_another_step_is_refused(run: Path) -> None:
+    from test_checkpoint_corruption import forge
+
+    state = torch.load(run / "step_00000003" / "train_state.pt", weights_only=True)
+    torch.save({**state, "step": 2}, run / "step_00000003" / "train_state.pt")
+    forge(run / "step_00000003")
+    with pytest.raises(CheckpointError, match=r"is of step 2, but its manifest is of step 3"):
+        load(run)

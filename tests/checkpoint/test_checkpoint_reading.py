@@ -1,0 +1,150 @@
+"""An error while reading is no verdict: it is read again, and if it stays, the run stops and changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Toy, manager, names
+from faults import reads_intercepted
+from test_checkpoint_corruption import flip
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.reading import PAUSES_S
+from runner.errors import CheckpointError
+from runner.rundir.paths import RunDir
+from runner.system import clock
+
+CODES = [errno.EIO, errno.ESTALE, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ETIMEDOUT]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """Two checkpoints, of steps 1 and 2, and what each holds."""
+    directory = tmp_path_factory.mktemp("saved")
+    toy, saving, digests = Toy(), manager(directory), {}
+    for step in (1, 2):
+        toy.train()
+        toy.save(saving)
+        digests[step] = toy.digest()
+    return directory, digests
+
+
+@pytest.fixture
+def run(saved: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that were made, without making them."""
+    made: list[float] = []
+    monkeypatch.setattr(clock, "sleep", made.append)
+    return made
+
+
+def load(directory: Path) -> Toy:
+    toy = Toy(seed=3)
+    state = manager(directory).load(toy.model, toy.optimizer)
+    assert state is not None
+    toy.step = state["step"]
+    return toy
+
+
+def test_each_read_of_a_load_may_fail_once_with_any_error(
+    saved: tuple[Path, dict[int, str]], run: Path, pauses: list[float]
+) -> None:
+    """Every single listing, look, opening and read of a load is refused once: the newest is loaded all the same."""
+    with reads_intercepted() as trace:
+        load(run)
+    assert {call for call, _ in trace.calls} >= {"open", "read", "list", "stat"}
+    for number in range(trace.count):
+        code = CODES[number % len(CODES)]
+        pauses.clear()
+        with reads_intercepted({number: code}) as broken:
+            toy = load(run)
+        case = (number, errno.errorcode[code], broken.calls[number])
+        assert (toy.step, toy.digest()) == (2, saved[1][2]), case
+        assert names(run) == ["step_00000001", "step_00000002"], case
+        assert pauses in ([PAUSES_S[0]], []), case  # Python itself reads again after EINTR
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_each_error_is_survived_and_if_it_stays_the_run_stops_and_names_it(run: Path, code: int) -> None:
+    with reads_intercepted({0: code}):
+        assert load(run).step == 2
+    with reads_intercepted(stays=(code, "step_00000002")), pytest.raises(CheckpointError) as caught:
+        load(run)
+    assert "step_00000002" in str(caught.value)
+    assert errno.errorcode[code] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert names(run) == ["step_00000001", "step_00000002"]
+    assert load(run).step == 2
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "train_state.pt"])
+def test_an_error_that_stays_in_any_file_sets_nothing_aside_and_starts_nowhere_else(run: Path, name: str) -> None:
+    """Not at the checkpoint before, and not at step 0; nor does a save, the list or retention take it for corrupt."""
+    with reads_intercepted(stays=(errno.EIO, f"step_00000002/{name}")):
+        for _ in range(2):
+            with pytest.raises(
+                CheckpointError, match=rf"step_00000002/{name} cannot be read \(Input/output error, EIO"
+            ):
+                load(run)
+        with pytest.raises(CheckpointError, match="EIO"):
+            manager(run).newest()
+        toy = Toy()
+        toy.step = 2
+        saving = manager(run, keep_last=1)
+        assert not toy.save(saving)
+        assert "EIO" in str(saving.last_error)
+        toy.step = 3
+        assert toy.save(saving)
+        assert RunDir(run.parent).checkpoint_steps()[-1] == 3
+    kept = ["step_00000002"] if name == "manifest.json" else []  # what cannot be judged is not deleted either
+    assert names(run) == [*kept, "step_00000003"]
+
+
+def test_an_error_late_in_a_load_is_survived(saved: tuple[Path, dict[int, str]], run: Path) -> None:
+    """After the checkpoint was verified, too: while its tensors are read."""
+    with reads_intercepted() as trace:
+        load(run)
+    last = max(n for n, (call, path) in enumerate(trace.calls) if call == "read" and path.endswith("distcp"))
+    with reads_intercepted({last: errno.ESTALE}):
+        assert load(run).digest() == saved[1][2]
+    with (
+        reads_intercepted({last + extra: errno.ESTALE for extra in range(99)}),
+        pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read \(.*ESTALE"),
+    ):
+        load(run)
+
+
+def test_bytes_are_judged_only_after_a_second_look(run: Path) -> None:
+    """A read that returned other bytes once, from a bad cache or network, is no corruption; one that stays is."""
+    path = run / "step_00000002" / "__0_0.distcp"
+    original = path.read_bytes()
+    flip(path)
+    with reads_intercepted(after={str(path): lambda: path.write_bytes(original)}):
+        assert load(run).step == 2
+    flip(path)
+    assert load(run).step == 1
+    assert names(run) == ["step_00000001", "step_00000002.corrupt"]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_corrupt(run: Path, monkeypatch: Any) -> None:
+    original = os.listdir
+
+    def listdir(path: Any) -> list[str]:
+        found = original(path)
+        if Path(path) == run:
+            shutil.rmtree(run / "step_00000001", ignore_errors=True)
+        return found
+
+    from runner.system import files
+
+    monkeypatch.setattr(files, "list_dir", listdir)
+    assert [candidate.step for candidate in checkpoint_dir.candidates(run)] == [2]
