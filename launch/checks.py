@@ -19,6 +19,8 @@ TIME = re.compile(rf"(?:{WITH_DAYS}|(?P<plain>\d+(?::\d+){{0,2}}))")
 # File systems of a single machine, by their names in /proc/mounts.
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs"}
 MIN_SIGNAL_DELAY_S, MAX_SIGNAL_DELAY_S = 1, 65_535
+# What Slurm interprets in the names of logs.
+EXPANDED = frozenset("%\\\n")
 # The least value of each option that is a whole number.
 MINIMA = {
     "nodes": 1,
@@ -87,24 +89,34 @@ def _time_errors(options: SlurmOptions) -> list[str]:
     return [f"launcher.signal_delay_s={delay} must be a whole number from {MIN_SIGNAL_DELAY_S} to {most}{below}"]
 
 
+def path_errors(run_dirs: list[Path]) -> list[str]:
+    """Run directories that Slurm and submitit would take for others: both replace %j and the like in paths of logs."""
+    bad = next((path for path in map(Path.absolute, run_dirs) if set(str(path)) & EXPANDED), None)
+    if bad is None:
+        return []
+    return [
+        f"the run directory {str(bad)!r} contains %, \\ or a line break, which Slurm interprets: choose another one"
+    ]
+
+
 def cluster_errors(options: SlurmOptions, run_dirs: list[Path]) -> list[str]:
-    """The errors that Slurm would report only once the job is queued, or less plainly.
+    """The errors that Slurm would report only once the job is queued, if at all, or less plainly.
 
     Raises:
         SchedulerError: Slurm does not answer.
     """
     partitions = scheduler.show_partitions()
     name = options.partition or default_partition(partitions)
-    errors = _array_errors(len(run_dirs))
+    errors = []
     if name is None:
-        return [*errors, f"set launcher.partition: the cluster has no default (it has {_list(partitions)})"]
+        return [f"set launcher.partition: the cluster has no default (it has {_list(partitions)})"]
     for each in name.split(","):
         if each not in partitions:
             close = difflib.get_close_matches(each, partitions, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             errors.append(f"launcher.partition={each!r} does not exist: {hint}the cluster has {_list(partitions)}")
         else:
-            errors += _time_limit_errors(options, partitions[each])
+            errors += _limit_errors(options, partitions[each])
             errors += _folder_errors(options, run_dirs, partitions[each])
     return errors
 
@@ -118,19 +130,40 @@ def _list(partitions: dict[str, dict[str, str]]) -> str:
     return ", ".join(partitions) or "none"
 
 
-def _array_errors(runs: int) -> list[str]:
-    most = int(scheduler.show_config().get("MaxArraySize", "1001"))  # indices go from 0 to one less
-    if runs <= most:
-        return []
-    return [f"a sweep of {runs} runs exceeds this cluster's limit of {most} tasks per job array: split it"]
+def _limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]:
+    """sbatch accepts a job that exceeds the partition's limits, and it then waits forever; a QOS may allow it."""
+    errors, name, nodes = [], partition["PartitionName"], partition.get("TotalNodes", "")
+    if nodes.isdigit() and options.nodes > int(nodes):
+        errors.append(f"launcher.nodes={options.nodes} exceeds the {nodes} nodes of partition {name!r}")
+    most = _limit(partition, "MaxTime")
+    if options.time is not None:
+        if most is not None and minutes(options.time) > most and options.qos is None:
+            errors.append(
+                f"launcher.time={options.time} exceeds the limit of partition {name!r}: {partition['MaxTime']}"
+            )
+        return errors
+    limit, where = attempt_limit(options, partition)
+    if limit is not None and options.signal_delay_s >= limit * 60:
+        errors.append(
+            f"launcher.signal_delay_s={options.signal_delay_s} must be below the time limit of {limit} min ({where})"
+        )
+    return errors
 
 
-def _time_limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]:
-    """sbatch accepts a time above the partition's limit, and the job then waits forever."""
-    most = partition.get("MaxTime", "UNLIMITED")
-    if options.time is None or not most[0].isdigit() or minutes(options.time) <= minutes(most):
-        return []
-    return [f"launcher.time={options.time} exceeds the limit of partition {partition['PartitionName']!r}: {most}"]
+def _limit(partition: dict[str, str], key: str) -> int | None:
+    """A time limit of a partition in minutes, None if it has none."""
+    text = partition.get(key, "")
+    return minutes(text) if text[:1].isdigit() else None
+
+
+def attempt_limit(options: SlurmOptions, partition: dict[str, str]) -> tuple[int | None, str]:
+    """The time limit of one attempt in minutes, None if there is none, and what sets it."""
+    if options.time is not None:
+        return minutes(options.time), "launcher.time"
+    for key in ("DefaultTime", "MaxTime"):
+        if (limit := _limit(partition, key)) is not None:
+            return limit, f"{key} of partition {partition['PartitionName']!r}"
+    return None, ""
 
 
 def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[str, str]) -> list[str]:
@@ -165,11 +198,12 @@ def cluster_findings(options: SlurmOptions, save_s: float | None) -> list[Findin
     if name not in partitions:
         return []  # one of `cluster_errors`
     partition = partitions[name]
-    limit = "no time limit" if options.time is None else f"{minutes(options.time)} min per attempt"
-    found = [Finding("ok", f"partition {name}: {limit}, at most {partition.get('MaxTime', 'UNLIMITED')}")]
+    limit, where = attempt_limit(options, partition)
+    per_attempt = "no time limit" if limit is None else f"{limit} min per attempt ({where})"
+    found = [Finding("ok", f"partition {name}: {per_attempt}, at most {partition.get('MaxTime', 'UNLIMITED')}")]
     found.append(Finding("ok", "requeue: every job asks for it, so that it is requeued if its node is lost"))
     found += _preemption_findings(partition, config, save_s)
-    if save_s is not None:
+    if save_s is not None and limit is not None:
         option = "launcher.signal_delay_s"
         found.append(_fits(save_s, options.signal_delay_s, f"the notice before the time limit ({option})", option))
     return found

@@ -43,14 +43,16 @@ def follow(
 
 def is_over(state: str) -> bool:
     """Whether a run in `state` will do nothing more by itself."""
-    return state not in ("waiting", "pending", "running", "requeued", "ending")
+    return state not in ("waiting", "pending", "running", "suspended", "requeued", "ending")
 
 
 def state_of(run_dir: Path, job: JobInfo | None) -> str:
-    """The state of a live job, else how the last attempt of the run ended."""
+    """The state of a live job, else how the last attempt of the run ended; a finished run is over before its job is."""
+    status = read_status(run_dir)
+    recorded = str(status.get("state", "not started"))
     if job is not None and job.live:
-        return job.state
-    recorded = str(read_status(run_dir).get("state", "not started"))
+        finished = recorded == "finished" and status.get("job_id") == job.job_id and RunDir(run_dir).finished.exists()
+        return "finished" if finished else job.state
     if recorded not in ("running", "requeued", "not started"):
         return recorded
     # Nothing works on the run any more, so the recorded state is outdated.

@@ -12,18 +12,20 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from launch import rendezvous
-from launch.requeue import Requeuer, killed_file, verdict_file
+from launch import rendezvous, requeue, scheduler
 from runner.system import files, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# States of a node that has lost its jobs, see scontrol(1); "*" after the state: it does not respond.
+LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 
 
-def start(run_dir: str, attempt: str, max_timeouts: int | None = None) -> NoReturn:
+def start(run_dir: str, attempt: str, max_timeouts: int | None = None, requeue_killed: bool = True) -> NoReturn:
     """The submitted callable: make one attempt in this job and exit with its status.
 
     Args:
@@ -31,8 +33,9 @@ def start(run_dir: str, attempt: str, max_timeouts: int | None = None) -> NoRetu
         attempt: `module:function`, called as `function(run_dir, job=job)`.
         max_timeouts: time limits in a row without a new checkpoint after which the run stops; None: they count as
             other attempts without progress do.
+        requeue_killed: whether the batch script requeues the job if no rank decides how it ends.
     """
-    job = SlurmJob(max_timeouts)
+    job = SlurmJob(max_timeouts, requeue_killed)
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
@@ -47,19 +50,20 @@ class SlurmJob:
 
     auto_restarts = True
 
-    def __init__(self, max_timeouts: int | None = None) -> None:
+    def __init__(self, max_timeouts: int | None = None, requeue_killed: bool = True) -> None:
         self.max_timeouts = max_timeouts
+        self._requeue_killed = requeue_killed
         self.early_signal: int | None = None
         self.restart_count = rendezvous.restart_count()
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
         # A task of an array is requeued by this form of its id.
         self.job_id = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
-        self._requeuer = Requeuer(self.job_id, self.restart_count)
+        self._requeuer = requeue.Requeuer(self.job_id, self.restart_count)
         self._has_verdict = True  # the end of this process decides how the job ends
         folder = Path(os.environ.get("SUBMITIT_FOLDER", os.devnull))
-        self._killed = killed_file(folder, os.environ["SLURM_JOB_ID"])
-        self._verdict = verdict_file(folder, os.environ["SLURM_JOB_ID"])
-        self._was_killed = self._killed.exists()
+        self._starts = requeue.starts_file(folder, self.job_id)
+        self._verdict = requeue.verdict_file(folder, self.job_id)
+        self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
     def catch_signals(self) -> None:
         """Remember the first signal that asks this job to stop, until the attempt installs its own handlers.
@@ -84,21 +88,24 @@ class SlurmJob:
         }
 
     def on_started(self) -> None:
-        """From here on attempts without progress are counted, instead of kills before an attempt began."""
+        """From here on attempts without progress are counted, instead of starts that fail before an attempt began."""
         with suppress(OSError):
-            files.remove(self._killed)
+            requeue.note_failed_starts(self._starts, 0)
 
     def cause(self, signum: int) -> str:
         """Why `signum` came: preempted, time limit, cancelled, requeued, node failure or interrupted."""
         return self._requeuer.cause(signum)
 
     def cause_of_loss(self, record: dict[str, Any]) -> str:
-        """How an attempt ended that did not record its end: "node failure" or "killed".
+        """How an attempt ended that did not record its end: "node failure", "requeued" or "killed".
 
-        Slurm restarts a job without a signal if its node is lost.
+        Slurm restarts a job without a signal if its node is lost, and also if somebody requeues it while it is
+        suspended.
         """
         restarted = record.get("job_id") == self.job_id and record.get("restart_count", 0) < self.restart_count
-        return "node failure" if restarted and not self._was_killed else "killed"
+        if not restarted or self._was_killed:
+            return "killed"
+        return "node failure" if _node_was_lost(record) else "requeued"
 
     def requeue_if_needed(self, cause: str) -> str:
         """Requeue the job if `cause` requires it, and return only then; the final cause."""
@@ -108,12 +115,28 @@ class SlurmJob:
             return cause
         return final
 
-    def yield_verdict(self) -> None:
+    def yield_verdict(self, reason: str | None = None) -> bool:
         """Let another rank or the batch script decide how this job ends, rather than this process's exit."""
         self._has_verdict = False
+        if reason is not None:
+            with suppress(OSError):
+                requeue.note_failed_starts(self._starts, requeue.failed_starts(self._starts)[0], reason)
+        return self._requeue_killed
 
     def record_verdict(self) -> None:
         """Tell the batch script that this process decided how the job ends, unless it yielded that."""
         if self._has_verdict:
             with suppress(OSError):
                 files.touch(self._verdict)
+
+
+def _node_was_lost(record: dict[str, Any]) -> bool:
+    """Whether the node of an earlier attempt was lost since that began; also if nothing is known about it."""
+    try:
+        node = scheduler.show_node(str(record["node"])) if record.get("node") else {}
+        began = datetime.fromtimestamp(record["started"], UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    except (scheduler.SchedulerError, KeyError, TypeError, ValueError):
+        return True
+    states = node.get("State", "DOWN")
+    restarted = any(node.get(each, "")[:1].isdigit() and node[each] > began for each in ("BootTime", "SlurmdStartTime"))
+    return restarted or "*" in states or not LOST_NODE.isdisjoint(states.split("+"))

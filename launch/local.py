@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,11 +65,11 @@ class LocalLauncher:
         """None: there is no scheduler. A live run holds the lease of its directory."""
         return {}
 
-    def launch(self, run_dirs: list[Path], attempt: str) -> int:
+    def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Run the runs as processes, `slots` at a time; the first exit status that is not 0, else 0.
 
         A run that fails does not affect the others. Ctrl-C and SIGTERM are forwarded: the runs save and exit, and no
-        further one starts. `attempt` is not used: `command` makes the attempts.
+        further one starts. `attempt` is not used: `command` makes the attempts, each of which acquires its own lease.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
@@ -135,8 +135,8 @@ class Sweep:
 
     def _start(self, run_dir: Path, slot: int) -> subprocess.Popen[bytes]:
         log_file = RunDir(run_dir).local_log
-        files.make_dirs(log_file.parent)
-        with files.open_file(log_file, "ab") as log:
+        files.make_dirs(log_file.parent, files.OWNED)
+        with files.open_append(log_file) as log:
             # A session of its own: a Ctrl-C at the terminal reaches a run through `_forward_signals` alone, once.
             return processes.start(
                 [*self._command, str(run_dir)],

@@ -8,12 +8,14 @@ killed. docs/requeueing.md shows how the parts fit together.
 from __future__ import annotations
 
 import math
+import os
+import re
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from launch import scheduler
@@ -33,7 +35,9 @@ MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the
 # The batch script's part. It keeps asking for an hour: a controller that is away that long ends no job meanwhile.
 SCRIPT = Path(__file__).with_name("requeue.sh")
 SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
-MAX_KILLS = 3  # in a row, before an attempt could begin: the environment is broken
+MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: the environment is broken
+GIVEN_UP = "not requeued: "  # what the batch script puts before the reason of the last failed start
+NOTE_BYTES = 255  # of a file of failed starts, before the end of the line
 ARM_SCRIPT = "REQUEUE_ARMED=yes"
 """The line of the batch script after the user's setup: from here on, a job that fails may be requeued."""
 
@@ -49,9 +53,33 @@ def verdict_file(folder: Path, job_id: str) -> Path:
     return folder / f"{job_id}.verdict"
 
 
-def killed_file(folder: Path, job_id: str) -> Path:
-    """One line for each time that the batch script requeued a killed job, since an attempt last began."""
-    return folder / f"{job_id}.killed"
+def starts_file(folder: Path, job_id: str) -> Path:
+    """One line of a fixed size: how many starts of the job failed in a row before an attempt could begin, and why.
+
+    The batch script creates it at the first start. From then on it is only overwritten in place, which works on a full
+    disk as well, and a start that fails because of that must be counted.
+    """
+    return folder / f"{job_id}.starts"
+
+
+def failed_starts(path: Path) -> tuple[int, str]:
+    """How many starts failed in a row, and why the last one did."""
+    count, _, reason = (files.read_small(path) or "").strip().partition(" ")
+    return (int(count) if count.isdigit() else 0), reason
+
+
+def note_failed_starts(path: Path, count: int, reason: str = "") -> None:
+    """Overwrite the file in place.
+
+    Raises:
+        OSError: it does not exist, or cannot be written.
+    """
+    line = f"{count} {' '.join(reason.split())}".encode("ascii", "replace")[:NOTE_BYTES].ljust(NOTE_BYTES) + b"\n"
+    fd = files.open_fd(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        files.write_at(fd, line, 0)
+    finally:
+        files.close_fd(fd)
 
 
 def script_lines(folder: Path, requeue_killed: bool) -> list[str]:
@@ -61,7 +89,9 @@ def script_lines(folder: Path, requeue_killed: bool) -> list[str]:
     """
     parameters = {
         "FOLDER": folder,
-        "MAX_KILLS": MAX_KILLS if requeue_killed else 0,
+        "MAX_FAILED_STARTS": MAX_FAILED_STARTS if requeue_killed else 0,
+        "GIVEN_UP": GIVEN_UP,
+        "NOTE_BYTES": NOTE_BYTES,
         "NOT_RUNNING": " ".join(sorted(SLURM_NOT_RUNNING)),
         "TRIES": SCRIPT_TRIES,
         "PAUSE_S": SCRIPT_PAUSE_S,
@@ -114,7 +144,12 @@ def cause_of_stop(job: Record, restart_count: int, signum: int) -> str:
 def seconds_left(job: Record) -> float | None:
     """Until Slurm ends the job, by its time limit or at the end of a grace time; None: there is no end."""
     end = _time(job.get("EndTime"))
-    return None if end is None else (end - datetime.fromtimestamp(clock.wall())).total_seconds()
+    return None if end is None else (end - utc_now()).total_seconds()
+
+
+def utc_now() -> datetime:
+    """The time as Slurm's commands are made to print it."""
+    return datetime.fromtimestamp(clock.wall(), UTC).replace(tzinfo=None)
 
 
 def _time(text: str | None) -> datetime | None:
@@ -136,6 +171,7 @@ class Requeuer:
     def __init__(self, job_id: str, restart_count: int) -> None:
         self._job_id = job_id
         self._restart_count = restart_count
+        self._began = utc_now()
         self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
 
     def cause(self, signum: int) -> str:
@@ -211,10 +247,29 @@ class Requeuer:
 
     def _job(self) -> dict[str, str]:
         try:
-            return scheduler.show_job(self._job_id)
+            found = scheduler.show_job(self._job_id)
         except scheduler.SchedulerError as error:
             _report(f"Slurm does not report the state of job {self._job_id}: {error}")
             return {}
+        if self._is_another(found):
+            _report(f"the id {self._job_id} belongs to another job now, and this job is gone: nothing is requeued")
+            return {"JobState": "REVOKED"}
+        return found
+
+    def _is_another(self, found: Record) -> bool:
+        """Whether Slurm has lost this job (its state was deleted, say) and given the id to a later one.
+
+        requeue.sh asks the same.
+        """
+        user = re.search(r"\((\d+)\)$", found.get("UserId", ""))
+        if user and user[1] != os.environ.get("SLURM_JOB_UID", user[1]):
+            return True
+        restarts = int(found.get("Restarts", self._restart_count))
+        if restarts != self._restart_count:
+            return restarts < self._restart_count
+        name, submitted = found.get("JobName"), _time(found.get("SubmitTime"))
+        renamed = name is not None and name != os.environ.get("SLURM_JOB_NAME", name)
+        return renamed and submitted is not None and submitted > self._began
 
 
 def _report(text: str) -> None:

@@ -1,56 +1,96 @@
 # shellcheck shell=bash
 # The batch script's part of requeueing: requeue a job that ended although no rank decided that it should.
 # See docs/requeueing.md. launch/requeue.py copies this text into the batch script after it has set
-#   REQUEUE_FOLDER          directory of the job's marker files
-#   REQUEUE_MAX_KILLS       requeues in a row, before an attempt could begin, after which the job ends
-#   REQUEUE_NOT_RUNNING     Slurm's states of a job that does not run, separated by spaces
+#   REQUEUE_FOLDER              directory of the job's marker files
+#   REQUEUE_MAX_FAILED_STARTS   starts that fail in a row, before an attempt could begin, after which the job ends
+#   REQUEUE_GIVEN_UP            put before the reason of the last of them
+#   REQUEUE_NOTE_BYTES          size of the line that counts them
+#   REQUEUE_NOT_RUNNING         Slurm's states of a job that does not run, separated by spaces
 #   REQUEUE_TRIES, REQUEUE_PAUSE_S   how often to ask Slurm, and the seconds in between
 # After the user's setup the batch script sets REQUEUE_ARMED=yes: an error in the setup ends the job for good.
 
 # Slurm's signals reach the batch script too. It must outlive srun, which must not inherit an ignored signal.
 trap : TERM USR1 USR2
 
+# The job id of the last task of an array is also that of the array.
+REQUEUE_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+REQUEUE_JOB=${REQUEUE_JOB:-$SLURM_JOB_ID}
+REQUEUE_BEGAN=$(TZ=UTC0 date +%Y-%m-%dT%H:%M:%S)
+
 # Left behind if an earlier start of this job was killed right after its verdict.
-rm -f "$REQUEUE_FOLDER/$SLURM_JOB_ID.verdict"
+rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict"
+
+# Failed starts in a row, and why the last one failed. Overwritten in place, which works on a full disk.
+read_failed_starts() {
+    REQUEUE_STARTS='' REQUEUE_REASON=''
+    read -r REQUEUE_STARTS REQUEUE_REASON 2>/dev/null <"$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
+    case $REQUEUE_STARTS in '' | *[!0-9]*) REQUEUE_STARTS=0 ;; esac
+}
+note_failed_starts() {
+    printf "%-${REQUEUE_NOTE_BYTES}.${REQUEUE_NOTE_BYTES}s\n" "$1" 1<>"$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
+} 2>/dev/null
+read_failed_starts || :
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || REQUEUE_STARTS=0 # of an earlier job with this id
+note_failed_starts "$REQUEUE_STARTS" || :
 
 requeue_unless_decided() {
     local status=$?
     set +eu +o pipefail # whatever the user's setup has set
-    if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ] && [ ! -e "$REQUEUE_FOLDER/$SLURM_JOB_ID.verdict" ]; then
+    if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ] && [ ! -e "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict" ]; then
         requeue_job "$status"
     else
-        rm -f "$REQUEUE_FOLDER/$SLURM_JOB_ID.verdict"
+        rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict" "$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
     fi
     exit "$status"
 }
 
-# Tries until Slurm answers; does nothing if Slurm itself ended the job (scancel, say) or if it was killed too often.
+# Tries until Slurm answers; does nothing if Slurm itself ended the job (scancel, say) or if it failed too often.
 requeue_job() {
-    local status=$1 job=$SLURM_JOB_ID killed=$REQUEUE_FOLDER/$SLURM_JOB_ID.killed counted='' kills try record state
-    # The job id of the last task of an array is also that of the array.
-    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    local status=$1 job=$REQUEUE_JOB counted='' try record state
     unset SLURM_TIME_FORMAT
     for ((try = 1; try <= REQUEUE_TRIES; try++)); do
         [ "$try" -eq 1 ] || sleep "$REQUEUE_PAUSE_S"
-        record=$(scontrol show job -o "$job") || continue
+        record=$(TZ=UTC0 scontrol show job -o "$job") || continue
         record=${record%% Command=*} # users' texts follow
         state=${record##* JobState=}
         case " $REQUEUE_NOT_RUNNING " in *" ${state%% *} "*) return ;; esac
         # Requeued already, and running again elsewhere.
         case $record in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;; *) return ;; esac
+        ! is_another_job "$record" || return
         # A preemption, before Python could handle its signal, is not the fault of the environment.
         case $record in *" PreemptTime=2"*) counted=yes ;; esac
         if [ -z "$counted" ]; then
-            kills=0
-            [ ! -e "$killed" ] || kills=$(wc -l <"$killed")
-            [ "$kills" -lt "$REQUEUE_MAX_KILLS" ] || return
-            echo "status $status" >>"$killed"
+            count_failed_start "$status" || return
             counted=yes
         fi
         echo "[launch] the job ended with status $status and no rank decided that it should: requeueing job $job"
         scontrol requeue incomplete "$job" && return
         scontrol update jobid="$job" requeue=1 # the site's default may be not to requeue
     done
+}
+
+# Whether the id belongs to a later job: Slurm has lost this one. launch/requeue.py asks the same.
+is_another_job() {
+    local submitted=${1##* SubmitTime=}
+    case $1 in *" UserId="*) ;; *) return 1 ;; esac
+    case $1 in *" UserId="*"(${SLURM_JOB_UID:-$UID}) "*) ;; *) return 0 ;; esac
+    case $1 in *" JobName=${SLURM_JOB_NAME:-} UserId="*) return 1 ;; esac
+    [[ ${submitted%% *} > $REQUEUE_BEGAN ]]
+}
+
+# Whether the job may be requeued once more. (In a trap, a bare `return` returns what was there before the trap.)
+count_failed_start() {
+    local restarts=${SLURM_RESTART_COUNT:-0}
+    read_failed_starts
+    REQUEUE_REASON=${REQUEUE_REASON:-it ended with status $1, see its log}
+    if [ "$REQUEUE_STARTS" -lt "$REQUEUE_MAX_FAILED_STARTS" ]; then
+        note_failed_starts "$((REQUEUE_STARTS + 1)) $REQUEUE_REASON" && return 0
+        # Where not even that can be written, Slurm's own count of all restarts is the budget.
+        [ "$restarts" -lt "$REQUEUE_MAX_FAILED_STARTS" ] && return 0
+    fi
+    note_failed_starts "$REQUEUE_STARTS $REQUEUE_GIVEN_UP$REQUEUE_REASON"
+    echo "[launch] ${REQUEUE_GIVEN_UP}$REQUEUE_STARTS starts failed in a row before an attempt could begin"
+    return 1
 }
 
 trap requeue_unless_decided EXIT

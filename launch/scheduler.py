@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from runner.contracts import SLURM_ENDING, SLURM_OVER, SLURM_WAITING, JobInfo
+from runner.contracts import SLURM_ENDING, SLURM_OVER, SLURM_SUSPENDED, SLURM_WAITING, JobInfo
 from runner.system import processes
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
@@ -16,9 +17,52 @@ TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
 JOB_ID = re.compile(r"\d+(_\d+)?")  # `12`, or `12_3` for a task of an array
 # squeue pads each field to its width and puts this after it.
 SEPARATOR = "|"
-FIELDS = {"JobArrayID": 64, "State": 64, "Reason": 64, "RestartCnt": 64, "BatchHost": 255}  # with their widths
+# With their widths; the name is last, since it may contain the separator.
+FIELDS = {
+    **dict.fromkeys(("JobArrayID", "State", "RestartCnt", "SubmitTime", "UserID"), 64),
+    **dict.fromkeys(("Reason", "BatchHost", "Name"), 255),
+}
 # A user's defaults for these commands: filters that would hide jobs, formats other than those read here.
 PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
+# Runs a command that outlives the signals of the job that it runs in: they reach every process of the job, and a
+# requeue is answered while the job is being killed for it.
+DEAF = ("/bin/sh", "-c", 'trap "" TERM INT USR1 USR2; exec "$@"', "sh")
+# Slurm's reasons for a job to wait of which the words alone do not tell what to do; {job} is its id.
+REASONS = {
+    "JobHeldAdmin": "held by Slurm or an administrator: `scontrol release {job}`, or ask them",
+    "JobHeldUser": "held by its user: `scontrol release {job}`",
+    "launch_failed_requeued_held": "held by Slurm, since its node could not start it: `scontrol release {job}`",
+    "BeginTime": "Slurm lets it start later (two minutes after a requeue)",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionTimeLimit": "its time limit exceeds that of the partition: it will not start",
+    "PartitionNodeLimit": "it asks for more nodes than the partition allows: it will not start",
+    "BadConstraints": "no node has what it asks for: it will not start",
+    "DependencyNeverSatisfied": "it depends on a job that did not end so: it will not start",
+    "ReqNodeNotAvail": "a node that it needs is not available",
+    "NodeDown": "a node that it needs is down",
+}
+
+
+@dataclass(frozen=True)
+class RecordedJob:
+    """A job as the run that it was submitted for remembers it. Its id alone is not enough: ids come again."""
+
+    job_id: str
+    user: str | None = None  # its number
+    name: str | None = None
+    submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue sets it to that time
+    seen: str | None = None  # when it was certainly submitted already, in the same form
+
+    def is_same(self, user: str, name: str, submitted: str, restarts: int) -> bool:
+        """Whether a job with the same id, as Slurm reports it now, is this one."""
+        if self.user not in (None, user):
+            return False
+        if restarts == 0 and self.submitted is not None:
+            return submitted == self.submitted
+        if restarts == 0 and self.seen is not None:
+            return submitted <= self.seen
+        return self.name in (None, name) and submitted >= (self.submitted or "")
 
 
 class SchedulerError(OSError):
@@ -37,10 +81,13 @@ def ask(*command: str, text: str | None = None) -> str:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)}
+    env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
+    if shutil.which(command[0]) is None:
+        raise SchedulerError(f"{command[0]} is not on this machine's PATH")
     try:
         # A session of its own: a signal to the job's process group must not end the command as well.
         done = processes.run(
-            command,
+            [*DEAF, *command],
             input=text,
             capture_output=True,
             text=True,
@@ -49,8 +96,6 @@ def ask(*command: str, text: str | None = None) -> str:
             env=env,
             start_new_session=True,
         )
-    except FileNotFoundError:
-        raise SchedulerError(f"{command[0]} is not on this machine's PATH") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer within {TIMEOUT_S} s") from None
     if done.returncode:
@@ -72,12 +117,15 @@ def show_job(job_id: str) -> dict[str, str]:
         SchedulerError: Slurm does not answer, or has forgotten the job.
     """
     # From Command on, users' texts follow, with spaces and all; the fields of interest are before it.
-    return fields(ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")[0])
+    line = ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")[0]
+    before, _, rest = line.partition(" JobName=")
+    name, found, after = rest.partition(" UserId=")
+    return {**fields(f"{before} UserId={after}"), "JobName": name} if found else fields(line)
 
 
 def show_partitions() -> dict[str, dict[str, str]]:
-    """The partitions by name."""
-    rows = [fields(line) for line in ask("scontrol", "show", "partition", "-o").splitlines()]
+    """The partitions by name, hidden ones too."""
+    rows = [fields(line) for line in ask("scontrol", "show", "partition", "-o", "--all").splitlines()]
     return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
 
 
@@ -114,13 +162,24 @@ def requeue(job_id: str, only_running: bool) -> None:
             raise
 
 
-def known_jobs(job_ids: Iterable[str]) -> dict[str, JobInfo]:
-    """Those of `job_ids` that Slurm remembers, by one call of squeue.
+def show_node(name: str) -> dict[str, str]:
+    """The record of a node.
+
+    Raises:
+        SchedulerError: Slurm does not answer, or does not know it.
+    """
+    return fields(ask("scontrol", "show", "node", "-o", name).partition(" Reason=")[0])
+
+
+def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
+    """Those of `jobs` that Slurm remembers, by one call of squeue; not others that have come to the same ids.
 
     Raises:
         SchedulerError: Slurm does not answer.
     """
-    wanted = set(job_ids)
+    wanted: dict[str, list[RecordedJob]] = {}
+    for job in jobs:
+        wanted.setdefault(job.job_id, []).append(job)
     if not wanted:
         return {}
     arrays = ",".join(sorted({job_id.partition("_")[0] for job_id in wanted}))
@@ -131,16 +190,35 @@ def known_jobs(job_ids: Iterable[str]) -> dict[str, JobInfo]:
         if "invalid job id" in str(error).lower():  # Slurm has forgotten all of them
             return {}
         raise
-    found = (_job_info([cell.strip() for cell in row.split(SEPARATOR)]) for row in rows.splitlines())
-    return {info.job_id: info for info in found if info is not None and info.job_id in wanted}
+    found = {}
+    for row in rows.splitlines():
+        cells = [cell.strip() for cell in row.split(SEPARATOR, len(FIELDS) - 1)]
+        if len(cells) == len(FIELDS):
+            shown = dict(zip(FIELDS, cells, strict=True))
+            info = _job_info(shown)
+            submitted, user, name = shown["SubmitTime"], shown["UserID"], shown["Name"].removesuffix(SEPARATOR).rstrip()
+            same = [job for job in wanted.get(info.job_id, []) if job.is_same(user, name, submitted, info.restarts)]
+            found.update(dict.fromkeys(same, info))
+    return found
 
 
-def _job_info(cells: list[str]) -> JobInfo | None:
-    if len(cells) < len(FIELDS):
-        return None
-    job_id, slurm_state, reason, restarts, node = cells[: len(FIELDS)]
+def _job_info(job: dict[str, str]) -> JobInfo:
+    job_id, slurm_state, reason, restarts, node = (
+        job[each] for each in ("JobArrayID", "State", "Reason", "RestartCnt", "BatchHost")
+    )
     count = int(restarts) if restarts.isdigit() else 0
     if slurm_state in SLURM_WAITING:
-        return JobInfo(job_id, "requeued" if count else "pending", None, reason, count)
-    state = "ending" if slurm_state in SLURM_ENDING else SLURM_OVER.get(slurm_state, "running")
+        return JobInfo(job_id, "requeued" if count else "pending", None, _explained(reason, job_id), count)
+    if slurm_state in SLURM_SUSPENDED:
+        state = "suspended"
+    else:
+        state = "ending" if slurm_state in SLURM_ENDING else SLURM_OVER.get(slurm_state, "running")
     return JobInfo(job_id, state, node if node != "n/a" else None, None, count)
+
+
+def _explained(reason: str, job_id: str) -> str | None:
+    """Slurm's reason for a job to wait, with what it means where the words do not tell."""
+    if reason in ("", "None"):
+        return None
+    meaning = REASONS.get(reason.partition(",")[0])
+    return reason if meaning is None else f"{reason}: {meaning.format(job=job_id)}"

@@ -12,17 +12,22 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
 from launch import display, requeue, scheduler
-from launch.checks import cluster_errors, cluster_findings, minutes, option_errors
+from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors
+from launch.environment import environment_lines, examine_environment
 from launch.job import start
 from launch.options import SlurmOptions
+from launch.scheduler import RecordedJob
 from runner.contracts import Finding, JobInfo
+from runner.errors import SupersededError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
@@ -51,8 +56,11 @@ class SlurmLauncher(SlurmOptions):
     in_process: ClassVar[bool] = False
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """The errors of the options, of this machine and of the cluster; Slurm itself is asked last."""
-        errors = option_errors(self)
+        """The errors of the options, of this machine and of the cluster.
+
+        What Slurm itself would refuse, sbatch tells: `sbatch --test-only` also refuses what sbatch puts into the queue.
+        """
+        errors = [*option_errors(self), *path_errors(run_dirs)]
         if missing := scheduler.missing_commands():
             errors.append(
                 f"launcher=slurm needs {', '.join(missing)}, not on PATH on {socket.gethostname()}: run this on a "
@@ -61,43 +69,84 @@ class SlurmLauncher(SlurmOptions):
         if errors:
             return errors
         try:
-            errors = cluster_errors(self, run_dirs)
-            if not errors:
-                with self._no_conflicting_variables():
-                    scheduler.ask("sbatch", "--test-only", text=self.preview(run_dirs))
+            return cluster_errors(self, run_dirs)
         except scheduler.SchedulerError as error:
-            errors.append(f"launcher=slurm: Slurm would refuse this job: {error}")
-        return errors
+            return [f"launcher=slurm: Slurm does not answer ({error}): nothing was submitted, rerun the command later"]
 
     def examine(self, save_s: float | None) -> list[Finding]:
-        """Preemption, grace time and time limit of the partition, compared with the time that a save takes."""
+        """Preemption, grace time and time limit of the partition, and the environment that jobs get."""
         try:
-            return cluster_findings(self, save_s)
+            found = cluster_findings(self, save_s)
+            with self._no_conflicting_variables():
+                found.append(examine_environment(self._environment_of_jobs(), self._python()))
+                found.append(self._examine_start())
         except scheduler.SchedulerError as error:
             remedy = "ask the administrators whether slurmctld runs"
             return [Finding("error", f"Slurm does not answer: {error}", remedy)]
+        return found
+
+    def _environment_of_jobs(self) -> str:
+        """The value of sbatch's --export."""
+        given = {key.lstrip("-"): value for key, value in self.additional.items()}.get("export")
+        return str(given or os.environ.get("SBATCH_EXPORT") or "ALL")
+
+    def _examine_start(self) -> Finding:
+        """Whether Slurm could start such a job as things are now; sbatch may queue it all the same."""
+        try:
+            scheduler.ask("sbatch", "--test-only", text=self.preview([Path("/tmp/run")]))
+        except scheduler.SchedulerError as error:
+            remedy = "sbatch decides; if it accepts the job, the job may wait for long"
+            return Finding("warning", f"Slurm could not start this job now: {error}", remedy)
+        return Finding("ok", "Slurm would accept this job")
 
     def preview(self, run_dirs: list[Path]) -> str:
-        """The batch script."""
-        executor = self._executor(_folder(run_dirs), _name(run_dirs))
-        if len(run_dirs) > 1:
-            executor.parameters["map_count"] = len(run_dirs)
+        """The batch script, one for each job array."""
+        try:
+            parts = self._arrays(run_dirs)
+        except scheduler.SchedulerError:
+            parts = [run_dirs]
+        folder, name = _folder(run_dirs), _name(run_dirs)
+        return "\n".join(self._script(len(part), len(run_dirs), folder, name) for part in parts)
+
+    def _script(self, runs: int, total: int, folder: Path, name: str) -> str:
+        executor = self._executor(folder, name, runs, total)
+        if runs > 1:
+            executor.parameters["map_count"] = runs
         return executor._make_submission_file_text(executor._submitit_command_str, "")
 
-    def launch(self, run_dirs: list[Path], attempt: str) -> int:
-        """Submit the runs and return at once; 0 if they are submitted, else 2."""
+    def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
+        """Submit the runs and return at once; 0 if all are submitted, else 2."""
         if self.dry_run:
             print(self.preview(run_dirs))
             return 0
         run_dirs = [run_dir.absolute() for run_dir in run_dirs]
+        rights = dict(zip(run_dirs, guards, strict=False))
+        submitted: list[str] = []
+        error: OSError | RuntimeError | None = None
         try:
-            job_ids = self._submit(run_dirs, attempt)
-        except (OSError, RuntimeError) as error:  # RuntimeError: submitit's, with the message of sbatch
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            print(f"error: nothing was submitted: {lines[-1]}", file=sys.stderr)
-            return 2
-        display.show_submitted(list(zip(run_dirs, job_ids, strict=True)), Console())
-        return 0
+            for part in self._arrays(run_dirs):
+                submitted += self._submit(part, attempt, _folder(run_dirs), _name(run_dirs), len(run_dirs), rights)
+        except (OSError, RuntimeError) as refused:  # RuntimeError: submitit's, with the message of sbatch
+            error = refused
+        if submitted:
+            display.show_submitted(list(zip(run_dirs, submitted, strict=False)), Console())
+        if error is None:
+            return 0
+        done = f"{len(submitted)} of {len(run_dirs)} runs were submitted" if submitted else "nothing was submitted"
+        more = "; rerun the command to submit the others" if submitted else ""
+        print(f"error: {done}: {_refusal(error)}{more}", file=sys.stderr)
+        return 2
+
+    def _arrays(self, run_dirs: list[Path]) -> list[list[Path]]:
+        """The runs by job array: as many as the cluster allows in one.
+
+        Raises:
+            SchedulerError: Slurm does not answer.
+        """
+        if len(run_dirs) == 1:
+            return [run_dirs]
+        most = max(1, int(scheduler.show_config().get("MaxArraySize", "1001")))  # indices go from 0 to one less
+        return [run_dirs[first : first + most] for first in range(0, len(run_dirs), most)]
 
     def follow(self, run_dirs: list[Path]) -> int:
         """Show the runs until they are over; 0 if all of them finished, and after a Ctrl-C, else 1."""
@@ -120,44 +169,83 @@ class SlurmLauncher(SlurmOptions):
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         """The jobs that Slurm remembers, by one call of squeue; of two jobs of one run, the live one.
 
+        Also those that were given up because no attempt could begin, with the reason.
+
         Raises:
             OSError: some of the runs were submitted and Slurm does not answer.
         """
-        ids = {run_dir: _job_ids(run_dir) for run_dir in run_dirs}
-        known = scheduler.known_jobs(job_id for of_run in ids.values() for job_id in of_run)
-        found = {run_dir: [known[job_id] for job_id in of_run if job_id in known] for run_dir, of_run in ids.items()}
-        return {run_dir: max(infos, key=lambda info: info.live) for run_dir, infos in found.items() if infos}
+        recorded = {run_dir: _recorded_jobs(run_dir) for run_dir in run_dirs}
+        known = scheduler.known_jobs(job for of_run in recorded.values() for job in of_run)
+        found = {}
+        for run_dir, of_run in recorded.items():
+            infos = [known[job] for job in of_run if job in known]
+            info = max(infos, key=lambda info: info.live) if infos else None
+            info = _with_failed_start(run_dir, of_run[0].job_id, info) if of_run else None
+            if info is not None:
+                found[run_dir] = info
+        return found
 
-    def _submit(self, run_dirs: list[Path], attempt: str) -> list[str]:
-        """Submit the runs and write the job ids into their directories; a failure leaves no trace."""
-        folder = _folder(run_dirs)
-        files.make_dirs(folder)
+    def _submit(
+        self,
+        run_dirs: list[Path],
+        attempt: str,
+        folder: Path,
+        name: str,
+        total: int,
+        guards: Mapping[Path, files.Guard],
+    ) -> list[str]:
+        """Submit runs as one job or job array and record it in their directories; a failure leaves no trace.
+
+        Args:
+            run_dirs: of one array.
+            attempt: see `launch`.
+            folder: where submitit's files go.
+            name: of the job.
+            total: how many runs the command submits, in this array and others.
+            guards: by run directory.
+        """
+        created = not folder.exists()
+        for guard in guards.values():
+            guard.check()
+        files.make_dirs(folder, files.OWNED if total == 1 else 0o777)
         before = set(files.list_dir(folder))
         arguments = [str(run_dir) for run_dir in run_dirs], [attempt] * len(run_dirs)
+        options = [self.max_timeouts] * len(run_dirs), [self.requeue_killed] * len(run_dirs)
         try:
             # submitit prints the error that it raises as well.
-            with contextlib.redirect_stderr(io.StringIO()), self._no_conflicting_variables():
-                executor = self._executor(folder, _name(run_dirs))
-                jobs = executor.map_array(start, *arguments, [self.max_timeouts] * len(run_dirs))
+            with contextlib.redirect_stderr(io.StringIO()), self._no_conflicting_variables(), files.owned():
+                executor = self._executor(folder, name, len(run_dirs), total)
+                jobs = executor.map_array(start, *arguments, *options)
         except BaseException:
             for leftover in set(files.list_dir(folder)) - before:
                 files.remove(folder / leftover)
+            if created:
+                files.remove_dir(folder)
             raise
         try:
+            identity = self._identity(jobs[0].job_id, name)
             for run_dir, job in zip(run_dirs, jobs, strict=True):
-                self._register(run_dir, job.job_id, folder)
-        except OSError:
+                self._register(RunDir(run_dir, guards.get(run_dir)), job.job_id, folder, identity)
+        except (OSError, SupersededError):
             scheduler.ask("scancel", jobs[0].job_id.partition("_")[0])
             raise
         return [job.job_id for job in jobs]
 
-    def _register(self, run_dir: Path, job_id: str, folder: Path) -> None:
-        """Write the job id into the run directory, with links to logs that are elsewhere."""
+    def _identity(self, job_id: str, name: str) -> dict[str, str | None]:
+        """What tells the submitted job from later ones with the same id; if Slurm is silent, without its time."""
+        try:
+            record = scheduler.show_job(job_id)
+        except scheduler.SchedulerError:
+            record = {}
+        return {"user": str(os.getuid()), "name": self.job_name or name, "submit_time": record.get("SubmitTime")}
+
+    def _register(self, run: RunDir, job_id: str, folder: Path, identity: dict[str, str | None]) -> None:
+        """Write the job into the run directory, with links to logs that are elsewhere."""
         launcher = f"{type(self).__module__}.{type(self).__qualname__}"
-        job = {"job_id": job_id, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
-        files.write_json(RunDir(run_dir).job, job)
-        logs = RunDir(run_dir).logs
-        files.make_dirs(logs)
+        job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
+        files.write_json(run.job, job, guard=run.guard)
+        logs = run.logs
+        files.make_dirs(logs, files.OWNED)
         if logs == folder:
             return
         for task in range(self.tasks):
@@ -184,11 +272,14 @@ class SlurmLauncher(SlurmOptions):
         finally:
             os.environ.update(hidden)
 
-    def _executor(self, folder: Path, name: str) -> SlurmExecutor:
+    def _executor(self, folder: Path, name: str, runs: int, total: int) -> SlurmExecutor:
+        """What submits `runs` of the `total` runs of a command."""
         from submitit.slurm.slurm import SlurmExecutor
 
         executor = SlurmExecutor(folder, python=self._python())
-        executor.update_parameters(**self._parameters(folder, name))
+        # The arrays of a large sweep share the number of runs that may run at the same time.
+        parallel = max(1, self.array_parallelism * runs // total)
+        executor.update_parameters(**self._parameters(folder, name), array_parallelism=parallel)
         return executor
 
     def _python(self) -> str:
@@ -200,6 +291,7 @@ class SlurmLauncher(SlurmOptions):
         # For several ranks: a port that is free on the first node, unless the user's setup has chosen one.
         port = f"export MASTER_PORT=${{MASTER_PORT:-$({self._python()} -m launch.rendezvous)}}"
         return [
+            *environment_lines(),
             *requeue.script_lines(folder, self.requeue_killed),
             *self.setup,
             *([port] if self.tasks > 1 else []),
@@ -223,7 +315,6 @@ class SlurmLauncher(SlurmOptions):
             "job_name": self.job_name or name,
             "ntasks_per_node": self.tasks_per_node,
             "exclusive": True if self.exclusive else None,
-            "array_parallelism": self.array_parallelism,
             "signal_delay_s": self.signal_delay_s,
             "setup": self._setup(folder),
             "stderr_to_stdout": True,
@@ -234,13 +325,49 @@ class SlurmLauncher(SlurmOptions):
         }
 
 
-def _job_ids(run_dir: Path) -> list[str]:
+def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     """The job that was submitted last and the one that trained last: a kill may have kept the two apart."""
     run = RunDir(run_dir)
     if not run.job.exists():
         return []  # never submitted
-    found = (files.read_object(path).get("job_id") for path in (run.job, run.status))
-    return [job_id for job_id in found if isinstance(job_id, str) and scheduler.JOB_ID.fullmatch(job_id)]
+    job, status = files.read_object(run.job), files.read_object(run.status)
+    user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
+    found = [RecordedJob(str(job.get("job_id")), user, name, submitted)]
+    if status.get("job_id") != job.get("job_id"):
+        found.append(RecordedJob(str(status.get("job_id")), user, seen=_slurm_time(status.get("updated"))))
+    return [each for each in found if scheduler.JOB_ID.fullmatch(each.job_id)]
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _slurm_time(seconds: object) -> str | None:
+    """Seconds since 1970 as Slurm's commands are made to print them."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(float(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%S")  # type: ignore[arg-type]
+    return None
+
+
+def _with_failed_start(run_dir: Path, job_id: str, info: JobInfo | None) -> JobInfo | None:
+    """What is known about a job, completed by why its last start failed before an attempt could begin."""
+    folders = RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER
+    reason = next((why for each in folders if (why := requeue.failed_starts(requeue.starts_file(each, job_id))[1])), "")
+    if not reason or (info is not None and info.job_id != job_id):
+        return info
+    if info is not None and info.state in ("pending", "requeued"):
+        return replace(info, reason=f"{info.reason or 'waiting'}; its last start failed: {reason}")
+    if reason.startswith(requeue.GIVEN_UP) and (info is None or info.state == "failed"):
+        return JobInfo(job_id, "failed", reason=reason)
+    return info
+
+
+def _refusal(error: Exception) -> str:
+    """The last line of what sbatch said, or what it means."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if "temporarily unavailable" in lines[-1].lower() or "queue full" in str(error):
+        return f"the cluster's queue is full (MaxJobCount): wait until some jobs are over ({lines[-1]})"
+    return lines[-1]
 
 
 def _folder(run_dirs: list[Path]) -> Path:

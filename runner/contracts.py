@@ -7,9 +7,13 @@ imported here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from runner.system import files
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,11 @@ class JobInfo:
     """What a scheduler reports about a run's job, as long as it remembers the job."""
 
     job_id: str
-    # pending | running | requeued (waiting again after it ran) | ending (releasing its node; whether it will wait again
-    # is not known yet); over: completed | failed | cancelled
+    # pending | running | suspended | requeued (waiting again after it ran) | ending (releasing its node; whether it
+    # will wait again is not known yet); over: completed | failed | cancelled
     state: str
     node: str | None = None  # the first node, once the job runs
-    reason: str | None = None  # why the job waits, in the scheduler's words
+    reason: str | None = None  # why the job waits, or why it failed before an attempt could begin
     restarts: int = 0
 
     @property
@@ -44,7 +48,7 @@ class Launcher(Protocol):
     """Starts runs. Everything about a run is in its directory; a launcher is passed nothing else.
 
     A launcher never raises for a user's mistake: `check` returns it, and `launch` prints one line to standard error
-    that names why nothing was started, and returns a nonzero status.
+    that names what was not started and why, and returns a nonzero status.
     """
 
     @property
@@ -67,7 +71,10 @@ class Launcher(Protocol):
         """The command restarts runs that have failed."""
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """The config errors that would keep `run_dirs` from running, one per line; writes and starts nothing."""
+        """The config errors that would keep `run_dirs` from running, one per line; writes and starts nothing.
+
+        Called only with runs that are to be started: a scheduler may be asked.
+        """
 
     def examine(self, save_s: float | None) -> list[Finding]:
         """What `runner doctor` reports about the place where the runs would run.
@@ -79,13 +86,20 @@ class Launcher(Protocol):
     def preview(self, run_dirs: list[Path]) -> str:
         """What `launch` would start, as text."""
 
-    def launch(self, run_dirs: list[Path], attempt: str) -> int:
-        """Start every run, or none of them; the exit status.
+    def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
+        """Start the runs; the exit status.
+
+        What was started before an error stays started, and is recorded in the run directories.
 
         Args:
             run_dirs: existing run directories with a frozen config, one or more.
             attempt: `module:function`; inside a scheduler's job the function is called as `function(run_dir, job=job)`
                 with a `Job`, and returns an exit status.
+            guards: the right to submit each run and to write its job.json, as long as the call lasts; empty: nobody
+                else submits them.
+
+        Raises:
+            SupersededError: another command has taken over.
         """
 
     def follow(self, run_dirs: list[Path]) -> int:
@@ -127,8 +141,12 @@ class Job(Protocol):
     def on_started(self) -> None:
         """The attempt is in the attempt log."""
 
-    def yield_verdict(self) -> None:
-        """Called when this rank only reacts to another rank's failure: it must not decide how the job ends."""
+    def yield_verdict(self, reason: str | None = None) -> bool:
+        """Called when this rank must not decide how the job ends; whether the job is then restarted.
+
+        Args:
+            reason: why the attempt could not begin; None: this rank only reacts to another rank's failure.
+        """
 
     def requeue_if_needed(self, cause: str) -> str:
         """After the save, on rank 0 alone: requeue the job if `cause` requires it.
@@ -141,6 +159,7 @@ class Job(Protocol):
 # SUSPENDED, SIGNALING until every node has acknowledged a signal, STOPPED, RESIZING, and those of later versions. So
 # the states of jobs that do not run are listed, and every other state runs.
 SLURM_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+SLURM_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})  # run, but make no steps
 SLURM_ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
 # The job is over; Slurm remembers it for some minutes (MinJobAge). The value is ours, see `JobInfo.state`.
 SLURM_OVER = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm, runs, slurm
 
-from launch import checks
+from launch import checks, environment
 from launch.slurm import SlurmLauncher
 
 __all__ = ["runs", "slurm"]
@@ -37,7 +37,7 @@ def test_a_time_that_slurm_does_not_accept_is_an_error(text: str) -> None:
 
 def test_a_valid_submission_has_no_errors(slurm: FakeSlurm, runs: list[Path]) -> None:
     assert SlurmLauncher(partition="low", time="2:00:00").check(runs) == []
-    assert slurm.calls("sbatch") == ["sbatch --test-only"]
+    assert not slurm.calls("sbatch")
     assert not list(runs[0].iterdir())
 
 
@@ -48,6 +48,7 @@ def test_a_valid_submission_has_no_errors(slurm: FakeSlurm, runs: list[Path]) ->
         ({"time": "soon"}, ("launcher.time", "'soon'", "D-HH:MM:SS")),
         ({"time": "2-0"}, ("launcher.time=2-0", "'low'", "1-00:00:00")),
         ({"nodes": 0}, ("launcher.nodes=0", "1 or more")),
+        ({"nodes": 7}, ("launcher.nodes=7", "the 2 nodes of partition 'low'")),
         ({"time": 1, "signal_delay_s": 60}, ("launcher.signal_delay_s=60", "1 to 59")),
         ({"mem": "4G", "mem_per_cpu": "1G"}, ("launcher.mem", "mutually exclusive")),
         ({"max_timeouts": 0}, ("launcher.max_timeouts=0", "1 or more")),
@@ -70,12 +71,22 @@ def test_all_errors_of_the_options_are_reported_at_once(slurm: FakeSlurm, runs: 
     assert len(SlurmLauncher(nodes=0, tasks_per_node=0, time="x").check(runs)) == 3
 
 
-def test_what_slurm_itself_would_refuse_is_found_before_anything_is_submitted(
-    slurm: FakeSlurm, runs: list[Path]
-) -> None:
-    slurm.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\n")
-    (error,) = SlurmLauncher(qos="fast").check(runs)
-    assert error.endswith("Invalid qos specification")
+def test_the_advice_of_sbatch_test_only_keeps_nothing_from_being_submitted(slurm: FakeSlurm, runs: list[Path]) -> None:
+    """It refuses what sbatch queues (too few undrained nodes, a reservation soon)."""
+    slurm.fails("sbatch_--test-only_", "allocation failure: Requested node configuration is not available\n")
+    launcher = SlurmLauncher(partition="low")
+    assert launcher.check(runs) == []
+    assert launcher.launch(runs, "somewhere:attempt") == 0
+    advice = launcher.examine(None)[-1]
+    assert advice.level == "warning"
+    assert "Requested node configuration is not available" in advice.text
+
+
+@pytest.mark.parametrize("name", ["%j", "50%", "a\\b", "a\nb"])
+def test_a_path_that_slurm_would_expand_is_an_error(slurm: FakeSlurm, tmp_path: Path, name: str) -> None:
+    (error,) = SlurmLauncher().check([tmp_path / "fine", tmp_path / name / "run"])
+    assert repr(str(tmp_path / name))[1:-1] in error
+    assert "\n" not in error
 
 
 def test_on_a_machine_without_slurm_the_error_names_the_login_node(
@@ -90,14 +101,47 @@ def test_on_a_machine_without_slurm_the_error_names_the_login_node(
 def test_a_controller_that_does_not_answer_is_an_error(slurm: FakeSlurm, runs: list[Path]) -> None:
     slurm.fails("scontrol_show_partition", "slurm_load_partitions error: Unable to contact slurm controller\n")
     (error,) = SlurmLauncher().check(runs)
+    assert "Slurm does not answer" in error
     assert "Unable to contact slurm controller" in error
+    assert "refuse" not in error
 
 
-def test_a_sweep_larger_than_a_job_array_may_be_is_an_error(slurm: FakeSlurm, tmp_path: Path) -> None:
-    assert SlurmLauncher().check([tmp_path / str(index) for index in range(11)]) == []
-    (error,) = SlurmLauncher().check([tmp_path / str(index) for index in range(12)])
-    assert "12 runs" in error
-    assert "11 tasks" in error
+@pytest.mark.parametrize(
+    ("partition", "time", "limit"),
+    [
+        ("DefaultTime=NONE MaxTime=UNLIMITED", None, "no time limit"),
+        ("DefaultTime=NONE MaxTime=02:00:00", None, "120 min per attempt (MaxTime"),
+        ("DefaultTime=00:30:00 MaxTime=02:00:00", None, "30 min per attempt (DefaultTime"),
+        ("DefaultTime=00:30:00 MaxTime=02:00:00", 45, "45 min per attempt (launcher.time"),
+    ],
+)
+def test_the_doctor_reports_the_limit_that_counts(
+    slurm: FakeSlurm, partition: str, time: int | None, limit: str
+) -> None:
+    slurm.prints("scontrol_show_partition", f"PartitionName=low Default=YES {partition}\n")
+    assert limit in SlurmLauncher(time=time).examine(1.0)[0].text
+
+
+def test_a_notice_longer_than_the_partitions_default_time_is_an_error(slurm: FakeSlurm, runs: list[Path]) -> None:
+    slurm.prints("scontrol_show_partition", "PartitionName=low Default=YES DefaultTime=00:02:00 MaxTime=UNLIMITED\n")
+    (error,) = SlurmLauncher(signal_delay_s=120).check(runs)
+    assert "launcher.signal_delay_s=120" in error
+    assert SlurmLauncher(signal_delay_s=119).check(runs) == []
+
+
+@pytest.mark.parametrize("export", ["NONE", "NIL", "HOME"])
+def test_the_doctor_tries_the_environment_that_jobs_would_get(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, export: str
+) -> None:
+    monkeypatch.setenv("SBATCH_EXPORT", export)
+    monkeypatch.setattr(environment, "IMPORTS", "import os; assert 'SECRET' not in os.environ; import missing_module")
+    monkeypatch.setenv("SECRET", "1")
+    (finding,) = [each for each in SlurmLauncher().examine(None) if each.text.startswith("environment")]
+    assert finding.level == "error"
+    assert "No module named 'missing_module'" in finding.text
+    monkeypatch.setattr(environment, "IMPORTS", "import sys")
+    (finding,) = [each for each in SlurmLauncher().examine(None) if each.text.startswith("environment")]
+    assert finding.level == "ok"
 
 
 def test_a_folder_that_the_nodes_cannot_see_is_an_error(

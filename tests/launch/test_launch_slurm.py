@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from fake_slurm import RUNNING, FakeSlurm, runs, slurm
+from fake_slurm import RUNNING, SUBMITTED, FakeSlurm, row, runs, slurm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from runs import ROOT
 
 from launch import display, scheduler
 from launch.job import SlurmJob
 from launch.local import LocalLauncher
+from launch.scheduler import RecordedJob
 from launch.slurm import SlurmLauncher
 from runner.contracts import Job, Launcher
 
@@ -89,6 +94,68 @@ def test_every_option_reaches_the_batch_script(slurm: FakeSlurm, runs: list[Path
     assert "wckey" not in script
 
 
+SBATCH_THAT_COUNTS = """\
+#!/bin/sh
+[ ! -e {folder}/full ] || {{ echo "sbatch: error: Batch job submission failed: $(cat {folder}/full)" >&2; exit 1; }}
+echo "$1" >> {folder}/submitted
+echo "Submitted batch job $(wc -l < {folder}/submitted)0"
+{then}
+"""
+
+
+def test_a_sweep_above_the_clusters_limit_is_split_into_several_arrays(slurm: FakeSlurm, tmp_path: Path) -> None:
+    runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(23)]  # MaxArraySize is 11
+    for run in runs:
+        run.mkdir(parents=True)
+    launcher = SlurmLauncher(array_parallelism=12)
+    assert launcher.check(runs) == []
+    (slurm.folder / "sbatch").write_text(SBATCH_THAT_COUNTS.format(folder=slurm.folder, then=""))
+    assert launcher.launch(runs, "somewhere:attempt") == 0
+    ids = [json.loads((run / "job.json").read_text())["job_id"] for run in runs]
+    assert ids == [*(f"10_{task}" for task in range(11)), *(f"20_{task}" for task in range(11)), "30"]
+    scripts = [(runs[0].parent / ".slurm" / f"{job}_submission.sh").read_text() for job in (10, 20, 30)]
+    assert ["--array=0-10%5" in script for script in scripts] == [True, True, False]
+    assert launcher.preview(runs).count("#!/bin/bash") == 3
+    for index, run in enumerate(runs):  # the task of a run's id makes an attempt at that run
+        pickled = pickle.loads((runs[0].parent / ".slurm" / f"{ids[index]}_submitted.pkl").read_bytes())
+        assert pickled.args[0] == str(run)
+
+
+@pytest.mark.parametrize("refusal", ["Resource temporarily unavailable", "Slurm job queue full", "Invalid account"])
+def test_what_was_submitted_before_an_error_is_kept_and_the_rest_named(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: str
+) -> None:
+    runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(12)]
+    for run in runs:
+        run.mkdir(parents=True)
+    text = SBATCH_THAT_COUNTS.format(folder=slurm.folder, then=f"echo '{refusal}' > {slurm.folder}/full")
+    (slurm.folder / "sbatch").write_text(text)
+    assert SlurmLauncher().launch(runs, "somewhere:attempt") == 2
+    out, error = capsys.readouterr()
+    assert [(run / "job.json").exists() for run in runs] == [True] * 11 + [False]
+    assert "run10" in out
+    assert "run11" not in out
+    assert error.startswith("error: 11 of 12 runs were submitted: ")
+    assert refusal in error
+    assert ("MaxJobCount" in error) == (refusal != "Invalid account")
+    assert error.endswith("rerun the command to submit the others\n")
+    assert error.count("\n") == 1
+
+
+def test_the_environment_of_the_batch_script_reaches_the_ranks(
+    slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With SBATCH_EXPORT=NONE, srun would give them none of it, not even Slurm's own variables."""
+    monkeypatch.setenv("PYTHONPATH", "/my modules")
+    (slurm.folder / "srun").write_text("#!/bin/sh\nenv\n")
+    script = SlurmLauncher().preview(runs[:1])
+    for theirs, path in ((None, "/my modules"), ("/theirs", "/theirs")):
+        env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "12", **({"PYTHONPATH": theirs} if theirs else {})}
+        (runs[0] / "logs").mkdir(exist_ok=True)
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
+        assert {"SLURM_EXPORT_ENV=ALL", f"PYTHONPATH={path}"} <= set(done.stdout.splitlines())
+
+
 def test_a_refused_submission_is_one_line_and_leaves_nothing_behind(
     slurm: FakeSlurm, runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +166,7 @@ def test_a_refused_submission_is_one_line_and_leaves_nothing_behind(
     assert error.startswith("error: nothing was submitted: ")
     assert "Socket timed out" in error
     assert not any((run / "job.json").exists() for run in runs)
-    assert not list((runs[0].parent / ".slurm").iterdir())
+    assert not (runs[0].parent / ".slurm").exists()
 
 
 def test_a_submission_is_cancelled_if_its_job_id_cannot_be_recorded(slurm: FakeSlurm, runs: list[Path]) -> None:
@@ -122,14 +189,22 @@ def test_a_users_sbatch_variables_do_not_override_the_config(
     assert os.environ["SBATCH_PARTITION"] == "theirs"
 
 
+def test_a_command_of_slurm_survives_the_signals_of_its_job(slurm: FakeSlurm) -> None:
+    """They reach all its processes, in whatever session; a requeue is answered while the job is killed for it."""
+    (slurm.folder / "scontrol").write_text(
+        "#!/bin/sh\nkill -TERM $$; kill -USR2 $$; kill -INT $$; echo JobState=RUNNING\n"
+    )
+    assert scheduler.show_job("12") == {"JobState": "RUNNING"}
+
+
 def test_a_users_squeue_filters_do_not_hide_a_live_job(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """squeue reads them from its variables; a job that it does not list would be submitted a second time."""
     for name in ("SQUEUE_PARTITION", "SQUEUE_USERS", "SLURM_TIME_FORMAT"):
         monkeypatch.setenv(name, "theirs")
-    (slurm.folder / "squeue").write_text(f"#!/bin/sh\nenv > {tmp_path}/env\necho '12|RUNNING|None|0|n1|'\n")
-    assert list(scheduler.known_jobs(["12"])) == ["12"]
+    (slurm.folder / "squeue").write_text(f"#!/bin/sh\nenv > {tmp_path}/env\necho '{row('12', 'RUNNING').strip()}'\n")
+    assert list(scheduler.known_jobs([RecordedJob("12")])) == [RecordedJob("12")]
     assert "theirs" not in (tmp_path / "env").read_text()
 
 
@@ -157,7 +232,6 @@ def test_a_job_that_is_submitted_inside_another_inherits_nothing_from_it(
 
 SBATCH_THAT_WAITS = """\
 #!/bin/sh
-[ "$1" = --test-only ] && exit
 echo "sbatch $*" >> {folder}/calls
 while [ ! -e {folder}/go ]; do sleep 0.05; done
 echo Submitted batch job 12
@@ -168,7 +242,7 @@ echo Submitted batch job 12
 def test_two_shells_at_once_submit_one_job(slurm: FakeSlurm, tmp_path: Path) -> None:
     """The second one waits while sbatch runs for the first, and then finds the job in the queue."""
     (slurm.folder / "sbatch").write_text(SBATCH_THAT_WAITS.format(folder=slurm.folder))
-    slurm.prints("squeue", "12|PENDING|Resources|0|n/a|\n")
+    slurm.prints("squeue", row("12", "PENDING", "Resources"))
     run = tmp_path / "run"
     submit = [sys.executable, "-m", "runner", "launcher=slurm", "launcher.check_folder=false", f"run.dir={run}"]
 
@@ -196,7 +270,9 @@ def test_the_jobs_of_all_runs_come_from_one_call_of_squeue(slurm: FakeSlurm, run
     SlurmLauncher().launch(runs, "somewhere:attempt")
     slurm.prints(
         "squeue",
-        "12_0  |RUNNING  |None  |1  |n1  |\n12_1 |PENDING |BeginTime |2 |n/a |\n12_7|PENDING|Priority|0||\n",
+        row("12_0", "RUNNING", restarts=1, Name="sweep-of-3")
+        + row("12_1", "PENDING", "BeginTime", restarts=2, Name="sweep-of-3")
+        + row("12_7", "PENDING", "Priority", Name="sweep-of-3"),
     )
     jobs = SlurmLauncher().jobs(runs)
     assert [(run.name, info.state, info.node) for run, info in jobs.items()] == [
@@ -210,7 +286,8 @@ def test_the_jobs_of_all_runs_come_from_one_call_of_squeue(slurm: FakeSlurm, run
     ("slurm_state", "state", "live"),
     [
         ("COMPLETING", "ending", True),
-        ("SUSPENDED", "running", True),
+        ("SUSPENDED", "suspended", True),
+        ("STOPPED", "suspended", True),
         ("SIGNALING", "running", True),
         ("REVOKED", "cancelled", False),
         ("REQUEUE_HOLD", "pending", True),
@@ -220,8 +297,8 @@ def test_the_jobs_of_all_runs_come_from_one_call_of_squeue(slurm: FakeSlurm, run
     ],
 )
 def test_slurms_job_states_are_translated(slurm: FakeSlurm, slurm_state: str, state: str, live: bool) -> None:
-    slurm.prints("squeue", f"12|{slurm_state}|None|0|n1|\n")
-    info = scheduler.known_jobs(["12"])["12"]
+    slurm.prints("squeue", row("12", slurm_state))
+    (info,) = scheduler.known_jobs([RecordedJob("12")]).values()
     assert (info.state, info.live) == (state, live)
 
 
@@ -229,9 +306,22 @@ def test_a_run_is_followed_while_its_job_is_completing(slurm: FakeSlurm, runs: l
     """It may be about to be requeued: it is over only once it has left the queue."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     (runs[0] / "status.json").write_text(json.dumps({"state": "requeued", "job_id": "12"}))
-    slurm.prints("squeue", "12|COMPLETING|None|1|n1|\n")
+    slurm.prints("squeue", row("12", "COMPLETING", restarts=1, Name="run0"))
     (info,) = SlurmLauncher().jobs(runs).values()
     assert not display.is_over(display.state_of(runs[0], info))
+
+
+@pytest.mark.parametrize(("job_id", "state"), [("12", "finished"), ("11", "pending")])
+def test_a_finished_run_is_not_followed_to_the_end_of_its_job(
+    slurm: FakeSlurm, runs: list[Path], job_id: str, state: str
+) -> None:
+    """Its epilog may be slow. But if a longer run was submitted since, what an earlier job recorded is outdated."""
+    SlurmLauncher().launch(runs[:1], "somewhere:attempt")
+    (runs[0] / "status.json").write_text(json.dumps({"state": "finished", "job_id": job_id}))
+    (runs[0] / "finished.json").write_text('{"steps": 300}')
+    slurm.prints("squeue", row("12", "COMPLETING" if state == "finished" else "PENDING", Name="run0"))
+    shown = display.state_of(runs[0], SlurmLauncher().jobs(runs)[runs[0]])
+    assert (shown, display.is_over(shown)) == (state, state == "finished")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +341,7 @@ def test_how_a_followed_run_ended(
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     if recorded:
         (runs[0] / "status.json").write_text(json.dumps({"state": recorded, "job_id": "12"}))
-    slurm.prints("squeue", f"12|{slurm_state}|None|1|n1|\n")
+    slurm.prints("squeue", row("12", slurm_state, restarts=1, Name="run0"))
     shown = display.state_of(runs[0], SlurmLauncher().jobs(runs)[runs[0]])
     assert shown == state
     assert display.is_over(shown)
@@ -261,7 +351,7 @@ def test_a_live_job_is_found_even_if_another_one_was_submitted_after_it(slurm: F
     (runs[0] / "job.json").write_text('{"job_id": "13"}')
     (runs[0] / "status.json").write_text('{"job_id": "12"}')
     (runs[1] / "status.json").write_text('{"job_id": "none"}')  # torchrun's, say
-    slurm.prints("squeue", "13|FAILED|None|0|n1|\n12|RUNNING|None|0|n1|\n")
+    slurm.prints("squeue", row("13", "FAILED") + row("12", "RUNNING"))
     assert [(run.name, info.job_id) for run, info in SlurmLauncher().jobs(runs).items()] == [("run0", "12")]
 
 
@@ -269,6 +359,74 @@ def test_jobs_that_slurm_has_forgotten_are_not_live(slurm: FakeSlurm, runs: list
     SlurmLauncher().launch(runs, "somewhere:attempt")
     slurm.fails("squeue", "slurm_load_jobs error: Invalid job id specified\n")
     assert SlurmLauncher().jobs(runs) == {}
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    time=st.sampled_from(["2025-12-31T23:59:59", SUBMITTED, "2026-01-01T00:00:01"]),
+    user=st.sampled_from([os.getuid(), 99999]),
+    name=st.sampled_from(["run0", "theirs", "a | b"]),
+    restarts=st.integers(0, 2),
+    state=st.sampled_from(["PENDING", "RUNNING", "COMPLETED"]),
+)
+def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(
+    time: str, user: int, name: str, restarts: int, state: str
+) -> None:
+    """Slurm sets the submit time anew when it requeues a job; until then it must be the recorded one."""
+    ours = RecordedJob("12", str(os.getuid()), "run0", SUBMITTED)
+    shown = row("12", state, restarts=restarts, SubmitTime=time, UserID=str(user), Name=name)
+    same = user == os.getuid() and (time == SUBMITTED if restarts == 0 else name == "run0" and time >= SUBMITTED)
+    with mock.patch.object(scheduler, "ask", return_value=shown):
+        assert list(scheduler.known_jobs([ours])) == ([ours] if same else [])
+
+
+def test_the_run_of_a_job_whose_id_belongs_to_somebody_else_is_submitted_again(
+    slurm: FakeSlurm, runs: list[Path]
+) -> None:
+    """Slurm's state was lost, or the ids have started again."""
+    SlurmLauncher().launch(runs[:1], "somewhere:attempt")
+    recorded = json.loads((runs[0] / "job.json").read_text())
+    assert (recorded["user"], recorded["name"], recorded["submit_time"]) == (str(os.getuid()), "run0", SUBMITTED)
+    slurm.prints("squeue", row("12", "PENDING", Name="run0"))
+    assert [info.state for info in SlurmLauncher().jobs(runs).values()] == ["pending"]
+    slurm.prints("squeue", row("12", "PENDING", Name="theirs", SubmitTime="2026-02-01T00:00:00"))
+    assert SlurmLauncher().jobs(runs) == {}
+
+
+def test_a_job_whose_submit_time_slurm_did_not_tell_is_known_by_user_and_name(
+    slurm: FakeSlurm, runs: list[Path]
+) -> None:
+    slurm.fails("scontrol_show_job", "Unable to contact slurm controller\n")
+    assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
+    slurm.prints("squeue", row("12", Name="run0"))
+    assert [info.state for info in SlurmLauncher().jobs(runs).values()] == ["pending"]
+    slurm.prints("squeue", row("12", Name="theirs"))
+    assert SlurmLauncher().jobs(runs) == {}
+
+
+def test_the_job_that_trained_last_is_not_one_that_was_submitted_after_that(slurm: FakeSlurm, runs: list[Path]) -> None:
+    (runs[0] / "job.json").write_text(json.dumps({"job_id": "13", "user": str(os.getuid())}))
+    (runs[0] / "status.json").write_text(json.dumps({"job_id": "12", "updated": 1767225600.0}))  # SUBMITTED
+    slurm.prints("squeue", row("12", "RUNNING"))
+    assert [info.job_id for info in SlurmLauncher().jobs(runs).values()] == ["12"]
+    slurm.prints("squeue", row("12", "RUNNING", SubmitTime="2026-01-01T00:00:01"))
+    assert SlurmLauncher().jobs(runs) == {}
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("JobHeldAdmin", "held by Slurm or an administrator: `scontrol release 12`"),
+        ("launch_failed_requeued_held", "`scontrol release 12`"),
+        ("PartitionDown", "its partition is down"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "UnavailableNodes:n1: a node that it needs is not available"),
+        ("Priority", "Priority"),
+    ],
+)
+def test_why_a_job_waits_is_explained(slurm: FakeSlurm, runs: list[Path], reason: str, words: str) -> None:
+    (runs[0] / "job.json").write_text('{"job_id": "12"}')
+    slurm.prints("squeue", row("12", "PENDING", reason))
+    assert words in str(SlurmLauncher().jobs(runs)[runs[0]].reason)
 
 
 def test_a_controller_that_does_not_answer_is_not_mistaken_for_an_empty_queue(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,11 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from fake_slurm import RUNNING, FakeSlurm, inside, job_line, slurm
+from fake_slurm import RUNNING, FakeSlurm, inside, job_line, row, slurm
+from runs import ROOT
 
 from launch import job, requeue, scheduler
 from launch.slurm import SlurmLauncher
@@ -88,12 +90,72 @@ def test_a_kill_is_told_apart_from_a_lost_node(
     monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
     before = {"job_id": "12_1", "restart_count": 0}
     assert job.SlurmJob().cause_of_loss(before) == "node failure"
-    requeue.killed_file(tmp_path, "13").write_text("status 137\n")
+    starts = requeue.starts_file(tmp_path, "12_1")
+    starts.write_text(f"{'1 it ended with status 137':255}\n")
     here = job.SlurmJob()
     here.on_started()
     assert here.cause_of_loss(before) == "killed"
-    assert not requeue.killed_file(tmp_path, "13").exists()
+    assert requeue.failed_starts(starts) == (0, "")
     assert job.SlurmJob().cause_of_loss({"job_id": "11", "restart_count": 0}) == "killed"
+
+
+@pytest.mark.parametrize(
+    ("node", "cause"),
+    [
+        ("State=IDLE BootTime=2025-12-31T00:00:00", "requeued"),
+        ("State=ALLOCATED+DRAIN BootTime=2025-12-31T00:00:00", "requeued"),
+        ("State=DOWN* BootTime=2025-12-31T00:00:00", "node failure"),
+        ("State=IDLE*+DRAIN BootTime=2025-12-31T00:00:00", "node failure"),
+        ("State=IDLE+NOT_RESPONDING BootTime=2025-12-31T00:00:00", "node failure"),
+        ("State=IDLE BootTime=2026-01-01T00:00:01", "node failure"),
+        ("State=IDLE BootTime=None SlurmdStartTime=2026-01-02T00:00:00", "node failure"),
+    ],
+)
+def test_a_restart_without_a_signal_is_a_lost_node_only_if_the_node_was_lost(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, node: str, cause: str
+) -> None:
+    """A job that is requeued while it is suspended gets no chance to note the cause either."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    inside.prints("scontrol_show_node", f"NodeName=n1 {node}\n")
+    before = {"job_id": "12_1", "restart_count": 0, "node": "n1", "started": 1767225600.0}
+    assert job.SlurmJob().cause_of_loss(before) == cause
+    inside.fails("scontrol_show_node", SILENT)
+    assert job.SlurmJob().cause_of_loss(before) == "node failure"
+
+
+# A record of another job with the id of this one, which began just now.
+ANOTHER = [
+    {"UserId": "somebody(99999)"},
+    {"Restarts": "0"},  # this one has been restarted once
+    {"JobName": "theirs", "SubmitTime": "2999-01-01T00:00:00"},
+]
+SAME = [
+    {"JobName": "renamed", "SubmitTime": "2000-01-01T00:00:00"},
+    {"JobName": "mine", "SubmitTime": "2999-01-01T00:00:00"},  # the clocks of the machines differ
+]
+
+
+@pytest.mark.parametrize(("fields", "ours"), [*((each, False) for each in ANOTHER), *((each, True) for each in SAME)])
+def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
+    inside: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fields: dict[str, str],
+    ours: bool,
+) -> None:
+    """Its state is not this job's, and it is not requeued: neither by a rank nor by the batch script."""
+    own = {"JobName": "mine", "UserId": f"me({os.getuid()})", **RUNNING, "Restarts": "1"}
+    for name, value in {"RESTART_COUNT": "1", "JOB_NAME": "mine", "JOB_UID": str(os.getuid())}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    inside.shows_job(**{**own, "SubmitTime": "2000-01-01T00:00:00", **fields})
+    here = job.SlurmJob()
+    assert here.cause(signal.SIGUSR2) == ("time limit" if ours else "cancelled")
+    assert here.requeue_if_needed("time limit") == ("time limit" if ours else "cancelled")
+    assert ("belongs to another job" in capsys.readouterr().err) != ours
+    assert len(inside.calls("scontrol requeue")) == ours
+    assert batch_script(inside, tmp_path / "run", "exit 137", []) == 137
+    assert len(inside.calls("scontrol requeue")) == 2 * ours
 
 
 def test_a_signal_before_the_attempt_has_handlers_is_remembered(inside: FakeSlurm) -> None:
@@ -117,7 +179,7 @@ def test_a_step_longer_than_the_notice_requeues_the_job_before_it_is_killed(
 ) -> None:
     """Nothing else would; and an attempt whose timer requeued the job keeps its cause."""
     monkeypatch.setattr(requeue, "KILL_MARGIN_S", 3600.0)  # the end is nearer than that: at once
-    soon = (datetime.now() + timedelta(minutes=1)).isoformat(timespec="seconds")
+    soon = (requeue.utc_now() + timedelta(minutes=1)).isoformat(timespec="seconds")
     inside.shows_job(**RUNNING, EndTime=soon)
     here = job.SlurmJob()
     assert here.cause(signal.SIGUSR2) == "time limit"
@@ -144,7 +206,7 @@ def test_a_job_that_is_cancelled_during_its_notice_is_not_requeued(
         function()
 
     monkeypatch.setattr(clock, "call_later", cancelled_meanwhile)
-    soon = (datetime.now() + timedelta(minutes=1)).isoformat(timespec="seconds")
+    soon = (requeue.utc_now() + timedelta(minutes=1)).isoformat(timespec="seconds")
     inside.shows_job(**RUNNING, EndTime=soon)
     assert job.SlurmJob().cause(signal.SIGUSR2) == "time limit"
     assert 50 < delays[0] <= 60 - requeue.KILL_MARGIN_S
@@ -235,7 +297,7 @@ def test_after_an_interruption_that_slurm_refuses_to_requeue_the_batch_script_de
     assert here.requeue_if_needed("interrupted") == "interrupted"
     assert len(inside.calls("scontrol requeue")) == requeue.MAX_REFUSALS
     here.record_verdict()
-    assert not requeue.verdict_file(tmp_path, "13").exists()
+    assert not requeue.verdict_file(tmp_path, "12_1").exists()
 
 
 def test_a_job_that_is_queued_already_counts_as_requeued(inside: FakeSlurm) -> None:
@@ -264,7 +326,7 @@ def test_what_cannot_be_requeued_here_is_left_to_the_batch_script(
     cause = here.cause(signal.SIGUSR2)
     assert here.requeue_if_needed(cause) == "time limit"
     here.record_verdict()
-    assert not requeue.verdict_file(tmp_path, "13").exists()
+    assert not requeue.verdict_file(tmp_path, "12_1").exists()
 
 
 @pytest.mark.parametrize("decides", [True, False])
@@ -293,7 +355,7 @@ def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
         for signum, handler in before.items():
             signal.signal(signum, handler)
     assert left.value.code == 1
-    assert requeue.verdict_file(tmp_path, "13").exists() == decides
+    assert requeue.verdict_file(tmp_path, "12_1").exists() == decides
 
 
 # Requeueing from the batch script
@@ -307,7 +369,7 @@ def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> in
     environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert "unbound" not in done.stderr
-    assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["13.killed"]), done.stderr
+    assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["12_1.starts"]), done.stderr
     return done.returncode
 
 
@@ -333,6 +395,7 @@ ENDS = [
 def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
     slurm: FakeSlurm,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     state: dict[str, str],
     before: int,
     status: int,
@@ -341,18 +404,22 @@ def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
     setup: list[str],
 ) -> None:
     slurm.prints("scontrol_show_job", job_line(**state) + "\n")
-    killed = requeue.killed_file(tmp_path / "run" / "logs", "13")
-    killed.parent.mkdir(parents=True)
-    killed.write_text("status 137\n" * before)
+    starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
+    starts.parent.mkdir(parents=True)
+    starts.write_text(f"{before:<255}\n")
+    if before:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        slurm.shows_job(**{**state, "Restarts": "1"})
     assert batch_script(slurm, tmp_path / "run", f"exit {status}", setup) == status
     assert slurm.calls("scontrol requeue") == (["scontrol requeue incomplete 12_1"] if requeued else [])
-    assert len(killed.read_text().splitlines()) == after
+    assert requeue.failed_starts(starts)[0] == after
+    assert status == 0 or starts.stat().st_size == 256
 
 
 def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm, tmp_path: Path) -> None:
     """Whatever happens to the other ranks then."""
     slurm.shows_job(**RUNNING)
-    verdict = requeue.verdict_file(tmp_path / "run" / "logs", "13")
+    verdict = requeue.verdict_file(tmp_path / "run" / "logs", "12_1")
     verdict.parent.mkdir(parents=True)
     assert batch_script(slurm, tmp_path / "run", f"touch {verdict}; exit 137", []) == 137
     assert not slurm.calls("scontrol requeue")
@@ -391,11 +458,58 @@ def test_the_batch_script_waits_for_a_controller_that_is_away(
     assert batch_script(slurm, tmp_path / "run", "exit 137", setup) == 137
     assert len(slurm.calls("scontrol requeue")) >= 2
     # One kill, however often Slurm was asked.
-    assert len(requeue.killed_file(tmp_path / "run" / "logs", "13").read_text().splitlines()) == 1
+    assert requeue.failed_starts(requeue.starts_file(tmp_path / "run" / "logs", "12_1"))[0] == 1
+
+
+def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reason(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that stays full: what a rank could not record in the run directory is shown all the same."""
+    run = tmp_path / "run"
+    launcher = SlurmLauncher()
+    rank = (
+        f"SLURM_JOB_ID=13 SLURM_ARRAY_JOB_ID=12 SLURM_ARRAY_TASK_ID=1 SUBMITIT_FOLDER={run}/logs {sys.executable} -c "
+        "'from launch.job import SlurmJob; SlurmJob().yield_verdict(\"No space left on device\")'; exit 1"
+    )
+    (run / "logs").mkdir(parents=True)
+    (run / "job.json").write_text(json.dumps({"job_id": "12_1", "folder": str(run / "logs")}))
+    (run / "logs" / "12_1.starts").write_text(f"{'3 of an earlier job with this id':255}\n")
+
+    def restarted(count: int) -> None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
+        slurm.shows_job(**{**RUNNING, "Restarts": str(count)})
+
+    for failed in (1, 2, 3):
+        restarted(failed - 1)
+        assert batch_script(slurm, run, f"cd {ROOT}; {rank}", []) == 1
+        assert requeue.failed_starts(requeue.starts_file(run / "logs", "12_1")) == (failed, "No space left on device")
+        slurm.prints("squeue", row("12_1", "PENDING", "BeginTime", restarts=failed))
+        assert launcher.jobs([run])[run].state == "requeued"
+        assert "its last start failed: No space left on device" in str(launcher.jobs([run])[run].reason)
+    restarted(3)
+    assert batch_script(slurm, run, f"cd {ROOT}; {rank}", []) == 1
+    assert len(slurm.calls("scontrol requeue")) == 3
+    for remembered in (row("12_1", "FAILED", restarts=3), ""):
+        slurm.prints("squeue", remembered)
+        given_up = launcher.jobs([run])[run]
+        assert (given_up.state, given_up.live) == ("failed", False)
+        assert given_up.reason == f"{requeue.GIVEN_UP}No space left on device"
+
+
+def test_where_not_even_the_failed_starts_can_be_counted_all_restarts_count(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
+    starts.mkdir(parents=True)  # cannot be written, as on a full disk that copies what is overwritten
+    for restarts in range(5):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        slurm.shows_job(**{**RUNNING, "Restarts": str(restarts)})
+        assert batch_script(slurm, tmp_path / "run", "exit 1", []) == 1
+    assert len(slurm.calls("scontrol requeue")) == requeue.MAX_FAILED_STARTS
 
 
 def test_without_requeue_killed_the_batch_script_requeues_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
-    assert "REQUEUE_MAX_KILLS=0" in SlurmLauncher(requeue_killed=False).preview([tmp_path])
+    assert "REQUEUE_MAX_FAILED_STARTS=0" in SlurmLauncher(requeue_killed=False).preview([tmp_path])
 
 
 def test_the_batch_script_needs_no_file_of_this_installation(slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import requeue
+from launch import requeue, scheduler
 
 SCRIPT = """\
 #!/bin/sh
@@ -22,10 +22,11 @@ for name in "$key" "$(basename "$0")"; do
 done
 """
 PARTITIONS = (
-    "PartitionName=low Default=YES GraceTime=20 MaxTime=1-00:00:00 Nodes=n[1-2] PreemptMode=REQUEUE\n"
+    "PartitionName=low Default=YES GraceTime=20 MaxTime=1-00:00:00 Nodes=n[1-2] TotalNodes=2 PreemptMode=REQUEUE\n"
     "PartitionName=high Default=NO GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-2] PreemptMode=OFF\n"
 )
 CONFIG = "KillWait = 30 sec\nMaxArraySize = 11\nPreemptType = preempt/partition_prio\nPreemptMode = REQUEUE\n"
+SUBMITTED = "2026-01-01T00:00:00"
 RUNNING = {"JobState": "RUNNING", "Restarts": "0", "Reason": "None", "PreemptTime": "None"}
 """The record of a job that runs."""
 
@@ -47,6 +48,7 @@ class FakeSlurm:
         self.prints("scontrol_show_config", CONFIG)
         self.prints("scontrol_show_node", f"NodeName=n1 NodeHostName={os.uname().nodename}\n")
         self.prints("sbatch", "Submitted batch job 12\n")
+        self.shows_job(SubmitTime=SUBMITTED)
 
     def prints(self, command: str, text: str) -> None:
         """`command` (its name, or name_word_word) succeeds with `text` from now on."""
@@ -66,6 +68,13 @@ class FakeSlurm:
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(command)]
+
+
+def row(job_id: str, state: str = "PENDING", reason: str = "None", restarts: int = 0, **fields: str) -> str:
+    """A row of squeue as `scheduler` asks for it; by default of a job of this user, submitted at SUBMITTED."""
+    cells = {"JobArrayID": job_id, "State": state, "Reason": reason, "RestartCnt": restarts, "BatchHost": "n1"}
+    cells |= {"SubmitTime": SUBMITTED, "UserID": os.getuid(), "Name": "run", **fields}
+    return "".join(f"{cells[name]} |" for name in scheduler.FIELDS) + "\n"
 
 
 def job_line(**fields: str) -> str:

@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-GRACE = 20  # seconds between a preemption's SIGTERM and its SIGKILL
+# All limits of waits are multiplied by this: they end a wait for something that never happens, on any machine.
+PATIENCE = float(os.environ.get("RUNNER_TEST_PATIENCE", "5"))
+GRACE = 60  # seconds between a preemption's SIGTERM and its SIGKILL
 NODES = ("n1", "n2")
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 INSTALL = "apt-get update && apt-get install -y slurmctld slurmd slurm-client munge (as root)"
@@ -49,9 +51,10 @@ ReturnToService=2
 MpiDefault=none
 SwitchType=switch/none
 KillWait=5
-SlurmdTimeout=10
+SlurmdTimeout=30
 MinJobAge=600
-MaxArraySize=1001
+MaxArraySize=4
+Epilog={directory}/epilog.sh
 SlurmdParameters=config_overrides
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
@@ -74,6 +77,7 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.slow_epilog = directory / "slow-epilog"  # while it exists, no job ends completely
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": str(directory / "slurm.conf"),
@@ -87,6 +91,9 @@ class Cluster:
         host = socket.gethostname().partition(".")[0]
         config = CONFIG.format(host=host, directory=self.directory, ports=_free_ports(3), grace=GRACE)
         (self.directory / "slurm.conf").write_text(config)
+        epilog = self.directory / "epilog.sh"
+        epilog.write_text(f"#!/bin/sh\nwhile [ -e {self.slow_epilog} ]; do sleep 0.1; done\n")
+        epilog.chmod(0o755)
         self._start_munge()
         self._daemon("slurmctld")
         for node in NODES:
@@ -111,7 +118,7 @@ class Cluster:
 
     def _daemon(self, *command: str) -> None:
         config = ["-f", str(self.directory / "slurm.conf")]
-        subprocess.run([*command, *config], check=True, env=self.environment, timeout=30)
+        subprocess.run([*command, *config], check=True, env=self.environment, timeout=30 * PATIENCE)
 
     def stop_controller(self) -> None:
         """As for an upgrade, or if its machine is lost: jobs keep running, and no command is answered."""
@@ -145,7 +152,9 @@ class Cluster:
 
     def run(self, *command: str, check: bool = True) -> str:
         """Standard output of a Slurm command on this cluster."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
+        )
         if check and done.returncode:
             raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
         return done.stdout
@@ -154,8 +163,9 @@ class Cluster:
         """Poll `condition` until it is true.
 
         Raises:
-            TimeoutError: it was not true within `timeout_s` seconds.
+            TimeoutError: it was not true within `timeout_s` seconds, times PATIENCE.
         """
+        timeout_s *= PATIENCE
         end = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > end:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import INSTALL, Cluster, missing, running
+from cluster import INSTALL, PATIENCE, Cluster, missing, running
 from runs import ROOT, TINY, Run
 
 SUPPORT = ROOT / "tests" / "support"
@@ -57,7 +57,7 @@ def runner(cluster: Cluster, *arguments: str, **env: str) -> subprocess.Complete
         env={**cluster.environment, **environment(**env)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * PATIENCE,
         check=False,
     )
 
@@ -70,7 +70,7 @@ def statuses(cluster: Cluster, root: Path) -> dict[str, dict[str, Any]]:
         env={**cluster.environment, **environment()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
         check=True,
     )
     return {row["run"]: row for row in json.loads(done.stdout)}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import PATIENCE, Cluster
 from jobs import SLURM, environment
 from runs import ROOT, TINY
 
@@ -27,7 +27,7 @@ def test_jobs_that_are_killed_requeued_and_cancelled_end_bit_identical(cluster: 
         env={**cluster.environment, **environment(STEP_SLEEP_S="0.08")},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=500 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout

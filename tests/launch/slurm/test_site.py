@@ -1,0 +1,113 @@
+"""What sites and other users do to jobs on a real cluster: drained nodes, ids that come again, defaults, epilogs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import COMMON, SLURM, Job, runner, statuses
+
+pytestmark = pytest.mark.slurm
+
+SHORT = [*COMMON, "train.steps=5"]
+
+
+def test_what_sbatch_queues_is_submitted_whatever_test_only_says(cluster: Cluster, tmp_path: Path) -> None:
+    """Two nodes are asked for and one is drained: the job waits, and the status says for what."""
+    job = Job(tmp_path / "run", [*SHORT, "launcher.nodes=2"], cluster=cluster)
+    cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    try:
+        job.submit()
+        cluster.wait(lambda: job.slurm()["Reason"] not in ("None", "Priority"), 60, "the reason")
+        assert job.row()["state"] == "pending"
+        again = runner(cluster, *SLURM, *job.overrides, f"run.dir={job.path}")
+        assert (again.returncode, f"pending, job {job.job_id}" in again.stdout) == (0, True), again.stderr
+    finally:
+        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+        cluster.run("scancel", job.job_id)
+
+
+def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", SHORT, cluster=cluster)
+    held = "+launcher.additional.hold=true"
+    ours = job.submit(held)
+    assert job.row()["state"] == "pending"
+    theirs = cluster.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
+    record = job.path / "job.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": theirs}))
+    try:
+        assert job.row()["state"] == "cancelled"
+        assert job.submit(held) not in (ours, theirs)
+        assert job.row()["state"] == "pending"
+    finally:
+        cluster.run("scancel", ours, theirs, job.job_id)
+
+
+@pytest.mark.parametrize("how", ["variable", "option"])
+def test_jobs_that_start_without_the_environment_of_the_command(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    job = Job(tmp_path / "run", SHORT, cluster=cluster)
+    if how == "variable":
+        job.submit(SBATCH_EXPORT="NONE")
+    else:
+        job.submit("+launcher.additional.export=NONE")
+    assert job.ends() == "COMPLETED", job.log()
+    assert job.causes() == ["finished"]
+
+
+def test_a_finished_run_needs_neither_the_end_of_its_epilog_nor_the_controller(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = Job(tmp_path / "run", SHORT, cluster=cluster)
+    command = [*SLURM, *job.overrides, f"run.dir={job.path}"]
+    cluster.slow_epilog.touch()
+    try:
+        waited = runner(cluster, *command, "launcher.wait=true")
+        assert waited.returncode == 0, waited.stderr
+        job.wait_for_state("COMPLETING")
+        assert job.row()["state"] == "finished"
+        assert "finished, all 5 steps" in runner(cluster, *command).stdout
+        assert job.slurm()["JobState"] == "COMPLETING"
+    finally:
+        cluster.slow_epilog.unlink()
+    job.wait_for_state("COMPLETED")
+    cluster.stop_controller()
+    try:
+        done = runner(cluster, *command)
+        assert (done.returncode, "finished, all 5 steps" in done.stdout) == (0, True), done.stderr
+        new = runner(cluster, *SLURM, *job.overrides, f"run.dir={tmp_path / 'new'}")
+        assert new.returncode == 2
+        assert "Slurm does not answer" in new.stderr
+        assert not (tmp_path / "new").exists()
+    finally:
+        cluster.start_controller()
+
+
+def test_a_sweep_above_the_limit_of_the_cluster_is_several_arrays(cluster: Cluster, tmp_path: Path) -> None:
+    sweep = [*SLURM, "-m", *SHORT, "seed=1,2,3,4,5", f"run.root={tmp_path}", "+launcher.additional.hold=true"]
+    done = runner(cluster, *sweep)  # MaxArraySize is 4
+    assert done.returncode == 0, done.stderr
+    ids = sorted(json.loads(path.read_text())["job_id"] for path in tmp_path.glob("*/job.json"))
+    arrays = {each.partition("_")[0] for each in ids}
+    try:
+        assert (len(ids), len(arrays)) == (5, 2)
+        rows = statuses(cluster, tmp_path).values()
+        assert {(row["state"], row["job_id"]) for row in rows} == {("pending", each) for each in ids}
+    finally:
+        cluster.run("scancel", *arrays)
+
+
+def test_a_job_that_is_requeued_while_it_is_suspended(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", [*COMMON, "train.steps=25", "checkpoint.every_steps=10"], cluster=cluster)
+    job.submit(**job.hold(15))
+    job.wait_for_step(15)
+    cluster.run("scontrol", "suspend", job.job_id)
+    assert job.row()["state"] == "suspended"
+    cluster.run("scontrol", "requeue", job.job_id)
+    job.wait_for_state("PENDING")
+    assert job.slurm()["Reason"] == "JobHeldAdmin"  # Slurm itself holds such a job
+    cluster.run("scontrol", "release", job.job_id)
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["requeued", "finished"]

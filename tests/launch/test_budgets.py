@@ -1,0 +1,110 @@
+"""What stops a job that Slurm restarts again and again: decided at the start of an attempt, from what is recorded."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_attempts import TinyJob, tiny_attempts
+
+from launch.requeue import REQUEUED_CAUSES
+from runner.errors import CrashLoopError, PeerError, TimeoutsError
+from runner.rundir.attempt_log import CRASH_LOOP_LIMIT, AttemptLog
+from runner.rundir.paths import RunDir
+from runner.training import attempt as training_attempt
+
+IDENTITY = {"restart_count": 0, "host": "here", "node": "n1"}
+FAILURES = ("time limit", "killed", "node failure", "crash")
+GAINED = st.sampled_from([False] * 9 + [True])
+CAUSES = (*FAILURES, "preempted", "requeued", "interrupted")
+
+
+def begin(run: RunDir, job_id: str = "7") -> AttemptLog:
+    return AttemptLog.begin(run, {**IDENTITY, "job_id": job_id}, 100, lambda record: "killed")
+
+
+def test_time_limits_that_kill_every_attempt_in_its_first_step_end_the_run(tmp_path: Path) -> None:
+    """Such an attempt never gets to the end at which it could count itself."""
+    run = RunDir(tmp_path)
+    for _ in range(2):
+        log = begin(run)
+        log.check_budgets(max_timeouts=2)
+        log.note(cause="time limit")  # and then it is killed
+    log = begin(run)
+    with pytest.raises(TimeoutsError, match=r"2 time limits in a row .* at step 0 .* increase launcher\.time, or save"):
+        log.check_budgets(max_timeouts=2)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    history=st.lists(st.tuples(st.sampled_from(CAUSES), GAINED, st.booleans()), max_size=6),
+    max_timeouts=st.one_of(st.none(), st.integers(1, 5)),
+    others=st.integers(0, 3),
+)
+def test_the_budget_is_what_a_recount_of_the_attempts_says(
+    history: list[tuple[str, bool, bool]], max_timeouts: int | None, others: int
+) -> None:
+    """However each attempt ended: closed by itself, or killed and closed by the next one."""
+    with TemporaryDirectory() as folder:
+        run = RunDir(Path(folder))
+        for number, (cause, gained, closed) in enumerate(history):
+            log = begin(run, job_id="6" if number < others else "7")
+            if gained:
+                saved = run.checkpoint(number + 1)
+                saved.mkdir(parents=True)
+                (saved / "manifest.json").write_text(json.dumps({"step": number + 1, "sha256": ""}))
+            if closed:
+                log.end(cause, 75)
+            else:
+                log.note(cause=cause)  # killed
+        log = begin(run)
+        ended = [
+            # An interruption that was noted alone may follow from a crash.
+            "killed" if cause == "interrupted" and not closed else cause
+            for cause, gained, closed in reversed(history[others:])
+            for cause in ([cause] if not gained else ["progress"])
+        ]
+        stuck = list(takewhile(lambda cause: cause in FAILURES, ended))
+        timeouts = stuck.count("time limit") if max_timeouts is not None else 0
+        if max_timeouts is not None and timeouts >= max_timeouts:
+            with pytest.raises(TimeoutsError):
+                log.check_budgets(max_timeouts)
+        elif len(stuck) - timeouts >= CRASH_LOOP_LIMIT:
+            with pytest.raises(CrashLoopError):
+                log.check_budgets(max_timeouts)
+        else:
+            log.check_budgets(max_timeouts)
+
+
+@pytest.mark.parametrize("cause", sorted(REQUEUED_CAUSES))
+def test_the_status_of_a_run_that_is_requeued_says_so(tmp_path: Path, cause: str) -> None:
+    log = begin(RunDir(tmp_path))
+    log.auto_restarts = True
+    log.announce_end(cause)
+    assert json.loads(log.run.status.read_text())["state"] == "requeued"
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_rank_that_lost_another_one_has_not_failed_if_its_job_is_restarted(tmp_path: Path, restarts: bool) -> None:
+    """Rank 0 yields the verdict, and the batch script requeues the job."""
+
+    class Restarted(TinyJob):
+        def yield_verdict(self, reason: str | None = None) -> bool:
+            return restarts
+
+    def lose_a_peer(*arguments: object) -> None:
+        raise PeerError("another rank of this job has ended")
+
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    with tiny_attempts() as patch:
+        patch.setattr("runner.training.session.Session.open", lose_a_peer)
+        assert training_attempt.attempt(run.path, Restarted(0)) == 1
+    status = json.loads(run.status.read_text())
+    assert (status["state"], status["cause"]) == ("requeued" if restarts else "failed", "crash")

@@ -1,0 +1,51 @@
+"""What a command looks at first: finished and queued runs need no scheduler, and a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_fixtures import command, conf, run
+from fake_launcher import Command, FakeLauncher, finish, run_dirs
+from fake_slurm import FakeSlurm, slurm
+
+from runner.contracts import JobInfo
+from runner.errors import ExitStatus
+
+__all__ = ["command", "conf", "run", "slurm"]
+
+
+def test_a_finished_run_needs_no_scheduler(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its job may be in a slow epilog, the controller away, the cluster drained."""
+    assert run() == 0
+    finish(run_dirs()[0], 300)
+    capsys.readouterr()
+    FakeLauncher.answers, FakeLauncher.errors = False, ["Slurm does not answer"]
+    FakeLauncher.launched.clear()
+    assert run() == ExitStatus.FINISHED
+    assert "finished, all 300 steps" in capsys.readouterr().out
+    assert FakeLauncher.launched == []
+    assert run("train.steps=400") == ExitStatus.USAGE  # more is asked of it: now somebody must know
+
+
+@pytest.mark.parametrize("state", ["pending", "running", "suspended", "requeued"])
+def test_a_queued_run_is_not_checked_again(run: Command, capsys: pytest.CaptureFixture[str], state: str) -> None:
+    assert run() == 0
+    FakeLauncher.queued[run_dirs()[0]] = JobInfo("12", state)
+    FakeLauncher.errors = ["too few nodes"]
+    assert run() == ExitStatus.FINISHED
+    assert f"{state}, job 12" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_sbatch_refuses_is_the_verdict_and_leaves_nothing_behind(
+    command: Command, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\n")
+    sweep = ("-m", "launcher=slurm", "launcher.check_folder=false", "experiment=smoke", "seed=1,2", "run.root=a/b")
+    assert command(*sweep) == ExitStatus.USAGE
+    assert "nothing was submitted: sbatch: error: Batch job submission failed: Invalid qos" in capsys.readouterr().err
+    assert not Path("a").exists()
+    (slurm.folder / "sbatch.err").unlink()
+    assert command(*sweep) == ExitStatus.FINISHED
+    assert len(list(Path("a/b").glob("*/job.json"))) == 2
