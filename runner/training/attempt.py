@@ -6,28 +6,48 @@ imported only once it is clear that there is something to train.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.contracts import Job
-from runner.errors import ExitStatus, PeerError, SupersededError, UserError
-from runner.rundir.attempt_log import TIME_LIMIT, AttemptLog, finished_at
+from runner.errors import (
+    CrashLoopError,
+    ExitStatus,
+    FileError,
+    PeerError,
+    SupersededError,
+    TimeoutsError,
+    UserError,
+)
+from runner.rundir.attempt_log import TIME_LIMIT, AttemptLog, finished_at, incomplete_records, insist
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
-from runner.system import files
+from runner.rundir.trust import check_trusted
+from runner.system import files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
+from runner.system.terminal import printable_lines
 from runner.training.job import LocalJob
-from runner.training.peers import report_failure, reported_failure
+from runner.training.peer_watch import PeerWatch
+from runner.training.peers import LEAVE_S, leave_ranks, report_failure, reported_failure
 
 if TYPE_CHECKING:
     from runner.config.schema import Config
+    from runner.training.session import Session
+
+
+# Causes of the ends that a budget brings about; any other error of the user: failed.
+CAUSES = {CrashLoopError: "crash loop", TimeoutsError: "timeouts"}
+# Errors of a file system that may pass; others, such as a missing permission, do not.
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT}
 
 
 def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None) -> int:
@@ -44,7 +64,13 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Leas
     job = job or LocalJob()
     if job.early_signal is not None and STOP.signum is None:
         STOP.signum = job.early_signal
-    run = RunDir(Path(run_dir).absolute())
+    status = _status_of(RunDir(Path(run_dir).absolute()), job, lease)
+    leave_ranks(status)  # here, where nothing refers to the model any more
+    return status
+
+
+def _status_of(run: RunDir, job: Job, lease: Lease | None) -> int:
+    """The exit status of an attempt; errors are printed."""
     world = World()
     try:
         world = World.from_environment()
@@ -69,17 +95,35 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Leas
 def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitStatus:
     from runner.config.frozen import load
 
-    config = load(run.path)
-    if world.size > 1:
-        from runner.training.build import choose_device
-
-        world.start(choose_device(config.train.device, world))
+    with _beginning(job):
+        check_trusted(run)
+        config = load(run.path)
+    made = _Attempt(run, job, world, config)
+    made.watch.start()
     try:
-        with _leased(run, job, world, config, held) as lease:
-            return _Attempt(run, job, world, config, lease).make()
+        made.join_ranks()
+        with _leased(run, job, world, made.config, held) as lease:
+            if lease:
+                made.run, made.lease = replace(run, guard=lease.guard), lease
+            return made.make()
     finally:
-        with suppress(RuntimeError):  # of a group that has lost a rank; how this attempt ended is settled
-            world.stop()
+        made.watch.stop()
+
+
+@contextmanager
+def _beginning(job: Job) -> Iterator[None]:
+    """Around what precedes the entry in the attempt log: a full disk there decides nothing, since it may pass.
+
+    Nothing can be recorded in the run directory then. The job is requeued within its budget of failed starts.
+    """
+    try:
+        yield
+    except (UserError, OSError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and cause.errno in PASSING:
+            where = f": {cause.filename}" if cause.filename else ""
+            job.yield_verdict(f"{cause.strerror}{where}")
+        raise
 
 
 def _leased(
@@ -92,7 +136,8 @@ def _leased(
         nonlocal lease
         lease = lease or acquire_for_job(run, job, config.run.lease_timeout_s, _print_error)
 
-    world.run_on_main(acquire)
+    with _beginning(job):
+        world.run_on_main(acquire)
     return lease or nullcontext()
 
 
@@ -104,29 +149,60 @@ class _Attempt:
     job: Job
     world: World
     config: Config
-    lease: Lease | None
+    lease: Lease | None = None
     log: AttemptLog | None = None
+    session: Session | None = None
+
+    def __post_init__(self) -> None:
+        timeout_s = self.config.train.peer_timeout_s
+        self.watch = PeerWatch(
+            self.world, timeout_s, lambda: self.session.step if self.session else 0, self._end_without_peers
+        )
+
+    def join_ranks(self) -> None:
+        """Join the process group (nothing to do with one rank).
+
+        Raises:
+            PeerError: another rank did not join, or does not answer.
+        """
+        if self.world.size == 1:
+            return
+        from runner.training.build import choose_device
+
+        try:
+            self.world.start(choose_device(self.config.train.device, self.world))
+        except PeerError as error:
+            raise PeerError(self.watch.silent() or self.watch.absent() or str(error)) from error
 
     def make(self) -> ExitStatus:
         """Train, and record how it ended, whatever happens."""
-        if self.world.run_on_main(self._begin):
+        with _beginning(self.job):
+            finished = self.world.run_on_main(self._begin)
+        if finished:
             return ExitStatus.FINISHED
         try:
-            return self._train()
+            try:
+                return self._train()
+            finally:
+                self.watch.stop()  # from here on this thread decides how the attempt ends
         except SupersededError:
             raise  # the records belong to the newer attempt
         except PeerError as error:
             reported = reported_failure(self.world)
-            failure = PeerError(reported or str(error))
+            failure = PeerError(reported or self.watch.silent() or str(error))
             failure.reported = reported is not None
-            self._end("crash", ExitStatus.FAILED, str(failure))
+            requeued = reported is None and self.job.yield_verdict()
+            self._end("crash", ExitStatus.FAILED, str(failure), requeued)
             raise failure from error
         except UserError as error:
             if not error.everywhere:
                 report_failure(self.world, str(error))
-            self._end("crash loop" if error.status == ExitStatus.CRASH_LOOP else "failed", error.status, str(error))
+            self._end(CAUSES.get(type(error), "failed"), error.status, str(error))
             raise
         except Exception as error:  # noqa: BLE001 a bug in a user's model, say
+            with suppress(OSError):
+                if self.lease:
+                    self.lease.check_fence()  # then its cause is that a newer attempt has swept this one's files
             _print_traceback(error)
             reason = f"{type(error).__name__}: {error}"
             report_failure(self.world, reason)
@@ -138,11 +214,14 @@ class _Attempt:
         steps = self.config.train.steps
         done = finished_at(self.run)
         if done >= steps:
+            if self.lease:
+                self.lease.check_fence()  # after the look: a newer attempt may have finished the run
             self.job.on_started()
             _print(f"finished: {self.run.path} has all its {done} steps")
+            if lack := incomplete_records(self.run, done):
+                _print_error(f"warning: {lack}")
             return True
-        check_fence = self.lease.check_fence if self.lease else None
-        log = AttemptLog.begin(self.run, self.job.identity(), steps, self.job.cause_of_loss, check_fence)
+        log = AttemptLog.begin(self.run, self.job.identity(), steps, self.job.cause_of_loss)
         log.auto_restarts = self.job.auto_restarts
         self.log = log
         self.job.on_started()
@@ -160,7 +239,7 @@ class _Attempt:
     def _train(self) -> ExitStatus:
         job, world, log = self.job, self.world, self.log
         if job.auto_restarts:
-            world.run_on_main(lambda: log.check_crash_loop(job.max_timeouts) if log else None)
+            world.run_on_main(lambda: log.check_budgets(job.max_timeouts) if log else None)
             if log:
                 # At once, and not after the save: the job may be killed before that is done.
                 STOP.on_first_signal(self._note_cause)
@@ -168,7 +247,7 @@ class _Attempt:
             return self._interrupt(max(self.run.checkpoint_steps(), default=0))
         from runner.training.session import Session
 
-        session = Session.open(self.run, self.config, world, log, self.lease)
+        self.session = session = Session.open(self.run, self.config, world, log, self.lease)
         if session.train(self.config.train.steps):
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:
@@ -182,11 +261,18 @@ class _Attempt:
             self.log.note(cause=self.job.cause(signum))
 
     def _record_finish(self) -> None:
-        """Write the completion mark last of all."""
+        """Write the completion mark last of all.
+
+        Raises:
+            FileError: the disk refuses it, or has refused metrics.
+        """
         assert self.log is not None
-        steps = self.config.train.steps
+        self.watch.stop()
+        if self.log.lost_records:
+            raise FileError(self.log.lost_records)
+        steps, guard = self.config.train.steps, self.run.guard
         self.log.end("finished", 0)
-        files.write_json(self.run.finished, {"steps": steps}, check=self.log.check_fence)
+        insist(lambda: files.write_json(self.run.finished, {"steps": steps}, guard=guard), self.run.finished)
         _print(f"finished: {steps} steps, results in {self.run.path}")
 
     def _interrupt(self, step: int) -> ExitStatus:
@@ -198,16 +284,11 @@ class _Attempt:
     def _record_interrupt(self, step: int) -> ExitStatus:
         log, job = self.log, self.job
         assert log is not None
+        self.watch.stop()
         STOP.wait_for_listener()
         cause = log.record.get("cause") or job.cause(STOP.signum or 0)
-        if cause == TIME_LIMIT and job.max_timeouts is not None and log.timeouts() >= job.max_timeouts:
-            reason = (
-                f"{log.timeouts()} time limits in a row without a new checkpoint (launcher.max_timeouts="
-                f"{job.max_timeouts}): raise launcher.time, or save more often (checkpoint.every_steps)"
-            )
-            self._end("timeouts", ExitStatus.FAILED, reason)
-            _print_error(f"error: {reason}")
-            return ExitStatus.FAILED
+        if cause == TIME_LIMIT:
+            log.check_timeouts(job.max_timeouts)
         log.announce_end(cause)
         cause = job.requeue_if_needed(cause)
         self._end(cause, ExitStatus.INTERRUPTED)
@@ -219,11 +300,31 @@ class _Attempt:
         _print(f"{cause} ({signal}): {where}; rerun the command to resume")
         return ExitStatus.INTERRUPTED
 
-    def _end(self, cause: str, status: ExitStatus, reason: str | None = None) -> None:
+    def _end_without_peers(self, reason: str) -> None:
+        """Another rank hangs: close the records and end this process, whose main thread may wait for it for ever.
+
+        Called in the watching thread. For the job it is the same as a rank that was lost.
+        """
+        status = int(ExitStatus.FAILED)
+        processes.end_after(LEAVE_S, status)  # a disk may hang as well
+        try:
+            _print_error(f"error: {reason}" if self.world.is_main else f"error (rank {self.world.rank}): {reason}")
+            if self.session:
+                self.session.recorder.close()
+            self._end("crash", ExitStatus.FAILED, reason, self.job.yield_verdict())
+            if self.lease:
+                self.lease.release()
+        finally:
+            processes.end_now(status)
+
+    def _end(self, cause: str, status: ExitStatus, reason: str | None = None, requeued: bool = False) -> None:
+        """Record the end of the attempt. `requeued`: although it failed, its job is restarted."""
         if self.log:
             try:
                 self.log.end(cause, int(status), reason)
-            except OSError as error:  # a full disk must not hide the reason of the end
+                if requeued:
+                    self.log.update(state="requeued", force=True)
+            except (OSError, FileError) as error:  # a full disk must not hide the reason of the end
                 _print_error(f"warning: the end of this attempt could not be recorded: {error}")
 
 
@@ -234,7 +335,7 @@ def _print(message: str) -> None:
 
 def _print_error(message: str) -> None:
     with suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable_lines(message), file=sys.stderr, flush=True)
 
 
 def _print_traceback(error: Exception) -> None:

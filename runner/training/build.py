@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from runner.config.schema import Config, Precision, SamplerKind, source_weights
 from runner.config.targets import bind, instantiate
 from runner.data.datasets import MixtureDataset
 from runner.data.order.batch_shape import BatchShape, position_at
+from runner.data.order.exclusions import Selection, normalized
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
@@ -77,11 +80,32 @@ def sources(config: Config, group: str = "sources") -> dict[str, Any]:
     return datasets
 
 
+def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
+    """Tokens in each sample, by source, for the datasets that say it by an attribute of this name."""
+    said = {name: getattr(dataset, "tokens_per_sample", None) for name, dataset in datasets.items()}
+    return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
+
+
 def join(datasets: dict[str, Any], mixed: bool) -> Any:
     """One dataset of all of them; a single one is returned as it is unless its samples must carry `dataset_idx`."""
     if len(datasets) == 1 and not mixed:
         return next(iter(datasets.values()))
     return MixtureDataset(list(datasets.values()), list(datasets))
+
+
+def held_out_samples(datasets: dict[str, Any]) -> int:
+    """How many samples `data.eval_sources` has.
+
+    Raises:
+        UserError: none.
+    """
+    samples = sum(len(dataset) for dataset in datasets.values())
+    if not samples:
+        raise UserError(
+            f"data.eval_sources ({', '.join(datasets)}) has 0 samples: an evaluation needs 1 or more; give it more "
+            "data, or set eval.every_steps=0"
+        )
+    return samples
 
 
 def phase_schedule(config: Config) -> PhaseSchedule:
@@ -129,6 +153,8 @@ def model(config: Config) -> nn.Module:
 def optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the parameters of `module`; our AdamW does not decay norms, biases and embeddings."""
     node = dict(config.optimizer)
+    if isinstance(betas := node.get("betas"), list):  # torch refuses whole numbers among them
+        node["betas"] = tuple(float(beta) for beta in betas)
     if node["_target_"] == f"{AdamW.__module__}.{AdamW.__qualname__}":
         params: Any = decay_groups(module, float(node.get("weight_decay", 0.01)))
     else:
@@ -160,7 +186,15 @@ def loss(config: Config) -> Callable[[nn.Module, Any], torch.Tensor]:
     node = config.train.loss or {"_target_": "runner.models.loss.next_token_loss"}
     if not node.get("_target_"):
         raise UserError("train.loss has no _target_: name a function, or remove train.loss")
-    return bind("train.loss", node)
+    made = bind("train.loss", node)
+    with suppress(ValueError):  # some functions written in C have no signature
+        try:
+            inspect.signature(made).bind(None, None)
+        except TypeError as error:
+            raise UserError(
+                f"train.loss ({node['_target_']}) cannot be called as loss(model, batch): {error}"
+            ) from None
+    return made
 
 
 def sampler(
@@ -187,22 +221,21 @@ def sampler(
     first = phases.at(0)
     if options.kind is SamplerKind.mixture:
         return MixtureSampler(
-            dataset.cumulative_sizes,
+            list(accumulate((len(part) for part in datasets.values()), initial=0)),
             first.weight_list,
             **common,
             shuffle=options.shuffle,
             drop_last=options.drop_last,
             temperature=first.temperature,
         )
-    starts = sorted({phase.start_step for phase in config.phases.values()} - {0})
-    segments = [(position_at(shapes, step), phases.at(step)) for step in starts]
     return ElasticSampler(
         {name: len(part) for name, part in datasets.items()},
         first.weights,
         global_batch_size=shapes[-1].global_batch_size,
         temperature=first.temperature,
         segments=[
-            {"start": start, "weights": state.weights, "temperature": state.temperature} for start, state in segments
+            {"start": position_at(shapes, step), "weights": state.weights, "temperature": state.temperature}
+            for step, state in phases.mixtures()[1:]
         ],
         max_epochs=options.max_epochs,
         exclude=options.exclude,
@@ -221,13 +254,12 @@ def order_record(config: Config, sampler: Any, sizes: dict[str, int], shapes: Se
     }
     if config.sampler.kind is SamplerKind.elastic:
         return OrderRecord.of_elastic(sampler.state_dict(), sizes, **shape)
-    phases = phase_schedule(config)
-    starts = sorted({0, *(phase.start_step for phase in config.phases.values())})
+    mixtures = phase_schedule(config).mixtures()
     return OrderRecord(
         kind=config.sampler.kind.value,
         seed=config.seed,
         sizes=sizes,
-        segments=tuple(Segment(step, phases.at(step).weights, phases.at(step).temperature) for step in starts),
+        segments=tuple(Segment(step, state.weights, state.temperature) for step, state in mixtures),
         shuffle=config.sampler.shuffle,
         drop_last=config.sampler.drop_last,
         **shape,
@@ -241,11 +273,9 @@ def data_plan(config: Config) -> dict[str, Any]:
         "weights": source_weights(config),
         "temperature": options.temperature,
         "shuffle": options.shuffle,
-        "exclude": list(options.exclude),
+        "exclude": [str(one) for one in normalized(map(Selection.parse, options.exclude))],
         "max_epochs": dict(options.max_epochs),
-        "phases": {
-            name: [phase.start_step, dict(phase.weights), phase.temperature] for name, phase in config.phases.items()
-        },
+        "phases": [[step, state.weights, state.temperature] for step, state in phase_schedule(config).mixtures()[1:]],
     }
 
 

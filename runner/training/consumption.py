@@ -7,7 +7,7 @@ positions, known in advance. `UntrackedConsumption` is for a user's own loader, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class TrackedConsumption:
     loader: Any
     sampler: Any
     ledger: DataLedger
-    tokens_per_sample: int
+    tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
 
     @property
     def names(self) -> list[str]:
@@ -100,14 +100,12 @@ class TrackedConsumption:
     def totals(self) -> dict[str, Any]:
         """For the metrics: the digest, and what was consumed of each source so far."""
         counts = self.ledger.counts
-        sources = {
-            name: {
-                "samples": counts[name],
-                "tokens": counts[name] * self.tokens_per_sample,
-                "epochs": round(counts[name] / size, 6),
-            }
-            for name, size in zip(self.ledger.names, self.ledger.sizes, strict=True)
-        }
+        sources: dict[str, dict[str, float]] = {}
+        for name, size in zip(self.ledger.names, self.ledger.sizes, strict=True):
+            sources[name] = {"samples": counts[name]}
+            if name in self.tokens_per_sample:
+                sources[name]["tokens"] = counts[name] * self.tokens_per_sample[name]
+            sources[name]["epochs"] = round(counts[name] / size, 6)
         return {"digest": self.ledger.digest, "sources": sources}
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class LocalJob:
     def on_started(self) -> None:
         """Nobody else counts attempts."""
 
-    def yield_verdict(self) -> None:
-        """Nobody waits for a verdict."""
+    def yield_verdict(self, reason: str | None = None) -> bool:
+        return False  # nobody waits for a verdict
 
     def requeue_if_needed(self, cause: str) -> str:
         return cause  # the exit status reports that rerunning the command continues the run

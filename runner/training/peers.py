@@ -6,18 +6,24 @@ collective; they look the reason up and leave it to the failed rank how the job 
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from runner.system import clock
-from runner.system.distributed import TIMEOUT, World, lost_peer
+from runner.system import clock, processes
+from runner.system.distributed import TIMEOUT, World, current_ranks, lost_peer
 
 REPORT_S = 2.0
 """How long a rank that follows waits for the report: the one that failed may be writing it just now."""
+
+
+LEAVE_S = 20
+"""How long a rank may take to end once its records are closed; external loggers may still be sending theirs."""
 
 
 @contextmanager
@@ -57,22 +63,54 @@ def reported_failure(world: World) -> str | None:
     return None if found is None else found.decode()
 
 
+def serves_store(rank: int) -> bool:
+    """Whether the process of `rank` serves the job's key-value store; torchrun serves it itself."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def connect(timeout_s: float) -> Any:
+    """A connection of its own to the job's key-value store; of torchrun's, the part of this start of the ranks.
+
+    Raises:
+        RuntimeError: it is not there, or not there any more. A process that is stopped does not even refuse.
+    """
+    from torch import distributed
+
+    dist: Any = distributed  # its stores are not typed
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    # torchrun's store outlives a restart of its ranks.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"runner/{attempt}", store)
+
+
+def leave_ranks(status: int) -> None:
+    """Leave the process group, and let this process end with `status` even if its destructors wait for ever.
+
+    To be called when nothing refers to the model any more: the destructor of a process group that DDP's reducer still
+    refers to waits for gloo's threads while it holds the interpreter's lock, which they need.
+    """
+    _, size = current_ranks()
+    if size == 1:
+        return
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    processes.end_after(LEAVE_S, status)
+    gc.collect()  # DDP's objects refer to each other
+    with suppress(RuntimeError):  # of a group that has lost a rank; how this attempt ended is settled
+        World(*current_ranks()).stop()
+
+
 def _with_store(world: World, action: Callable[[Any], Any]) -> Any:
     """`action(store)`, or None: rank 0, which may serve the store, can be gone or frozen."""
     if world.size == 1:
         return None
-    from torch import distributed
-
-    dist: Any = distributed  # its stores are not typed
     results: list[Any] = []
 
     def run() -> None:
         with suppress(RuntimeError):
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, timeout=timedelta(seconds=REPORT_S), wait_for_workers=False)
-            # torchrun's store outlives a restart of its ranks.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            results.append(action(dist.PrefixStore(f"runner/{attempt}", store)))
+            results.append(action(connect(REPORT_S)))
 
     thread = threading.Thread(target=run, name="peers", daemon=True)
     thread.start()

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from runner.errors import FileError
 from runner.metrics import JsonlWriter, Writer
-from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.attempt_log import AttemptLog, insist
 from runner.system import clock
 
 TIMINGS_EVERY_STEPS = 10
@@ -111,10 +112,11 @@ class RunRecorder:
         self.log.warn(message)
 
     def close(self) -> None:
-        """Flush and close everything; records that still cannot be written are reported."""
+        """Flush and close everything; records that still cannot be written are reported and keep the run unfinished."""
         try:
-            self._drain()
-        except OSError as error:
+            insist(self._drain, self.metrics.path)
+        except FileError as error:
+            self.log.lost_records = str(error)
             self.warn(f"{len(self._waiting)} records could not be written: {error}")
         for writer in self.writers:
             writer.close()

@@ -22,10 +22,9 @@ from runner.data import StatefulDataLoader
 from runner.data.datasets import collate
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.ledger import DataLedger
-from runner.data.sampler import DistributedSampler
-from runner.metrics import JsonlWriter, resume_jsonl
+from runner.metrics import resume_jsonl
 from runner.metrics.progress import ProgressBar
-from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.attempt_log import AttemptLog, insist
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock
@@ -33,7 +32,8 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
 from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
-from runner.training.evaluation import Evaluation
+from runner.training.evaluation import Evaluation, HeldOut, RankBatches
+from runner.training.exactness import inexact, make_exact
 from runner.training.parallel import wrap
 from runner.training.peers import peer_errors
 from runner.training.recorder import RunRecorder, SilentRecorder
@@ -145,8 +145,7 @@ class _Opening:
     def session(self) -> Session:
         config = self.config
         device = build.choose_device(config.train.device, self.world)
-        if config.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+        make_exact(config, device)
         datasets = build.sources(config)
         bare = build.model(config)
         with peer_errors(self.world):  # DDP compares and broadcasts the parameters
@@ -161,13 +160,15 @@ class _Opening:
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
         run_state = self._run_state(saved, step)
+        self._warn_if_inexact(device, run_state, saved)
         loader, consumption = self._training_data(datasets, device, run_state, saved, step)
         _, tokens, _ = restore_train_state(state, scheduler, loader)
         if saved is not None:
             consumption.load_state_dict(saved.order)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
             sizes = {name: len(part) for name, part in datasets.items()}
-            build.order_record(config, consumption.sampler, sizes, run_state.batch_shapes).write(self.run.order)
+            order = build.order_record(config, consumption.sampler, sizes, run_state.batch_shapes)
+            insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
         recorder = self._recorder(step, run_state.evaluated, manager)
         compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model
         forward = Forward(self.world, device, compiled, build.loss(config), build.autocast(config, device))
@@ -201,6 +202,12 @@ class _Opening:
             _log.warning(
                 f"the checkpoint of step {saved} is gone from {self.run.checkpoints}: starting again at step 0"
             )
+
+    def _warn_if_inexact(self, device: torch.device, run_state: RunState, saved: RunState | None) -> None:
+        """Before the first step, on the rank that writes the records."""
+        if self.world.is_main:
+            for reason in inexact(self.config, device, run_state.threads, saved.threads if saved else None):
+                _log.warning(f"not exact: {reason}")
 
     def _run_state(self, saved: RunState | None, step: int) -> RunState:
         """The state of this attempt, resumed at `step`; sets the number of CPU threads."""
@@ -240,13 +247,14 @@ class _Opening:
         options = replace(config.data, pin_memory=pin)
         loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, config=options)
         ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
+        tokens = build.tokens_per_sample(datasets)
         if config.sampler.kind is SamplerKind.elastic:
-            return loader, ElasticConsumption(loader, sampler, ledger, config.data.sequence_length)
+            return loader, ElasticConsumption(loader, sampler, ledger, tokens)
         consumption = SeededConsumption(
             loader,
             sampler,
             ledger,
-            config.data.sequence_length,
+            tokens,
             phases=build.phase_schedule(config) if config.sampler.kind is SamplerKind.mixture else None,
             num_replicas=world.size,
             rank=world.rank,
@@ -255,20 +263,21 @@ class _Opening:
         return loader, consumption
 
     def _evaluation(self, forward: Forward) -> Evaluation | None:
-        """The held-out loader: plain, unshuffled, from the start each time."""
+        """The held-out loader: plain, unshuffled, from the start each time; each batch on one rank."""
         config = self.config
         if not config.eval.every_steps or not config.data.eval_sources:
             return None
         datasets = build.sources(config, "eval_sources")
         dataset = build.join(datasets, mixed=len(datasets) > 1)
+        batch_size = config.eval.batch_size or config.train.batch_size
+        held_out = HeldOut(build.held_out_samples(datasets), batch_size, config.eval.batches)
         loader = torch.utils.data.DataLoader(
             dataset,
-            batch_size=config.eval.batch_size or config.train.batch_size,
-            sampler=DistributedSampler(dataset, self.world.size, self.world.rank, shuffle=False),
+            batch_sampler=RankBatches(held_out, self.world),
             collate_fn=collate,
             generator=torch.Generator(),  # its own: the global one belongs to training
         )
-        return Evaluation(forward, loader, config.eval.batches, config.eval.every_steps)
+        return Evaluation(forward, loader, held_out, config.eval.every_steps)
 
     def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:
         options, lease = self.config.checkpoint, self.lease
@@ -284,20 +293,27 @@ class _Opening:
         )
 
     def _recorder(self, step: int, evaluated: bool, manager: TrainStateManager) -> RunRecorder | SilentRecorder:
-        """Truncate the metrics to `step` and open them."""
+        """Truncate the metrics to `step` and open them.
+
+        Raises:
+            FileError: the disk refuses.
+            SupersededError: a newer attempt holds the lease.
+        """
         if self.log is None:
             return SilentRecorder()
         self.log.resumed(step)
-        reached = resume_jsonl(self.run.metrics, step, evaluated)
-        resume_jsonl(self.run.timings, step, evaluated)
-        if reached < step:
+        metrics, timings = (
+            insist(lambda path=path: resume_jsonl(path, step, evaluated, self.run.guard), path)  # type: ignore[misc]
+            for path in (self.run.metrics, self.run.timings)
+        )
+        if metrics.reached < step:
             _log.warning(
-                f"{self.run.metrics} ends at step {reached}, but the checkpoint is of step {step}: "
+                f"{self.run.metrics} ends at step {metrics.reached}, but the checkpoint is of step {step}: "
                 "the records between are lost; the run continues"
             )
         recorder = RunRecorder(
-            metrics=JsonlWriter(self.run.metrics),
-            timings=JsonlWriter(self.run.timings),
+            metrics=metrics,
+            timings=timings,
             writers=[
                 instantiate(f"logger.{name}", node, self.run, step, _log.warning)
                 for name, node in self.config.logger.items()
@@ -339,6 +355,7 @@ class _Opening:
             now = clock.monotonic()
             if self.lease is not None and now - last >= LEASE_CHECK_S:
                 last = now
-                self.lease.check_fence()
+                with suppress(OSError):  # looked at again a second later, and by every write
+                    self.lease.check_fence()
 
         return check

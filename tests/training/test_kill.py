@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from runs import PACED, TINY, Run, assert_same_run
+from tiny_attempts import contents
 
 # Many attempts in sequence: a busy machine may take long.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -194,3 +195,32 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     first.kill()
     run.wait()
     run.finish()
+
+
+def holds_the_lease(run: Run) -> bool:
+    """It has just acquired it: nothing is open yet, the model is not built."""
+    return (run.path / "lease" / "00000001.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["lease", "step"])
+def test_a_process_stopped_while_its_successor_finishes_changes_nothing_when_it_wakes(
+    kind: str, tmp_path: Path
+) -> None:
+    """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74, and not one byte is different."""
+    overrides = [*COMMON, "train.steps=24", "run.lease_timeout_s=1"]
+    older, newer = Run(tmp_path / "run", overrides), Run(tmp_path / "run", overrides)
+    hold_at(older, 20)
+    moments: dict[str, Trigger] = {
+        "lease": holds_the_lease,
+        "step": lambda run: holds_the_lease(run) and step(run) >= random.Random(kind).randrange(8, 20),
+    }
+    stopped = older.start()
+    assert older.kill_when(moments[kind], signal.SIGSTOP), older.wait()[1]
+    newer.finish()
+    before = contents(older.path)
+    stopped.send_signal(signal.SIGCONT)
+    status, output = older.wait()
+    assert status == 74, output
+    assert "Traceback" not in output
+    assert contents(older.path) == before
+    assert newer.attempts()[-1]["cause"] == "finished"

@@ -40,6 +40,6 @@ def test_a_batch_shape_with_unknown_fields_is_an_error() -> None:
 
 
 def test_an_order_without_its_ledger_is_an_error_that_names_it() -> None:
-    consumption = ElasticConsumption(None, None, DataLedger(["code"], [10]), tokens_per_sample=16)
+    consumption = ElasticConsumption(None, None, DataLedger(["code"], [10]), tokens_per_sample={"code": 16})
     with pytest.raises(CheckpointError, match="'ledger'"):
         consumption.load_state_dict({})

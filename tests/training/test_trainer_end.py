@@ -13,7 +13,7 @@ from runner.checkpoint.cadence import Cadence
 from runner.errors import TrainingError
 from runner.system.distributed import World
 from runner.training.consumption import UntrackedConsumption
-from runner.training.evaluation import Evaluation
+from runner.training.evaluation import Evaluation, HeldOut
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
 from runner.training.trainer import Trainer
@@ -91,7 +91,7 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
         train_step=TrainStep(forward, optimizer, scheduler, sources=[]),
         loader=loader,
         consumption=UntrackedConsumption(loader),
-        evaluation=Evaluation(forward, batches, eval_batches, every_steps=4),
+        evaluation=Evaluation(forward, batches, HeldOut(2 * eval_batches, 2, eval_batches), every_steps=4),
         manager=Manager(),
         cadence=Cadence(100, None, start_step=0, now=0.0),
         recorder=Recorder(),

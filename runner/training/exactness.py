@@ -1,0 +1,48 @@
+"""What makes a run repeat bit for bit, as far as torch can, and what is known not to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runner.config.schema import Config
+
+
+def make_exact(config: Config, device: torch.device) -> None:
+    """Choose torch's algorithms for `config`.
+
+    On a CPU, torch.compile adds from several threads at once (in the backward pass of an embedding, for example), in an
+    order that differs from run to run. Eager operations have an order, and it calls those instead where torch asks for
+    deterministic algorithms: a few percent slower.
+    """
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    elif config.train.compile and device.type == "cpu":
+        # An operation that has no deterministic algorithm is reported by torch, and used.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        options: Any = torch.utils.deterministic  # not typed
+        options.fill_uninitialized_memory = False  # for debugging, and slow
+
+
+def inexact(config: Config, device: torch.device, threads: int, threads_before: int | None) -> list[str]:
+    """Why this run may not repeat bit for bit, one line each with the remedy; empty if nothing is known.
+
+    Args:
+        config: that of the run.
+        device: that of this rank.
+        threads: CPU threads of torch.
+        threads_before: with how many the run was trained before; None: it begins.
+    """
+    found = []
+    if device.type == "cuda" and not config.train.deterministic:
+        found.append(
+            "this GPU adds in an order that differs from run to run, so a resumed run may differ in the last bits: "
+            "set train.deterministic=true for one that is exact, and slower"
+        )
+    if threads_before is not None and threads != threads_before:
+        found.append(
+            f"run.threads={threads} adds in another order than the {threads_before} threads that this run was trained "
+            f"with, so it may differ in the last bits: set run.threads={threads_before}, or null"
+        )
+    return found

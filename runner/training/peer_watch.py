@@ -1,0 +1,160 @@
+"""Notices within `train.peer_timeout_s` that another rank hangs, and names it.
+
+A rank that ends closes its connections, which the others notice at once. One that hangs (a stopped process, a lost
+node, a thread that keeps the interpreter's lock) leaves them blocked in a collective until that times out. So each rank
+lets a counter go up in the job's key-value store, from a thread of its own, and watches those of the others. Clocks of
+different machines are never compared, and time in which this process itself did not run does not count.
+
+A main thread that is stuck while its process lives is not noticed here but by the collectives' timeout. What a blocked
+collective does when it is told to stop depends on its backend (gloo's ignores it), so the attempt is ended by the
+watching thread; with NCCL that is untested.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from runner.system import clock, processes
+from runner.system.distributed import World
+from runner.training.peers import connect, serves_store
+
+LOOKS = 12
+"""How often a rank looks at the others within the time in which one must give a sign of life."""
+MAX_INTERVAL_S = 5.0
+
+
+@dataclass
+class _Peer:
+    """What was last seen of another rank, and for how many seconds it has been the same."""
+
+    seen: bytes = b""
+    silent_s: float = 0.0
+    left: bool = False
+
+    @property
+    def present(self) -> bool:
+        """Whether it has joined, and not left in order."""
+        return bool(self.seen) and not self.left
+
+
+class PeerWatch:
+    """Watches the other ranks of `world` between `start` and `stop`.
+
+    Args:
+        timeout_s: how long a rank may go without a sign of life.
+        progress: this rank's step, which the others quote if it hangs.
+        on_silent: called once, in the watching thread, with a sentence that names the rank. It must end this process:
+            the main thread may be blocked for ever.
+    """
+
+    def __init__(
+        self, world: World, timeout_s: float, progress: Callable[[], int], on_silent: Callable[[str], None]
+    ) -> None:
+        self._world = world
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._on_silent = on_silent
+        self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S)
+        self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}
+        self._store_silent_s = 0.0
+        self._asking = False  # the store, to which this rank is connected
+        self._answers = 0
+        self._stop = threading.Event()
+        self._deciding = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin; before the ranks first wait for each other. Nothing to do with one rank."""
+        if self._world.size > 1:
+            for action in (self._exchange, self._judge):
+                thread = threading.Thread(target=action, name="peer watch", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Tell the others that this rank leaves. `on_silent` is not called any more; if it has been, this blocks."""
+        with self._deciding:
+            self._stop.set()
+        if self._threads:
+            self._threads[0].join(self._interval_s)  # the store may not answer
+
+    def silent(self, seconds: float | None = None) -> str | None:
+        """A sentence that names the rank that has been silent longest, at least `seconds` (half of the timeout)."""
+        least = self._timeout_s / 2 if seconds is None else seconds
+        if self._store_silent_s >= least and serves_store(0):
+            return self._sentence(0, self._store_silent_s)
+        silent = {rank: peer.silent_s for rank, peer in self._peers.items() if peer.present}
+        rank = max(silent, key=lambda rank: silent[rank], default=None)
+        return None if rank is None or silent[rank] < least else self._sentence(rank, silent[rank])
+
+    def absent(self) -> str | None:
+        """A sentence that names the ranks that have not joined the job, if there are any."""
+        missing = [str(rank) for rank, peer in self._peers.items() if not peer.seen]
+        if not self._answers or not missing:
+            return None
+        return f"rank {', '.join(missing)} did not join the job: see the output of its process"
+
+    def _sentence(self, rank: int, seconds: float) -> str:
+        seen = self._peers[rank].seen
+        who = ""
+        if seen:
+            last = json.loads(seen)
+            who = f" (process {last['pid']} on {last['host']}, at step {last['step']})"
+        return (
+            f"rank {rank}{who} has given no sign of life for {seconds:.0f} s: its process or its machine hangs "
+            f"(train.peer_timeout_s={self._timeout_s:g})"
+        )
+
+    def _judge(self) -> None:
+        answers, before = 0, clock.monotonic()
+        while not self._stop.wait(self._interval_s):
+            now = clock.monotonic()
+            # At most twice the interval: this process itself may have been stopped.
+            elapsed, before = min(now - before, 2 * self._interval_s), now
+            waiting = self._asking and answers == self._answers and self._world.rank != 0
+            self._store_silent_s = self._store_silent_s + elapsed if waiting else 0.0
+            answers = self._answers
+            with self._deciding:
+                sentence = None if self._stop.is_set() else self.silent(self._timeout_s)
+                if sentence is not None:
+                    self._on_silent(sentence)
+                    return
+
+    def _exchange(self) -> None:
+        """Show that this rank is alive and look at the others, until it leaves."""
+        own = processes.this_process()
+        store, beat = None, 0
+        before = clock.monotonic()
+        while True:
+            left = self._stop.is_set()
+            sign = {"host": own["host"], "pid": own["pid"], "step": self._progress(), "beat": beat, "left": left}
+            try:
+                store = store or connect(self._timeout_s)
+                self._asking = True
+                store.set(f"alive/{self._world.rank}", json.dumps(sign))
+                now = clock.monotonic()
+                self._look(store, min(now - before, 2 * self._interval_s))
+                before = now
+                self._answers += 1
+            except RuntimeError:  # not there yet, or gone with the process that served it: that is no silence
+                store = None
+                self._asking = False
+            beat += 1
+            if left:
+                return
+            self._stop.wait(self._interval_s)
+
+    def _look(self, store: Any, elapsed: float) -> None:
+        joined = [rank for rank, peer in self._peers.items() if peer.seen or store.check([f"alive/{rank}"])]
+        signs = store.multi_get([f"alive/{rank}" for rank in joined]) if joined else []
+        for rank, seen in zip(joined, signs, strict=True):
+            peer = self._peers[rank]
+            peer.silent_s = peer.silent_s + elapsed if seen == peer.seen else 0.0
+            peer.seen = seen
+            with suppress(ValueError):
+                peer.left = bool(json.loads(seen)["left"])

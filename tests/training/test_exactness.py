@@ -1,0 +1,56 @@
+"""What is not exact is said before the first step; torch.compile is exact on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import PACED, TINY, Run, assert_same_run
+
+from runner.config.schema import Config
+from runner.training.exactness import inexact
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "threads", "before", "said"),
+    [
+        (CPU, False, 2, None, []),
+        (CPU, False, 2, 2, []),
+        (CPU, False, 2, 4, ["run.threads=4"]),
+        (GPU, True, 2, 2, []),
+        (GPU, False, 2, None, ["train.deterministic=true"]),
+        (GPU, False, 2, 4, ["train.deterministic=true", "run.threads=4"]),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_not_exact_is_said_with_its_remedy(
+    device: torch.device, deterministic: bool, threads: int, before: int | None, said: list[str], compiled: bool
+) -> None:
+    config = Config()
+    config.train.deterministic = deterministic
+    config.train.compile = compiled
+    found = inexact(config, device, threads, before)
+    assert len(found) == len(said)
+    for reason, remedy in zip(found, said, strict=True):
+        assert remedy in reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_compiled_run_with_two_threads_is_exact_after_a_kill(tmp_path: Path) -> None:
+    """Its backward pass used to add from both threads at once, in any order: two runs differed within a few steps."""
+    tiny = [entry for entry in TINY if not entry.startswith(("run.threads", "data.sequence_length"))]
+    common = [*tiny, PACED, "run.threads=2", "train.compile=true", "train.steps=16", "eval.every_steps=8"]
+    common += ["train.batch_size=32", "checkpoint.every_steps=5"]
+    whole = Run(tmp_path / "whole", common, {"OMP_NUM_THREADS": "2"})
+    assert "not exact" not in whole.finish()
+    run = Run(tmp_path / "run", common, {"OMP_NUM_THREADS": "2"})
+    run.hold_at(9)
+    run.start()
+    assert run.kill_when(lambda run: len(run.lines()) >= 8)
+    run.wait()
+    run.finish()
+    assert_same_run(run, whole)

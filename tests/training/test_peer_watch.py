@@ -1,0 +1,215 @@
+"""A rank that hangs is noticed soon and named, wherever it hangs, and the run can be continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import PATIENCE_S, ROOT, TINY, Run
+
+from runner.system.distributed import World
+from runner.training import peer_watch
+from runner.training.peer_watch import PeerWatch
+
+TIMEOUT_S = 5.0
+WATCH_S = 0.5
+COMMON = [
+    *TINY,
+    "model._target_=stopping.StoppingGPT",
+    "train.steps=6",
+    "eval.every_steps=4",
+    "eval.batches=9",
+    "checkpoint.every_steps=2",
+    f"train.peer_timeout_s={TIMEOUT_S}",
+]
+
+
+class Store:
+    """The part of the key-value store that is used; `blocks`: it does not answer any more."""
+
+    def __init__(self, **signs: dict[str, Any]) -> None:
+        self.signs = signs
+        self.blocks = threading.Event()
+        self.closed = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        if self.blocks.is_set():
+            self.closed.wait()
+        self.signs[key] = json.loads(value)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.signs for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [json.dumps(self.signs[key]).encode() for key in keys]
+
+
+def sign(**changes: Any) -> dict[str, Any]:
+    return {"host": "node7", "pid": 4711, "step": 12, "beat": 0, "left": False, **changes}
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store, int], tuple[PeerWatch, list[str], threading.Event]]:
+    """Rank `rank` of 3, whose watch looks every few milliseconds; what it found, and when it did."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def make(store: Store, rank: int) -> tuple[PeerWatch, list[str], threading.Event]:
+        monkeypatch.setattr(peer_watch, "connect", lambda timeout_s: store)
+        found: list[str] = []
+        done = threading.Event()
+
+        def on_silent(sentence: str) -> None:
+            found.append(sentence)
+            done.set()
+
+        return PeerWatch(World(rank, 3), WATCH_S, lambda: 3, on_silent), found, done
+
+    return make
+
+
+def beating(store: Store, *ranks: int) -> None:
+    """Let the counters of `ranks` go up at every look."""
+    seen = store.multi_get
+
+    def multi_get(keys: list[str]) -> list[bytes]:
+        for rank in ranks:
+            store.signs[f"alive/{rank}"]["beat"] += 1
+        return seen(keys)
+
+    store.multi_get = multi_get  # type: ignore[method-assign]
+
+
+def test_a_rank_whose_counter_stands_still_is_named(watch: Any) -> None:
+    store = Store(**{"alive/0": sign(), "alive/2": sign()})
+    beating(store, 0)
+    watching, found, done = watch(store, 1)
+    watching.start()
+    assert done.wait(PATIENCE_S)
+    assert "rank 2 (process 4711 on node7, at step 12) has given no sign of life" in found[0]
+    assert store.signs["alive/1"]["step"] == 3
+
+
+def test_a_store_that_does_not_answer_is_its_ranks_silence(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(**{"alive/0": sign(), "alive/2": sign()})
+    beating(store, 0, 2)
+    watching, found, done = watch(store, 1)
+    watching.start()
+    store.blocks.set()
+    assert done.wait(PATIENCE_S)
+    store.closed.set()
+    assert found[0].startswith("rank 0 ")
+
+
+@pytest.mark.parametrize("case", ["beating", "not joined", "left", "torchrun's store"])
+def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(
+    case: str, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store() if case == "not joined" else Store(**{"alive/0": sign(), "alive/2": sign(left=case == "left")})
+    if case != "not joined":
+        beating(store, 0, *([] if case == "left" else [2]))
+    watching, found, done = watch(store, 1)
+    watching.start()
+    if case == "torchrun's store":
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        store.blocks.set()
+    assert not done.wait(2 * WATCH_S)
+    store.closed.set()
+    store.blocks.clear()
+    watching.stop()
+    assert found == []
+    assert store.signs["alive/1"]["left"] is True
+    expected = "rank 0, 2 did not join the job" if case == "not joined" else None
+    assert (watching.absent() or "").startswith(expected or "")
+    assert (watching.absent() is None) == (expected is None)
+
+
+def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock leaps at every look, as after SIGCONT, but the others beat at every look."""
+    store = Store(**{"alive/0": sign(), "alive/2": sign()})
+    beating(store, 0, 2)
+    ticks = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("runner.system.clock.monotonic", lambda: float(next(ticks)))
+    watching, found, done = watch(store, 1)
+    watching.start()
+    assert not done.wait(0.5)
+    watching.stop()
+    assert found == []
+
+
+def start_ranks(run: Run, ranks: int, **env: str) -> list[subprocess.Popen[str]]:
+    """The processes of `ranks` ranks, without torchrun, so that each has its own status and output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "support"), **env}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "runner", *run.overrides, f"run.dir={run.path}"],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "stopped", "ranks"),
+    [("start", 1, 2), ("training", 0, 3), ("save", 1, 2), ("evaluation", 1, 2)],
+)
+def test_a_stopped_rank_is_named_and_the_run_continues(where: str, stopped: int, ranks: int, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", COMMON)
+    processes = start_ranks(run, ranks, STOP_RANK=str(stopped), STOP_IN=where)
+    hanging = processes.pop(stopped)
+    try:
+        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+        assert hanging.poll() is None
+    finally:
+        for process in [hanging, *processes]:
+            process.kill()
+            process.wait()
+        assert hanging.stdout is not None
+        hanging.stdout.close()
+    name = f"rank {stopped} (process {hanging.pid} on {socket.gethostname()}, at step "
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 1, output
+        assert name in output, output
+        assert "Traceback" not in output
+    if stopped != 0:  # rank 0 alone could close the records; of a rank 0 that is killed the next attempt does
+        (attempt,) = run.attempts()
+        assert (attempt["cause"], attempt["exit"]) == ("crash", 1)
+        assert name in attempt["reason"]
+    if where != "training":
+        return
+    run.ranks = 1
+    run.finish()
+    assert [record["step"] for record in run.records() if "loss" in record] == list(range(1, 7))
+
+
+@pytest.mark.slow
+def test_ranks_end_after_an_error_of_all_of_them(tmp_path: Path) -> None:
+    """DDP's reducer used to outlive the process group, whose destructor then waited for ever in two of three runs."""
+    few = "+sampler.max_epochs={prose: 0.0002, code: 0.0002, encodings: 0.0002}"
+    common = [*TINY, "data=mixture", "sampler=elastic", few, "train.steps=100000", "eval.every_steps=0"]
+    for number in range(3):
+        run = Run(tmp_path / f"run-{number}", common)
+        processes = start_ranks(run, 2)
+        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+        assert [process.returncode for process in processes] == [1, 1], outputs
+        assert "the data ended at step" in outputs[0]
+        (attempt,) = run.attempts()
+        assert (attempt["cause"], attempt["exit"]) == ("failed", 1)
