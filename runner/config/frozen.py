@@ -9,17 +9,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from runner.config.schema import Config, config_errors
-from runner.errors import UserError
+from runner.errors import RunDirError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
-READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, YAMLError)
+READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, yaml.YAMLError)
+MAX_BYTES = 1 << 20  # ours have a few thousand; the reader takes seconds for a million
+MAX_DEPTH = 100
 
 
 def to_yaml(plain: dict[str, Any]) -> str:
@@ -31,23 +33,41 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     """The frozen config of a run as plain values.
 
     Raises:
-        UserError: it is missing or cannot be read.
+        RunDirError: it is missing or cannot be read.
     """
     run = RunDir(run_dir)
     try:
-        frozen = OmegaConf.load(io.StringIO(files.read_text(run.config)))
+        text = files.read_regular(run.config, limit=MAX_BYTES).decode()
+        _check_structure(text)
+        frozen = OmegaConf.load(io.StringIO(text))
         if lost := [field.name for field in fields(Config) if field.name not in frozen]:
             raise ValueError(f"it has no {', '.join(lost)}")
         # Over the schema's defaults, so that an option added since then has its default.
         return plain_values(OmegaConf.merge(OmegaConf.structured(Config), frozen))
     except FileNotFoundError:
-        raise UserError(f"{run.config} is missing: {run_dir} is not a run directory") from None
+        raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
     except (*READ_ERRORS, OSError, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
+        raise RunDirError(
             f"{run.config} is truncated or was edited by hand ({reason}): fix it, or remove it and rerun the command, "
             f"which writes it again ({run.code.name} lists the overrides)"
         ) from None
+
+
+def _check_structure(text: str) -> None:
+    """Refuse what a frozen config never has, and what would cost the reader its stack, or hours.
+
+    Raises:
+        ValueError: it refers to other parts of itself, or is nested too deeply.
+        YAMLError: it is not YAML.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"the alias *{event.anchor} refers to another part of the file")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def load(run_dir: Path) -> Config:

@@ -22,6 +22,7 @@ FREE_KEYS = (
     "eval.",
     "train.steps",
     "train.device",
+    "train.peer_timeout_s",
     "data.num_workers",
     "data.prefetch_factor",
     "data.pin_memory",

@@ -13,6 +13,8 @@ from enum import Enum
 
 from runner.errors import UserError, nearest
 
+MAX_COUNT = 2**40  # of steps and the like: beyond what a machine can do, and far from any overflow
+MAX_FACTOR = 1e15  # of learning rates: the product of two fits into a float32
 WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set
 
 
@@ -100,6 +102,18 @@ class PhaseSchedule:
         """What is in force for the step that begins when `step` steps are complete."""
         return self._states[sum(start <= step for start in self._starts)]
 
+    def mixtures(self) -> list[tuple[int, PhaseState]]:
+        """The steps at which the weights or the temperature change, 0 included, and what is in force from each on.
+
+        A phase that changes the learning rate only is not among them: it leaves the data order as it is.
+        """
+        found = [(0, self.at(0))]
+        for start in self._starts:
+            state, last = self.at(start), found[-1][1]
+            if (state.weights, state.temperature) != (last.weights, last.temperature):
+                found.append((start, state))
+        return found
+
 
 def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Iterator[str]:
     starts: dict[int, str] = {}
@@ -107,6 +121,8 @@ def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Ite
         where = f"phases.{name}"
         if not hasattr(phase.start_step, "__index__") or phase.start_step < 0:
             yield f"{where}.start_step={phase.start_step} must be a whole number, 0 or more"
+        elif phase.start_step > MAX_COUNT:
+            yield f"{where}.start_step={phase.start_step} must be 2**40 or less"
         if phase.start_step in starts:
             yield (
                 f"{where}.start_step={phase.start_step} is also the start of phases.{starts[phase.start_step]}: "
@@ -115,6 +131,8 @@ def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Ite
         starts[phase.start_step] = name
         if not (math.isfinite(phase.lr_scale) and phase.lr_scale >= 0):
             yield f"{where}.lr_scale={phase.lr_scale} must be a finite number, 0 or more"
+        elif phase.lr_scale > MAX_FACTOR:
+            yield f"{where}.lr_scale={phase.lr_scale} must be {MAX_FACTOR:g} or less"
         if phase.temperature is not None and not (math.isfinite(phase.temperature) and phase.temperature > 0):
             yield f"{where}.temperature={phase.temperature} must be a finite number above 0, or null"
         yield from weight_errors(f"{where}.weights", phase.weights, base)

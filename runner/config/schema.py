@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from runner.config.schedule import Phase, PhaseSchedule, ScheduleError, SchedulerConfig, learning_rate, weight_errors
+from runner.config.schedule import (
+    MAX_COUNT,
+    MAX_FACTOR,
+    Phase,
+    PhaseSchedule,
+    ScheduleError,
+    SchedulerConfig,
+    learning_rate,
+    weight_errors,
+)
 from runner.errors import nearest
 
 
@@ -65,6 +74,7 @@ class TrainConfig:
     compile: bool = False
     device: str = "auto"
     deterministic: bool = False
+    peer_timeout_s: float = 60.0
     on_nonfinite: NonFinite = NonFinite.stop
     loss: dict[str, Any] = field(default_factory=dict)
 
@@ -133,12 +143,15 @@ class Config:
 
 # With more, torch crashes when it starts them.
 MAX_THREADS = 1024
+MAX_BATCH = 2**20
+MAX_WORKERS = 1024
+MAX_SECONDS = 2**30
 
 
 def config_errors(config: Config) -> list[str]:
     """Every error of `config`, one line each: the key, its value, what is allowed."""
     return [
-        *_minimum_errors(config),
+        *_number_errors(config),
         *_range_errors(config),
         *_shipped_class_errors(config),
         *_missing_target_errors(config),
@@ -147,41 +160,51 @@ def config_errors(config: Config) -> list[str]:
     ]
 
 
-def _minimum_errors(config: Config) -> Iterator[str]:
-    """Numbers that are too small or not finite."""
-    minima: list[tuple[str, float | None, float]] = [
-        ("seed", config.seed, 0),
-        ("train.steps", config.train.steps, 1),
-        ("train.batch_size", config.train.batch_size, 1),
-        ("train.grad_accum_steps", config.train.grad_accum_steps, 1),
-        ("train.global_batch_size", config.train.global_batch_size, 1),
-        ("eval.every_steps", config.eval.every_steps, 0),
-        ("eval.batches", config.eval.batches, 1),
-        ("eval.batch_size", config.eval.batch_size, 1),
-        ("run.threads", config.run.threads, 1),
-        ("run.lease_timeout_s", config.run.lease_timeout_s, 1),
-        ("data.sequence_length", config.data.sequence_length, 1),
-        ("data.vocab_size", config.data.vocab_size, 2),
-        ("data.num_workers", config.data.num_workers, 0),
-        ("data.prefetch_factor", config.data.prefetch_factor, 1),
-        ("checkpoint.every_steps", config.checkpoint.every_steps, 1),
-        ("checkpoint.keep_last", config.checkpoint.keep_last, 1),
-        ("checkpoint.keep_every_steps", config.checkpoint.keep_every_steps, 1),
-        ("checkpoint.keep_best", config.checkpoint.keep_best, 0),
-        ("checkpoint.min_interval_s", config.checkpoint.min_interval_s, 0),
-        ("checkpoint.max_interval_s", config.checkpoint.max_interval_s, 0),
+def _number_errors(config: Config) -> Iterator[str]:
+    """Numbers that are too small, too large or not finite."""
+    train, data, checkpoint = config.train, config.data, config.checkpoint
+    ranges: list[tuple[str, float | None, float, float]] = [
+        ("seed", config.seed, 0, 2**63 - 1),
+        ("train.steps", train.steps, 1, MAX_COUNT),
+        ("train.batch_size", train.batch_size, 1, MAX_BATCH),
+        ("train.grad_accum_steps", train.grad_accum_steps, 1, MAX_BATCH),
+        ("train.global_batch_size", train.global_batch_size, 1, MAX_BATCH),
+        ("train.peer_timeout_s", train.peer_timeout_s, 1, MAX_SECONDS),
+        ("eval.every_steps", config.eval.every_steps, 0, MAX_COUNT),
+        ("eval.batches", config.eval.batches, 1, MAX_COUNT),
+        ("eval.batch_size", config.eval.batch_size, 1, MAX_BATCH),
+        ("run.threads", config.run.threads, 1, MAX_THREADS),
+        ("run.lease_timeout_s", config.run.lease_timeout_s, 1, MAX_SECONDS),
+        ("data.sequence_length", data.sequence_length, 1, MAX_COUNT),
+        ("data.vocab_size", data.vocab_size, 2, MAX_COUNT),
+        ("data.num_workers", data.num_workers, 0, MAX_WORKERS),
+        ("data.prefetch_factor", data.prefetch_factor, 1, MAX_BATCH),
+        ("checkpoint.every_steps", checkpoint.every_steps, 1, MAX_COUNT),
+        ("checkpoint.keep_last", checkpoint.keep_last, 1, MAX_COUNT),
+        ("checkpoint.keep_every_steps", checkpoint.keep_every_steps, 1, MAX_COUNT),
+        ("checkpoint.keep_best", checkpoint.keep_best, 0, MAX_COUNT),
+        ("checkpoint.min_interval_s", checkpoint.min_interval_s, 0, MAX_SECONDS),
+        ("checkpoint.max_interval_s", checkpoint.max_interval_s, 0, MAX_SECONDS),
     ]
-    for key, value, minimum in minima:
-        if value is not None and not (math.isfinite(value) and value >= minimum):
-            finite = "" if math.isfinite(value) else "finite and "
-            yield f"{key}={value} must be {finite}{minimum:g} or more"
-    for key, number in (
-        ("train.clip_norm", config.train.clip_norm),
-        ("checkpoint.every_minutes", config.checkpoint.every_minutes),
-        ("sampler.temperature", config.sampler.temperature),
+    for key, value, least, most in ranges:
+        if value is not None and not least <= value <= most:  # nan compares false
+            allowed = f"{_bound(most)} or less" if value > most else f"{least:g} or more"
+            yield f"{key}={value} must be {'' if math.isfinite(value) else 'finite and '}{allowed}"
+    for key, number, most in (
+        ("train.clip_norm", train.clip_norm, math.inf),
+        ("checkpoint.every_minutes", checkpoint.every_minutes, MAX_SECONDS),
+        ("sampler.temperature", config.sampler.temperature, math.inf),
     ):
-        if number is not None and not (math.isfinite(number) and number > 0):
-            yield f"{key}={number} must be a finite number above 0"
+        if number is not None and not (math.isfinite(number) and 0 < number <= most):
+            limit = "" if most == math.inf else f", {_bound(most)} or less"
+            yield f"{key}={number} must be a finite number above 0{limit}"
+
+
+def _bound(value: float) -> str:
+    """An upper limit as a person would write it."""
+    if value == 2**63 - 1:
+        return "2**63 - 1"
+    return f"2**{int(value).bit_length() - 1}" if value >= 2**20 else f"{value:g}"
 
 
 def _range_errors(config: Config) -> Iterator[str]:
@@ -191,8 +214,6 @@ def _range_errors(config: Config) -> Iterator[str]:
     name = config.run.name or ""
     if name.startswith("/") or any(part.startswith(".") for part in name.split("/")):
         yield f"run.name={name} must stay below run.root, without parts that start with a dot: set run.root or run.dir"
-    if (config.run.threads or 1) > MAX_THREADS:
-        yield f"run.threads={config.run.threads} must be {MAX_THREADS} or less: at most the cores of this machine"
     if config.checkpoint.max_interval_s < config.checkpoint.min_interval_s:
         yield (
             f"checkpoint.max_interval_s={config.checkpoint.max_interval_s} must be at least "
@@ -204,8 +225,6 @@ def _range_errors(config: Config) -> Iterator[str]:
     device = config.train.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         yield f"train.device={device!r} must be auto, cpu, cuda or cuda:N{nearest(device, ['auto', 'cpu', 'cuda'])}"
-    if config.seed >= 2**63:
-        yield f"seed={config.seed} must be below 2**63"
 
 
 def _shipped_class_errors(config: Config) -> Iterator[str]:
@@ -225,6 +244,8 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
         for key in ("lr", "weight_decay", "eps", "momentum"):
             if not _is_finite(value := optimizer.get(key, 0.0)) or value < 0:
                 yield f"optimizer.{key}={value} must be a finite number, 0 or more"
+            elif value > MAX_FACTOR:
+                yield f"optimizer.{key}={value} must be {MAX_FACTOR:g} or less"
         betas = optimizer.get("betas", [0.0, 0.0])
         if not isinstance(betas, list) or len(betas) != 2 or not all(_is_finite(b) and 0 <= b < 1 for b in betas):
             yield f"optimizer.betas={betas} must be a list of two numbers from 0 to below 1"

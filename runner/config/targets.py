@@ -34,8 +34,13 @@ def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) ->
         raise UserError(f"{key} ({target}): {error}: check the options under {key}") from error
     except UserError as error:
         raise type(error)(f"{key}: {error}") from error
-    except (ValueError, OSError) as error:
-        raise UserError(f"{key} ({target}): {error}") from error
+    except (ValueError, OSError, MemoryError) as error:
+        raise UserError(f"{key} ({target}): {error or 'not enough memory'}") from error
+    except RuntimeError as error:
+        # Of the shipped classes only what torch refuses: more memory than there is, for example.
+        if not str(target).startswith("runner."):
+            raise
+        raise UserError(f"{key} ({target}): {str(error).splitlines()[0]}") from error
 
 
 def bind(key: str, node: dict[str, Any]) -> Callable[..., Any]:

@@ -58,6 +58,21 @@ def test_a_phase_at_step_0_replaces_the_base_from_the_first_step() -> None:
     assert factor(0) == 0.5
 
 
+def test_only_phases_that_change_the_mixture_divide_the_data_order() -> None:
+    phases = {
+        "start": Phase(0, {"a": 2}),
+        "warm": Phase(5, {"a": 2}, lr_scale=0.1),
+        "hot": Phase(9, {"a": 2}, temperature=2.0),
+        "base": Phase(20),
+        "slow": Phase(30, lr_scale=0.5),
+    }
+    schedule = PhaseSchedule(phases, {"a": 1, "b": 1})
+    assert [step for step, _ in schedule.mixtures()] == [0, 9, 20]
+    for step in range(40):
+        held = [state for start, state in schedule.mixtures() if start <= step][-1]
+        assert (held.weights, held.temperature) == (schedule.at(step).weights, schedule.at(step).temperature)
+
+
 @given(starts=st.sets(st.integers(0, 40), max_size=6))
 def test_the_last_phase_that_began_is_in_force(starts: set[int]) -> None:
     schedule = PhaseSchedule({f"p{start}": Phase(start_step=start, lr_scale=start / 7) for start in starts})

@@ -1,0 +1,79 @@
+"""A value at the edge of what can be written ends in a run or in one line, never in a traceback; a refused run leaves
+nothing behind. And valid configs, drawn at random, are trained, killed and resumed bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import random_configs
+
+from runner.errors import ExitStatus
+
+TINY = (
+    "experiment=smoke model.width=8 model.layers=1 run.threads=1 data.sequence_length=8 logger=none train.steps=2 "
+    "run.root=new/outputs eval.every_steps=1 checkpoint.every_steps=1"
+).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    random_configs.preload()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "sampler=mixture",
+        "sampler=mixture sampler.temperature=1e-300",
+        "data=mixture sampler.weights.code=1e308 sampler.weights.prose=1e308",
+        "data=mixture sampler=elastic sampler.weights.code=1e308 sampler.weights.prose=1e308",
+        "data=mixture sampler=elastic sampler.weights.code=1e-320",
+        "sampler=elastic sampler.max_epochs.code=1e308",
+        "sampler=elastic sampler.max_epochs.code=0",
+        "sampler=elastic sampler.exclude=[0-99999999999999999999]",
+        "sampler=elastic sampler.exclude=[4611686018427387904]",
+        "+phases.late.start_step=1099511627776 sampler=elastic",
+        "+phases.late.start_step=1e30",
+        "+phases.hot.lr_scale=1e308",
+        "train.global_batch_size=99999999999999999984",
+        "train.batch_size=1048576",
+        "train.clip_norm=1e-300",
+        "train.steps=99999999999999999999999",
+        "eval.batches=10000000000000000000000",
+        "eval.batches=1099511627776 eval.batch_size=4096",
+        "checkpoint.keep_last=1099511627776 checkpoint.every_minutes=1e-300",
+        "data.num_workers=100000",
+        "data.vocab_size=99999999999",
+        "data.vocab_size=200",
+        "model.sequence_length=1",
+        "model.width=1000000 model.heads=1",
+        "optimizer.lr=1e300",
+        "optimizer.betas=[0,0]",
+        "optimizer.weight_decay=1e15",
+        "seed=9223372036854775807",
+        "seed=18446744073709551615",
+        "data.sources.code.split=all",
+        "+data.sources.code.nope=1",
+        "train.loss._target_=os.getcwd",
+        "model._target_=os.getcwd",
+        "train.device=cuda:99",
+    ],
+)
+def test_an_extreme_value_ends_in_a_run_or_in_one_line(overrides: str, tmp_path: Path) -> None:
+    outcome = random_configs.fork_run([*TINY, *overrides.split()], tmp_path)
+    assert "Traceback" not in outcome.output, outcome.output
+    assert outcome.status in (ExitStatus.FINISHED, ExitStatus.FAILED, ExitStatus.USAGE), outcome
+    if outcome.status == ExitStatus.USAGE:
+        assert [path.name for path in tmp_path.iterdir()] == ["output.txt"]
+    if outcome.status != ExitStatus.FINISHED:
+        assert outcome.output.splitlines()[-1].startswith("error: "), outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
+def test_a_random_valid_config_resumes_bit_for_bit(number: int) -> None:
+    rng = random.Random(f"config {number}")
+    random_configs.check_config(random_configs.random_overrides(rng), rng)
