@@ -37,6 +37,10 @@ class TrainingError(UserError):
     everywhere = True
 
 
+class RunDirError(UserError):
+    """A run directory is malformed, cannot be read, or is not to be trusted; other runs are not concerned."""
+
+
 class CheckpointError(UserError):
     """No checkpoint can be used, or one does not fit this run."""
 
@@ -79,6 +83,12 @@ class CrashLoopError(UserError):
     """The run was restarted too often without progress."""
 
     status = ExitStatus.CRASH_LOOP
+
+
+class TimeoutsError(UserError):
+    """The run reached its time limit too often without progress."""
+
+    status = ExitStatus.FAILED
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """What all commands share: argument errors, error lines, tables, and how sizes and paths are written.
 
-Imports nothing but the standard library; rich is imported by the command that prints a table.
+Run directories may hold anything, so all text is made printable here. rich is imported by the command that prints a
+table.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from runner.errors import UserError
+from runner.system.terminal import printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.segment import Segment
     from rich.table import Table
 
 PROGRAM = "python -m runner"
@@ -36,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 def print_errors(error: UserError) -> int:
     """Print each line of `error` to standard error, on rank 0 alone; returns its exit status."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(f"error: {printable(line)}" for line in str(error).splitlines()), file=sys.stderr)
     return int(error.status)
 
 
@@ -50,7 +54,7 @@ def discard_output() -> None:
 def say(message: str) -> None:
     """Print a line; a closed pipe does not keep a command from what it was asked to start."""
     try:
-        print(message, flush=True)
+        print(printable(message), flush=True)
     except BrokenPipeError:
         discard_output()
 
@@ -58,16 +62,22 @@ def say(message: str) -> None:
 def console(stderr: bool = False) -> Console:
     """A console for tables: as wide as the terminal, or wide enough for whole lines where the output is piped.
 
-    A closed pipe raises BrokenPipeError, as with `print`; rich alone would exit with status 1.
+    Text is printed as it is, without rich's markup, and made printable. A closed pipe raises BrokenPipeError, as with
+    `print`; rich alone would exit with status 1.
     """
     from rich.console import Console
 
-    class Piped(Console):
+    class Printable(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=printable_lines(segment.text))
+
         def on_broken_pipe(self) -> None:
             raise  # noqa: PLE0704 the BrokenPipeError that rich is handling
 
     file = sys.stderr if stderr else sys.stdout
-    return Piped(stderr=stderr, soft_wrap=True, highlight=False, width=None if file.isatty() else PIPED_WIDTH)
+    width = None if file.isatty() else PIPED_WIDTH
+    return Printable(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False, width=width)
 
 
 def table(*columns: str) -> Table:

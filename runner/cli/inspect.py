@@ -16,8 +16,10 @@ from runner.data.queries import order_queries
 from runner.data.queries.order_record import OrderRecord
 from runner.data.queries.resume_plan import parse_overrides, resume_plan
 from runner.errors import UserError
-from runner.rundir.attempt_log import status_of
+from runner.rundir.attempt_log import last_step, status_of
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import reading
+from runner.system.terminal import printable_lines
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,11 +29,9 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument is wrong, or the run cannot be read.
     """
     options = _parser().parse_args(arguments)
-    try:
+    with reading(RunDir(options.run)):
         answer, text = _answer(options)
-    except OSError as error:
-        raise UserError(f"{error.filename or options.run} cannot be read ({error.strerror or error})") from error
-    print(json.dumps(answer) if options.json else text, flush=True)
+    print(json.dumps(answer) if options.json else printable_lines(text), flush=True)
     return 0
 
 
@@ -57,7 +57,8 @@ def _parser() -> Parser:
 def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     run = RunDir(options.run)
     record = OrderRecord.read(run.order)
-    done = int(status_of(run).get("step") or 0)
+    step = status_of(run).get("step")
+    done = max(step if isinstance(step, int) else 0, last_step(run))  # the status may be some steps behind
     if options.step is not None:
         rows = order_queries.samples_of_step(record, options.step)
         return rows, _table(rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")
@@ -73,7 +74,9 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
         rows = order_queries.source_totals(record)
         return rows, _totals_text(record, rows)
     if options.diff is not None:
-        answer = order_queries.first_difference(record, OrderRecord.read(RunDir(options.diff).order))
+        with reading(RunDir(options.diff)):
+            other = OrderRecord.read(RunDir(options.diff).order)
+            answer = order_queries.first_difference(record, other)
         return answer, _difference_text(answer)
     answer = resume_plan(record, done, parse_overrides(record, options.resume_plan))
     return answer, _resume_text(answer)

@@ -2,63 +2,80 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from runner.cli.console import PROGRAM, Parser
+from runner.cli.console import PROGRAM, Parser, say
 from runner.errors import FileError, UserError
-from runner.metrics.tables import export_csv, rows
+from runner.metrics.tables import export_csv, losses, rows
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import reading
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status.
+    """The command; its exit status: 0 if every RUN could be read. One that cannot be is reported, and the others shown.
 
     Raises:
-        UserError: an argument is wrong, or a file cannot be read or written.
+        UserError: an argument is wrong, a RUN cannot be read, or a file cannot be written.
     """
     parser = Parser(prog=f"{PROGRAM} metrics", description="Summarize, export or plot the metrics of runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--csv", action="store_true", help="write metrics.csv into each run directory")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the losses of all RUNs (.png, .svg, .pdf)")
     options = parser.parse_args(arguments)
-    try:
-        _carry_out([_run(path) for path in options.runs], options.csv, options.plot)
-    except OSError as error:
-        where = error.filename or options.plot or options.runs[0]
-        raise FileError(f"{where} cannot be read or written ({error.strerror or error})") from error
+    readable, errors = [], []
+    for path in options.runs:
+        try:
+            text = _described(_run(path), options.csv, options.plot is not None)
+            readable.append(RunDir(path))
+            if text:
+                say(text)
+        except UserError as error:
+            errors.append(error)
+    if options.plot and readable:
+        _plot(readable, options.plot)
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors)))
     return 0
 
 
-def _carry_out(runs: list[RunDir], as_csv: bool, plot: Path | None) -> None:
-    if as_csv:
-        for run in runs:
-            print(export_csv(run))
-    if plot:
-        from runner.metrics.plot import plot_losses
+def _described(run: RunDir, as_csv: bool, plotted: bool) -> str:
+    """What to print about a run: its summary, or the file that is written."""
+    with reading(run):
+        table = rows(run)
+    if not as_csv:
+        return "" if plotted else summary(run.path, table)
+    try:
+        return str(export_csv(run))
+    except OSError as error:
+        raise FileError(f"{run.csv} cannot be written ({error.strerror or error})") from error
 
-        plot_losses(runs, plot)
-        print(plot)
-    if not as_csv and not plot:
-        for run in runs:
-            print(summary(run))
+
+def _plot(runs: list[RunDir], path: Path) -> None:
+    from runner.metrics.plot import plot_losses
+
+    try:
+        plot_losses(runs, path)
+    except OSError as error:
+        raise FileError(f"{error.filename or path} cannot be written ({error.strerror or error})") from error
+    say(str(path))
 
 
 def _run(path: Path) -> RunDir:
     run = RunDir(path)
-    if not run.metrics.is_file():
+    if not os.path.lexists(run.metrics):
         raise UserError(f"{path} has no metrics.jsonl: pass a run directory, for example outputs/NAME")
     return run
 
 
-def summary(run: RunDir) -> str:
+def summary(path: Path, table: list[dict[str, Any]]) -> str:
     """One line: the last step and its loss, the last and the best evaluation."""
-    table = rows(run)
-    losses = [(row["step"], row["loss"]) for row in table if "loss" in row]
-    evaluations = [(row["eval_loss"], row["step"]) for row in table if "eval_loss" in row]
-    parts = [f"{run.path}:"]
-    parts.append(f"step {losses[-1][0]}, loss {losses[-1][1]:.4f}" if losses else "no step yet")
+    trained, evaluations = losses(table, "loss"), losses(table, "eval_loss")
+    parts = [f"{path}:"]
+    parts.append(f"step {trained[-1][0]}, loss {trained[-1][1]:.4f}" if trained else "no step yet")
     if evaluations:
-        best, step = min(evaluations)
-        parts.append(f"held-out loss {evaluations[-1][0]:.4f}, best {best:.4f} at step {step}")
+        step, best = min(evaluations, key=lambda evaluation: evaluation[1])
+        parts.append(f"held-out loss {evaluations[-1][1]:.4f}, best {best:.4f} at step {step}")
     return "  ".join(parts)

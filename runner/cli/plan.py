@@ -12,11 +12,12 @@ from runner.config.composition import Composed
 from runner.config.frozen import load_plain
 from runner.config.identity import ConfigChange, differences
 from runner.contracts import JobInfo, Launcher
-from runner.errors import LockedError, UserError
+from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import finished_at, status_of
+from runner.rundir.attempt_log import finished_at, incomplete_records, status_of
 from runner.rundir.lease import describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import check_trusted, reading
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
 
@@ -29,7 +30,7 @@ class PlannedRun:
     """One run of a command and what is to be done about it."""
 
     job: Composed
-    state: str  # new, unfinished, finished, live or failed
+    state: str  # new, unfinished, finished, live, failed or unusable
     summary: str  # for the user
     changes: list[ConfigChange] = field(default_factory=list)
 
@@ -48,17 +49,24 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
 
     Raises:
         LockedError: the single run is live.
+        RunDirError: the only run cannot be used. One of several is planned as `unusable`, and hinders no other.
         UserError: a config does not fit its run directory, or a scheduler that may have a job of a run is silent.
     """
-    queued = _queued(jobs, launcher)
+    broken = {job.run_dir: reason for job in jobs if (reason := _unreadable(job))}
+    queued = _queued([job for job in jobs if job.run_dir not in broken], launcher)
     planned, errors = [], []
     for job in jobs:
         try:
-            planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single))
+            if job.run_dir in broken:
+                raise RunDirError(broken[job.run_dir])
+            with reading(RunDir(job.run_dir)):
+                planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single))
+        except RunDirError as error:
+            if len(jobs) == 1:
+                raise
+            planned.append(PlannedRun(job, "unusable", str(error)))
         except UserError as error:
             errors.append(str(error))
-        except OSError as error:
-            errors.append(unusable(job.run_dir, "read", error))
     if errors:
         raise UserError("\n".join(errors))
     if single and planned[0].state == "live":
@@ -76,28 +84,56 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         held: whether this command holds the lease of the run.
 
     Raises:
+        RunDirError: the run would start, and its directory is not to be trusted.
         UserError: the config does not fit the run directory.
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    if queued is not None:
+    finished = _is_finished(job)  # then neither its job nor the process that made it matters any more
+    if queued is not None and not finished:
         return PlannedRun(job, "live", f"{queued.state}, job {queued.job_id}")
-    if not held and (holder := _live_holder(run)):
+    if not held and not finished and (holder := _live_holder(run)):
         return PlannedRun(job, "live", f"running, {holder}")
     if not run.config.exists():
         _check_place(run)
+        check_trusted(run)
         return PlannedRun(job, "new", "new")
     changes = differences(load_plain(run.path), job.plain)
     _check_changes(job, changes)
-    done = finished_at(run)
-    if done >= job.config.train.steps:
-        return PlannedRun(job, "finished", f"finished, all {done} steps", changes)
+    if finished:
+        done = finished_at(run)
+        lack = incomplete_records(run, done)
+        return PlannedRun(job, "finished", f"finished, all {done} steps" + (f", but {lack}" if lack else ""), changes)
     status = status_of(run)
     state = status.get("state")
     if state in ("failed", "crash loop") and not retry_failed:
         reason = status.get("reason") or status.get("cause") or "see its logs"
         return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", changes)
+    check_trusted(run)
     return PlannedRun(job, "unfinished", f"resuming at step {max(run.checkpoint_steps(), default=0)}", changes)
+
+
+def _is_finished(job: Composed) -> bool:
+    """Whether the run has all the steps of this config.
+
+    Raises:
+        OSError: the run directory cannot be read.
+    """
+    run = RunDir(job.run_dir)
+    return run.config.exists() and finished_at(run) >= job.config.train.steps
+
+
+def _unreadable(job: Composed) -> str | None:
+    """Why the records of a run, which launchers read as well, cannot be read; None if they can."""
+    run = RunDir(job.run_dir)
+    try:
+        with reading(run):
+            for record in (run.job, run.status, run.attempt, run.finished):
+                files.read_object(record)
+            read_holder(run.lease)
+    except RunDirError as error:
+        return str(error)
+    return None
 
 
 def unusable(path: Path, verb: str, error: OSError) -> str:
@@ -128,11 +164,14 @@ def _queued(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]
 
 
 def _live_jobs(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]:
-    """What the schedulers report: this launcher's, and those that other launchers submitted unfinished runs to."""
+    """What the schedulers report about unfinished runs: this launcher's, and those that others were submitted to.
+
+    Nothing is asked about a finished run: its job may be ending for long, and the scheduler may be away.
+    """
     mine = f"{type(launcher).__module__}.{type(launcher).__qualname__}"
     try:
-        queued = launcher.jobs([job.run_dir for job in jobs])
-        runs = [RunDir(job.run_dir) for job in jobs if finished_at(RunDir(job.run_dir)) < job.config.train.steps]
+        runs = [RunDir(job.run_dir) for job in jobs if not _is_finished(job)]
+        queued = launcher.jobs([run.path for run in runs]) if runs else {}
         elsewhere = [run for run in runs if submitted_jobs.launcher_of(run) not in (None, mine)]
     except OSError as error:
         raise UserError(f"cannot tell which runs are queued already ({error}): nothing was started") from None

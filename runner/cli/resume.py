@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli.console import PROGRAM, Parser
-from runner.errors import UserError
+from runner.cli.console import PROGRAM, Parser, print_errors
+from runner.errors import ExitStatus, RunDirError, UserError
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import check_trusted, reading
 from runner.system import files
 
 if TYPE_CHECKING:
@@ -64,11 +65,18 @@ def main(arguments: Sequence[str]) -> int:
     from runner.config.composition import Composer
 
     overrides = [word for word in options.words if is_override[word]]
-    return start_runs(jobs(Composer(options.config_dir), run_dirs, overrides))
+    found, unusable = jobs(Composer(options.config_dir), run_dirs, overrides)
+    if not found:
+        raise RunDirError("\n".join(unusable))
+    if unusable:
+        print_errors(RunDirError("\n".join(unusable)))
+    return start_runs(found) or int(ExitStatus.FAILED if unusable else ExitStatus.FINISHED)
 
 
-def jobs(composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str]) -> list[Composed]:
-    """The runs in `run_dirs` with `overrides` applied to their frozen configs.
+def jobs(
+    composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str]
+) -> tuple[list[Composed], Sequence[str]]:
+    """The runs in `run_dirs` with `overrides` applied to their frozen configs, and why others cannot be used.
 
     Raises:
         UserError: the config errors of all runs, each once.
@@ -81,27 +89,29 @@ def jobs(composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str])
     texts = [re.sub(r"^\+(?=[^+=]*\.)", "++", text) for text in overrides]
     found: list[Composed] = []
     errors: dict[str, None] = {}
+    unusable: list[str] = []
     for run_dir in run_dirs:
         try:
+            with reading(RunDir(run_dir)):
+                check_trusted(RunDir(run_dir))  # before anything that its config names is looked up
+                first = _overrides_before(run_dir)
             composed = composer.recompose(run_dir, texts)
+        except RunDirError as error:
+            unusable.append(str(error))
+            continue
         except UserError as error:
             errors |= dict.fromkeys(str(error).splitlines())
             continue
         # code.json lists the overrides of the run's first command, then those that changed it; the last one holds.
-        before = [text for text in _overrides_before(run_dir) if text not in overrides]
+        before = [text for text in first if text not in overrides]
         found.append(replace(composed, overrides=(*before, *overrides)))
     if errors:
         raise UserError("\n".join(errors))
-    return list({job.run_dir: job for job in found}.values())
+    return list({job.run_dir: job for job in found}.values()), unusable
 
 
 def _overrides_before(run_dir: Path) -> list[str]:
-    try:
-        found = files.read_object(RunDir(run_dir).code).get("overrides")
-    except OSError as error:
-        from runner.cli.plan import unusable
-
-        raise UserError(unusable(run_dir, "read", error)) from None
+    found = files.read_object(RunDir(run_dir).code).get("overrides")
     return [str(text) for text in found] if isinstance(found, list) else []
 
 

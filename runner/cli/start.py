@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from runner.cli.arguments import dirs, parse
@@ -25,6 +25,7 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.system.signals import STOP
+from runner.system.terminal import printable
 from runner.training.job import LocalJob
 
 ATTEMPT = "runner.training.attempt:attempt"
@@ -49,19 +50,29 @@ def start_runs(jobs: Sequence[Composed]) -> int:
         UserError: something keeps one of them from starting; then none was started and nothing was written.
     """
     launcher = common_launcher(jobs)
-    if errors := launcher.check([job.run_dir for job in jobs]):
-        raise UserError("\n".join(errors))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launcher.in_process:
         raise UserError("torchrun requires launcher=local")
     if int(os.environ.get("RANK", "0")) > 0:
+        _refuse(launcher.check([job.run_dir for job in jobs]))
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
     planned = plan_runs(jobs, launcher, single)
+    # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
+    starting = [run.job.run_dir for run in planned if run.starts]
+    _refuse(launcher.check(starting) if starting else [])
     if single and planned[0].starts and not launcher.dry_run:
         return run_here(jobs[0], launcher)
-    if launcher.in_process or launcher.dry_run:
-        return _carry_out(planned, launcher)
-    return _submit(planned, launcher)
+    if launcher.dry_run or not starting:
+        _show(planned)
+        if starting:
+            print(launcher.preview(starting))
+        return int(ExitStatus.FINISHED) if starting else _status(planned)
+    return _start_all(planned, launcher)
+
+
+def _refuse(errors: Sequence[str]) -> None:
+    if errors:
+        raise UserError("\n".join(errors))
 
 
 def run_here(job: Composed, launcher: Launcher) -> int:
@@ -74,8 +85,9 @@ def run_here(job: Composed, launcher: Launcher) -> int:
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     run = RunDir(job.run_dir)
+    missing = {parent for parent in (run.path, *run.path.parents) if not parent.exists()}
     try:
-        files.make_dirs(run.path)
+        files.make_dirs(run.path, files.OWNED)
     except OSError as error:
         raise UserError(unusable(run.path, "written", error)) from None
     with Lease.acquire(run.lease, LocalJob().identity(), job.config.run.lease_timeout_s, report=_report) as lease:
@@ -83,32 +95,94 @@ def run_here(job: Composed, launcher: Launcher) -> int:
             planned = plan_run(job, None, retry_failed=True, held=True)
         except OSError as error:
             raise UserError(unusable(run.path, "read", error)) from None
-        return _carry_out([planned], launcher, lease)
+        lease.check_fence()  # after the look: what it found may be a newer attempt's
+        if planned.changes or not planned.starts:
+            _show([planned])
+        if not planned.starts:
+            return _status([planned])
+        with _submitting([job]) as guards:
+            _freeze([job], {job.run_dir: lease.guard.and_also(guards[job.run_dir])})
+        from runner.training.attempt import attempt
+
+        status = attempt(run.path, lease=lease)
+        if status == ExitStatus.USAGE and run.path in missing and not run.checkpoint_steps():
+            _discard([run.path], {run.path: lease.guard}, trained_here=True)
+            _remove_empty(missing)
+        return status
 
 
-def _submit(planned: Sequence[PlannedRun], launcher: Launcher) -> int:
-    """Submit what is to be started, and follow it if the launcher is set to wait; the exit status."""
-    with _submitting([run.job for run in planned if run.starts]) as jobs:
+def _start_all(planned: Sequence[PlannedRun], launcher: Launcher) -> int:
+    """Start what is to be started elsewhere, and follow it if the launcher is set to wait; the exit status."""
+    new = [run.job.run_dir for run in planned if run.state == "new"]
+    missing = {parent for path in new for parent in path.parents if not parent.exists()}
+    with ExitStack() as held:
+        jobs = [run.job for run in planned if run.starts]
+        guards = held.enter_context(_submitting(jobs))
         # Another shell may have submitted them while this one waited.
-        again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single=False)} if jobs else {}
+        again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single=False)}
         planned = [again.get(run.job.run_dir, run) for run in planned]
-        status = _carry_out(planned, launcher)
+        _show(planned)
+        jobs = [run.job for run in planned if run.starts]
+        _freeze(jobs, guards)
+        if launcher.in_process:
+            held.close()  # it takes until the runs are over, and each of them acquires its own lease
+        status = _launch(launcher, [job.run_dir for job in jobs], guards) or _status(planned)
+        if status == ExitStatus.USAGE:
+            _discard(new, guards)
+    if status == ExitStatus.USAGE:
+        _remove_empty(missing)
     started = [run.job.run_dir for run in planned if run.starts]
     return launcher.follow(started) if status == 0 and started and launcher.wait else status
 
 
+def _remove_empty(parents: Iterable[Path]) -> None:
+    for parent in sorted(parents, reverse=True):
+        with suppress(OSError):  # it is gone, or not empty
+            files.remove_dir(parent)
+
+
+def _discard(run_dirs: Sequence[Path], guards: Mapping[Path, files.Guard], *, trained_here: bool = False) -> None:
+    """Remove the directories of new runs that were refused; renamed first, since another shell may wait for one.
+
+    Args:
+        run_dirs: of runs that did not exist before this command.
+        guards: the right to change each.
+        trained_here: the run was tried in this process, which holds its lease.
+
+    Raises:
+        SupersededError: another command has taken over the submission of one of them.
+    """
+    for path in run_dirs:
+        aside = RunDir(path.with_name(f".{path.name}.refused-{os.getpid()}"))
+        with suppress(OSError):
+            guards[path].check()
+            files.rename(path, aside.path)
+            # It was submitted, or somebody else has trained in it.
+            if aside.job.exists() or (aside.lease.exists() and not trained_here):
+                files.rename(aside.path, path)
+            else:
+                files.remove_tree(aside.path)
+
+
 @contextmanager
-def _submitting(jobs: Sequence[Composed]) -> Iterator[Sequence[Composed]]:
-    """Be the only command that submits these runs, until their job ids are recorded.
+def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
+    """Be the only command that freezes and submits these runs, until their job ids are recorded.
+
+    Yields the right to write config.yaml, code.json and job.json, by run directory.
 
     Raises:
         LockedError: another command is submitting one of them, and does not finish.
         UserError: a run directory cannot be written.
     """
+    guards = {}
     with ExitStack() as held:
         # Sorted, so that two sweeps that share runs cannot wait for each other.
         for job in sorted(jobs, key=lambda job: job.run_dir):
-            held.enter_context(
+            try:
+                files.make_dirs(job.run_dir, files.OWNED)
+            except OSError as error:
+                raise UserError(unusable(job.run_dir, "written", error)) from None
+            lease = held.enter_context(
                 Lease.acquire(
                     RunDir(job.run_dir).submission,
                     None,
@@ -118,63 +192,59 @@ def _submitting(jobs: Sequence[Composed]) -> Iterator[Sequence[Composed]]:
                     report=_report,
                 )
             )
-        yield jobs
+            guards[job.run_dir] = lease.guard
+        yield guards
 
 
 def _report(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
 
 
-def _carry_out(planned: Sequence[PlannedRun], launcher: Launcher, lease: Lease | None = None) -> int:
-    """Freeze the configs and launch; the exit status. With `lease`, the one run is an attempt in this process."""
+def _show(planned: Sequence[PlannedRun]) -> None:
+    """Print what is done about each run."""
     for run in planned:
-        if not (lease and run.starts) or run.changes:
-            say(f"{shown(run.job.run_dir)}: {run.summary}")
+        say(f"{shown(run.job.run_dir)}: {run.summary}")
         for change in run.changes if run.starts else []:
             if change.kind != "free" or change.key == "train.steps":
                 say(f"  {change}")
-    skipped = ExitStatus.FAILED if any(run.state == "failed" for run in planned) else ExitStatus.FINISHED
-    starting = [run.job for run in planned if run.starts]
-    if not starting:
-        return int(skipped)
-    run_dirs = [job.run_dir for job in starting]
-    if launcher.dry_run:
-        print(launcher.preview(run_dirs))
-        return int(ExitStatus.FINISHED)
-    _freeze(starting)
-    if lease is not None:
-        from runner.training.attempt import attempt
-
-        return attempt(run_dirs[0], lease=lease)
-    return _launch(launcher, run_dirs) or int(skipped)
 
 
-def _freeze(jobs: Sequence[Composed]) -> None:
+def _status(planned: Sequence[PlannedRun]) -> int:
+    """The exit status if everything that is to be started is."""
+    left = any(run.state in ("failed", "unusable") for run in planned)
+    return int(ExitStatus.FAILED if left else ExitStatus.FINISHED)
+
+
+def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> None:
     """Write config.yaml and code.json of every job.
 
     Raises:
         UserError: the file system refuses.
+        SupersededError: another process has taken over one of the runs.
     """
     code = provenance.describe_code()
     for job in jobs:
         run = RunDir(job.run_dir)
         try:
-            files.make_dirs(run.path)
+            files.make_dirs(run.path, files.OWNED)
             for change in provenance.code_changes(run.path):
                 say(f"  the code has changed since this run last started: {change}")
-            provenance.write_code(run.code, code, job.overrides)
+            guard = guards[job.run_dir]
+            provenance.write_code(run.code, code, job.overrides, guard)
             # Last: a directory with a config is a run.
-            files.write_atomic(run.config, job.text)
+            files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:
             raise UserError(unusable(run.path, "written", error)) from None
 
 
-def _launch(launcher: Launcher, run_dirs: list[Path]) -> int:
+def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:
+    if not run_dirs:
+        return int(ExitStatus.FINISHED)
     if STOP:
         print(f"interrupted ({STOP.name}): nothing was started", file=sys.stderr)
         return int(ExitStatus.INTERRUPTED)
     STOP.uninstall()  # the runs are in other processes: from here on a signal is meant for this command
-    return launcher.launch(run_dirs, ATTEMPT)
+    return launcher.launch(run_dirs, ATTEMPT, [guards[run_dir] for run_dir in run_dirs])
 
 
 def _follow_rank_0(job: Composed) -> int:
@@ -183,7 +253,8 @@ def _follow_rank_0(job: Composed) -> int:
     deadline = clock.monotonic() + RANK_TIMEOUT_S
     if finished_at(run) >= job.config.train.steps:
         return int(ExitStatus.FINISHED)
-    while not (run.config.exists() and files.read_text(run.config) == job.text):
+    text = job.text.encode()
+    while not (run.config.exists() and files.read_regular(run.config) == text):
         if clock.monotonic() > deadline:
             raise UserError(f"rank 0 did not freeze {run.config} within {RANK_TIMEOUT_S:g} s: see the output of rank 0")
         clock.sleep(RANK_POLL_S)

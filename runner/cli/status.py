@@ -2,7 +2,8 @@
 
 Reads the run directories and asks schedulers through the launchers that submitted the runs. The directories may be
 shared and written by anybody: whatever one of them contains, the other runs are shown, and nothing it names is
-imported. Nothing here imports torch, numpy or hydra, so that the answer comes at once.
+imported. Clocks of different machines are never compared. Nothing here imports torch, numpy or hydra, so that the
+answer comes at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -20,12 +21,14 @@ from typing import Any
 
 from runner.cli.console import PROGRAM, Parser, console, table
 from runner.contracts import JobInfo
-from runner.errors import UserError
+from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.attempt_log import ended_attempts, finished_at, last_record, status_of
-from runner.rundir.lease import LeaseWatcher
+from runner.rundir.lease import LeaseWatcher, heartbeat_file, read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.trust import reading
 from runner.system import clock, files
+from runner.system.terminal import printable
 
 STYLES = {
     "running": "green",
@@ -33,6 +36,7 @@ STYLES = {
     "pending": "cyan",
     "requeued": "cyan",
     "ending": "cyan",
+    "suspended": "yellow",
     "interrupted": "yellow",
     "cancelled": "yellow",
     "killed": "red",
@@ -40,12 +44,19 @@ STYLES = {
     "crash loop": "bold red",
     "unreadable": "yellow",
 }
-MAX_NOTE = 2000  # characters
+RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
+"""What makes a directory that of a run, one of which may be missing."""
+MAX_NAMES = 3  # of runs that share a note
+IDLE_S = 300.0
+"""A running run that has made no step for this long is pointed out; it may be hanging."""
 
 
 @dataclass
 class Row:
-    """One run. `state` is its state now; `cause` is why its last attempt ended. Times are seconds since 1970."""
+    """One run. `state` is its state now; `cause` is why its last attempt ended. Times are seconds since 1970.
+
+    `reason` explains the state: why it failed, or why its job waits.
+    """
 
     run: str
     path: str
@@ -63,13 +74,19 @@ class Row:
     checkpoint_step: int | None = None
     checkpoint_time: float | None = None  # by the clock of the file system
     updated: float | None = None  # by the clock of the machine that trains
+    idle_s: float | None = None  # seconds since its last step, if it is running
     warnings: list[str] | None = None
 
 
-def find_runs(root: Path) -> Iterator[RunDir]:
-    """The run directories at and below `root`, in the order of their paths."""
-    for directory, children, names in files.walk(root):
-        if "config.yaml" in names:
+def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:
+    """The run directories at and below `root`, in the order of their paths.
+
+    Args:
+        root: the directory.
+        on_error: called for each directory that cannot be read.
+    """
+    for directory, children, names in files.walk(root, onerror=on_error):
+        if not RUN_FILES.isdisjoint((*names, *children)):
             children.clear()
             yield RunDir(Path(directory))
         children[:] = sorted(child for child in children if not child.startswith("."))
@@ -81,7 +98,8 @@ def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row],
     Takes some seconds if it depends on a heartbeat whether a run is alive, and the watcher has not seen it before.
     """
     watcher = watcher or LeaseWatcher()
-    runs = list(find_runs(root))
+    unreadable: list[OSError] = []
+    runs = list(find_runs(root, unreadable.append))
     jobs, unanswered = submitted_jobs.jobs(runs)
 
     def rows() -> list[Row]:
@@ -90,18 +108,19 @@ def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row],
     found = rows()
     if watcher.wait():
         found = rows()
-    return found, list(dict.fromkeys(unanswered.values()))
+    messages = [*unanswered.values(), *(f"{error.filename} cannot be read ({error.strerror})" for error in unreadable)]
+    return found, list(dict.fromkeys(messages))
 
 
 def _row_or_reason(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
     """The row of a run, `unreadable` if its directory holds anything unexpected: that must not hide the other runs."""
     try:
-        return _row(run, root, watcher, job, unanswered)
-    except OSError as error:
-        reason = f"{error.filename or run.path} cannot be read ({error.strerror or error})"
-    except Exception as error:  # noqa: BLE001 a record of the wrong shape
-        reason = f"the records in {run.path} are malformed ({error})"
-    return Row(_name(run, root), str(run.path), "unreadable", reason=reason)
+        with reading(run):
+            if not os.path.lexists(run.config):
+                raise RunDirError(f"{run.config} is missing: rerun the command of the run, which writes it again")
+            return _row(run, root, watcher, job, unanswered)
+    except RunDirError as error:
+        return Row(_name(run, root), str(run.path), "unreadable", reason=str(error))
 
 
 def _name(run: RunDir, root: Path) -> str:
@@ -136,19 +155,42 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     row.attempts, row.steps_lost = row.attempts or 0, row.steps_lost or 0
     if row.state == "finished":
         row.step = row.total = finished_at(run) or row.step
-    # A killed attempt did not record how far it got.
-    if row.state in ("killed", "cancelled") and status.get("state") == "running" and (newest := last_record(run)):
-        row.step, row.loss = _value(newest, "step", int), _value(newest, "loss", float)
+    # The status is refreshed every few seconds, by a step: a long one may be under way since, or the run was killed.
+    newest = last_record(run)
+    if newest and (_value(newest, "step", int) > (row.step or 0) or row.loss is None):
+        row.step, row.loss = newest["step"], _value(newest, "loss", float)
+    if row.state == "running":
+        row.idle_s = _idle_s(run)
     if row.state in ("killed", "failed", "cancelled") and not status:
         row.cause = "ended before it started training: see its logs" if _has_log(run) else "left the queue"
     if job is not None:
         row.job_id, row.node = job.job_id, job.node
         if row.state == "failed":
-            row.reason = f"job {job.job_id} ended without recording why: see its logs"
+            row.reason = job.reason or f"job {job.job_id} ended without recording why: see its logs"
+        elif row.state in ("pending", "requeued", "suspended"):
+            row.reason = job.reason
     elif row.job_id is None:
         row.job_id = _submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
     return row
+
+
+def _idle_s(run: RunDir) -> float | None:
+    """Seconds since the last step, or since the start of the attempt; None if that is not known.
+
+    Until the last heartbeat, by the times of the files: one clock, that of the file system, set all of them.
+    """
+    held = read_holder(run.lease)
+    beat = modified(heartbeat_file(run.lease, held[0])) if held else None
+    last = max((time for path in (run.metrics, run.attempt) if (time := modified(path)) is not None), default=None)
+    return None if beat is None or last is None else max(0.0, beat - last)
+
+
+def modified(path: Path) -> float | None:
+    """When a file was changed, by the clock of the file system; None if it is missing."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mtime
+    return None
 
 
 def _value(record: dict[str, Any], name: str, kind: type) -> Any:
@@ -174,6 +216,8 @@ def _scheduler_knows_better(job: JobInfo, run: RunDir, status: dict[str, Any]) -
     """Whether a job that is over ended in a way that the run could not record."""
     if job.state == "completed":
         return False
+    if job.state == "failed" and job.reason is not None:
+        return True  # given up: no attempt of it could begin, or record anything
     recorded = status.get("state")
     if recorded == "running":  # killed; whether by scancel, only the scheduler knows
         return bool(job.state == "cancelled" and job.job_id == status.get("job_id"))
@@ -187,10 +231,12 @@ def _state(run: RunDir, status: dict[str, Any], watcher: LeaseWatcher, job: JobI
     recorded = _value(status, "state", str) or ""
     if job is not None and job.state != "ending":
         return job.state
+    if job is not None and job.job_id == status.get("job_id") and job.restarts > (status.get("restart_count") or 0):
+        return "requeued"  # already, while it is releasing its node
     if recorded == "running" and watcher.is_alive(run.lease):
         return "running"
     if job is not None:  # it is releasing its node; what the attempt recorded about being requeued still holds
-        return recorded if recorded not in ("", "running") else "ending"
+        return recorded if recorded not in ("", "running", "failed") else "ending"  # a failed job may be requeued
     if recorded == "running":
         total = _value(status, "total", int)
         # The completion mark is written last of all; only the status after it may be missing.
@@ -236,21 +282,29 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
             row.node or "",
             _time_of_day(row.checkpoint_time),
         )
-        texts = [Text(_printable(cell)) for cell in cells]
+        texts = [Text(printable(cell)) for cell in cells]
         texts[1].style = STYLES.get(row.state, "")
         made.add_row(*texts)
-    notes = [
-        f"{row.run}: {text}" + (f" ({count} times)" if count > 1 else "")
-        for row in rows
-        for text, count in Counter([*([row.reason] if row.reason else []), *(row.warnings or [])]).items()
-    ]
-    lines = ["\n  ".join(_printable(line) for line in note[:MAX_NOTE].splitlines()) for note in (*notes, *messages)]
+    lines = ["\n  ".join(map(printable, note.splitlines())) for note in (*_notes(rows), *messages)]
     return Group(made, *(Text(line, style="yellow") for line in lines))
 
 
-def _printable(text: str) -> str:
-    """`text` with control characters escaped: a file must not be able to control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    """What there is to say about the rows besides their cells; what several have in common is said once."""
+    sharing: dict[str, list[str]] = {}
+    for row in rows:
+        idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None
+        for text, count in Counter(note for note in (row.reason, idle, *(row.warnings or [])) if note).items():
+            sharing.setdefault(text + (f" ({count} times)" if count > 1 else ""), []).append(row.run)
+    for text, runs in sharing.items():
+        more = f" and {len(runs) - MAX_NAMES} more" if len(runs) > MAX_NAMES else ""
+        yield f"{', '.join(runs[:MAX_NAMES])}{more}: {text}"
+
+
+def _finite(row: Row) -> dict[str, Any]:
+    """The row for JSON, which has no NaN and no infinity: null."""
+    values = asdict(row)
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
 def _time_of_day(time: float | None) -> str:
@@ -282,7 +336,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.watch is not None and not (options.watch > 0 and math.isfinite(options.watch)):
         raise UserError(f"--watch {options.watch:g}: must be more than 0 seconds")
     if options.json:
-        print(json.dumps([asdict(row) for row in collect(root)[0]], indent=2))
+        print(json.dumps([_finite(row) for row in collect(root)[0]], indent=2))
     elif options.watch is not None:
         _watch(root, options.watch)
     else:
@@ -290,7 +344,7 @@ def main(arguments: Sequence[str]) -> int:
         if rows:
             console().print(as_table(rows, messages))
         else:
-            print(f"no runs in {_printable(str(root))}")
+            print("\n".join(printable(line) for line in (*messages, f"no runs in {root}")))
     return 0
 
 
@@ -298,7 +352,8 @@ def _watch(root: Path, interval_s: float) -> None:
     from rich.live import Live
 
     watcher = LeaseWatcher()
-    with suppress(KeyboardInterrupt), Live(as_table(*collect(root, watcher)), auto_refresh=False) as live:
+    shown = as_table(*collect(root, watcher))
+    with suppress(KeyboardInterrupt), Live(shown, console=console(), auto_refresh=False) as live:
         while True:
             clock.sleep(interval_s)
             live.update(as_table(*collect(root, watcher)), refresh=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Toy, manager, names
+from faults import reads_intercepted
 from safetensors.torch import load_file
 
 from runner.__main__ import run as command
 from runner.cli.console import size
 from runner.rundir.lease import Lease
+from runner.system import clock
 
 
 def main(arguments: list[str]) -> int:
@@ -75,6 +78,42 @@ def test_prune_keeps_the_newest_that_verifies(run: Path, capsys: pytest.CaptureF
     assert main([str(run), "--prune"]) == 0
     assert names(run / "checkpoints") == ["step_00000002"]
     assert "kept step_00000002" in capsys.readouterr().out
+
+
+def test_a_list_says_what_is_not_a_checkpoint_and_prune_leaves_it_alone(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = run / "checkpoints"
+    shutil.copytree(saved / "step_00000002", saved / "step_00000006")
+    (saved / "step_7").mkdir()
+    (saved / "step_7" / "model.pt").write_text("of another tool")
+    (saved / "step_00000008.misnamed").mkdir()
+    assert main([str(run), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in listed["checkpoints"]] == [1, 2, 3]
+    assert listed["not_used"] == [
+        "step_00000006 (it contains step 2, so its name would have to be step_00000002)",
+        "step_7 (it has no manifest of this runner)",
+    ]
+    assert main([str(run)]) == 0
+    assert "not used: step_00000006 (it contains step 2" in " ".join(capsys.readouterr().out.split())
+    assert main([str(run), "--prune"]) == 0
+    assert names(saved) == ["step_00000003", "step_00000006", "step_00000008.misnamed", "step_7"]
+
+
+def test_one_that_cannot_be_read_hides_no_other_and_is_not_called_corrupt(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "sleep", lambda _: None)
+    with reads_intercepted(stays=(errno.EIO, "step_00000003/manifest.json")):
+        assert main([str(run), "--json"]) == 1
+        rows = json.loads(capsys.readouterr().out)["checkpoints"]
+        assert main([str(run), "--prune"]) == 1
+        assert main([str(run), "--export", str(run / "w.safetensors")]) == 1
+    assert [row["corruption"] for row in rows] == [None] * 3
+    assert [bool(row["error"]) for row in rows] == [False, False, True]
+    assert "step_00000003/manifest.json cannot be read (Input/output error, EIO" in rows[2]["error"]
+    assert len(names(run / "checkpoints")) == 3
 
 
 def test_prune_deletes_nothing_if_none_is_valid_or_the_run_is_live(

@@ -133,7 +133,9 @@ class TestSeveral:
         self, sweep: list[Path], command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
         finish(sweep[1], 10)
-        (RunDir(sweep[2]).checkpoints / "step_00000004").mkdir(parents=True)
+        saved = RunDir(sweep[2]).checkpoint(4)
+        saved.mkdir(parents=True)
+        (saved / "manifest.json").write_text('{"step": 4, "sha256": ""}')
         capsys.readouterr()
         assert command("resume", *map(str, sweep), str(sweep[0])) == 0
         assert FakeLauncher.launched == [sweep[0], sweep[2]]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from fake_slurm import FakeSlurm, slurm
+from fake_slurm import FakeSlurm, row, slurm
+from rich.console import Console
 
 from runner import __main__ as entry
 from runner.cli import status
@@ -87,7 +88,10 @@ def hold_elsewhere(run: RunDir, **holder: object) -> Path:
 def test_the_state_of_a_live_job_is_the_one_in_the_queue(slurm: FakeSlurm, tmp_path: Path) -> None:
     for index, name in enumerate(("running", "requeued", "pending")):
         make(tmp_path, name, {"state": "requeued", "job_id": "old"} if name != "pending" else None, f"12_{index}")
-    slurm.prints("squeue", "12_0|RUNNING|None|1|n1|\n12_1|PENDING|BeginTime|1|n/a|\n12_2|PENDING|Resources|0|n/a|\n")
+    slurm.prints(
+        "squeue",
+        row("12_0", "RUNNING", restarts=1) + row("12_1", "PENDING", "BeginTime", restarts=1) + row("12_2", "PENDING"),
+    )
     rows, messages = status.collect(tmp_path)
     assert {row.run: row.state for row in rows} == {name: name for name in ("running", "requeued", "pending")}
     assert {row.run: (row.job_id, row.node) for row in rows}["running"] == ("12_0", "n1")
@@ -101,7 +105,7 @@ def test_while_a_job_releases_its_node_the_recorded_state_holds(slurm: FakeSlurm
     for index, recorded in enumerate(expected):
         make(tmp_path, recorded, {"state": recorded}, f"12_{index}")
     make(tmp_path, "ending", None, "12_9")
-    slurm.prints("squeue", "".join(f"12_{index}|COMPLETING|None|1|n1|\n" for index in (0, 1, 2, 3, 9)))
+    slurm.prints("squeue", "".join(row(f"12_{index}", "COMPLETING") for index in (0, 1, 2, 3, 9)))
     assert states(tmp_path) == {**expected, "ending": "ending"}
 
 
@@ -149,7 +153,7 @@ def test_slurm_supplies_the_end_of_a_job_that_could_not_record_it(slurm: FakeSlu
         run.metrics.write_text(json.dumps({"step": 7, "loss": 2.5}) + "\n")
         if "after a job" in name:  # which had made an attempt
             run.attempts.write_text(json.dumps({"attempt": 1, "job_id": job, "cause": "cancelled"}) + "\n")
-    slurm.prints("squeue", "".join(f"{job}|{ended}|None|0|n1|\n" for _, _, job, ended, _ in cases.values()))
+    slurm.prints("squeue", "".join(row(job, ended) for _, _, job, ended, _ in cases.values()))
     assert states(tmp_path) == {name: case[-1] for name, case in cases.items()}
     rows = {row.run: row for row in status.collect(tmp_path)[0]}
     assert "job 7 ended without recording why" in str(rows["submitted again, failed at once"].reason)
@@ -183,7 +187,7 @@ def test_a_launcher_that_is_not_registered_is_not_imported(slurm: FakeSlurm, tmp
     """job.json of a shared directory may name anything; the run's own records still show its state."""
     QueueLauncher.asked.clear()
     make(tmp_path, "job", {"state": "running"}, "12")
-    slurm.prints("squeue", "12|RUNNING|None|0|n1|\n")
+    slurm.prints("squeue", row("12", "RUNNING"))
     run = make(tmp_path, "odd", {"state": "requeued"})
     run.job.write_text(json.dumps({"job_id": "13", "launcher": name}))
     rows, messages = status.collect(tmp_path)
@@ -268,6 +272,136 @@ def test_a_killed_run_is_shown_at_the_last_step_of_its_metrics(tmp_path: Path) -
     assert (row.state, row.step, row.loss) == ("killed", 7, -2.0)
 
 
+@pytest.mark.parametrize("state", ["running", "failed", "interrupted"])
+def test_the_step_is_the_newest_of_status_and_metrics(tmp_path: Path, state: str) -> None:
+    """Fast steps refresh the status every two seconds; after them a step may take minutes."""
+    run = make(tmp_path, "run", {"state": state, "step": 12, "total": 99, "loss": 4.0})
+    with Lease.acquire(run.lease, {}, 5.0):
+        run.metrics.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 23)))
+        (row,) = status.collect(tmp_path)[0]
+        assert (row.state, row.step, row.loss) == (state, 22, 0.5)
+        run.metrics.write_text(json.dumps({"step": 9, "loss": 0.5}) + "\n")  # the end of the file is lost
+        (row,) = status.collect(tmp_path)[0]
+        assert (row.step, row.loss) == (12, 4.0)
+
+
+@pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
+def test_a_live_run_without_a_step_for_minutes_is_pointed_out(slurm: FakeSlurm, tmp_path: Path, skew_s: float) -> None:
+    """Only times of the file system are compared, with one another: this machine's clock may be anywhere."""
+    now = time.time() + skew_s
+    jobs = {"trains": 20, "hangs": 12 * 60, "restarted": 12 * 60}
+    for index, (name, idle_s) in enumerate(jobs.items()):
+        run = make(tmp_path, name, {"state": "running"}, f"12_{index}")
+        run.metrics.write_text(json.dumps({"step": 3, "loss": 0.5}) + "\n")
+        run.attempt.write_text("{}")
+        os.utime(hold_elsewhere(run), (now, now))
+        os.utime(run.metrics, (now - idle_s, now - idle_s))
+        os.utime(run.attempt, (now - (5 if name == "restarted" else 3600),) * 2)
+    slurm.prints("squeue", "".join(row(f"12_{index}", "RUNNING") for index in range(3)))
+    rows, messages = status.collect(tmp_path)
+    idle = {row.run: row.idle_s for row in rows}
+    assert idle == pytest.approx({"hangs": 720, "restarted": 5, "trains": 20}, abs=0.01)
+    lines = printed(rows, messages)
+    assert "hangs: no step for 12 minutes" in lines
+    assert len([line for line in lines if "no step" in line]) == 1
+
+
+def printed(rows: list[status.Row], messages: list[str]) -> list[str]:
+    """The lines of the table."""
+    console = Console(width=1000)
+    with console.capture() as captured:
+        console.print(status.as_table(rows, messages))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_why_a_job_waits_is_said_once_for_all_runs_that_wait_for_it(slurm: FakeSlurm, tmp_path: Path) -> None:
+    for index in range(5):
+        recorded = {"state": "failed", "reason": "an older failure", "restart_count": 0, "job_id": f"12_{index}"}
+        make(tmp_path, f"run{index}", recorded, f"12_{index}")
+    make(tmp_path, "held", None, "13")
+    make(tmp_path, "still", {"state": "running"}, "14")
+    waiting = [row(f"12_{index}", "PENDING", "PartitionDown", restarts=1) for index in range(5)]
+    slurm.prints("squeue", "".join([*waiting, row("13", "PENDING", "JobHeldUser"), row("14", "SUSPENDED")]))
+    rows, messages = status.collect(tmp_path)
+    assert {row.run: row.state for row in rows} == {
+        **{f"run{index}": "requeued" for index in range(5)},
+        "held": "pending",
+        "still": "suspended",
+    }
+    lines = printed(rows, messages)
+    assert [line for line in lines if line.startswith("run0, run1, run2 and 2 more: PartitionDown")]
+    assert [line for line in lines if line.startswith("held: JobHeldUser") and "scontrol release 13" in line]
+    assert not [line for line in lines if "an older failure" in line]
+    assert all(row.reason for row in rows if row.run != "still")
+
+
+def test_a_failed_attempt_whose_job_is_requeued_already_has_not_failed(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """The job is releasing its node, and has been requeued meanwhile or may yet be."""
+    for index, name in enumerate(("requeued", "ending", "failed")):
+        make(tmp_path, name, {"state": "failed", "job_id": f"12_{index}", "restart_count": 1}, f"12_{index}")
+    slurm.prints("squeue", row("12_0", "COMPLETING", restarts=2) + row("12_1", "COMPLETING", restarts=1))
+    assert states(tmp_path) == {name: name for name in ("requeued", "ending", "failed")}
+
+
+def test_a_directory_without_a_config_but_with_records_is_shown(tmp_path: Path) -> None:
+    make(tmp_path, "fine", {"state": "finished"})
+    make(tmp_path, "odd", {"state": "finished"}).config.unlink()
+    rows = {row.run: row for row in status.collect(tmp_path)[0]}
+    assert (rows["fine"].state, rows["odd"].state) == ("finished", "unreadable")
+    assert "config.yaml is missing" in str(rows["odd"].reason)
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, say; root may read everything, so the refusal is made here."""
+    make(tmp_path, "fine", {"state": "finished"})
+    (tmp_path / "theirs").mkdir()
+    scan = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("theirs"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    rows, messages = status.collect(tmp_path)
+    assert [row.run for row in rows] == ["fine"]
+    assert messages == [f"{tmp_path / 'theirs'} cannot be read (Permission denied)"]
+
+
+def test_json_has_no_numbers_that_json_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, "odd", {"state": "finished", "loss": float("nan"), "tokens_per_s": float("inf")})
+    assert status.main([str(tmp_path), "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (shown["loss"], shown["tokens_per_s"]) == (None, None)
+
+
+CANARY = "raise SystemExit('imported')\n"
+
+
+@pytest.mark.parametrize("where", ["current directory", "run directory"])
+def test_looking_imports_nothing_that_a_run_directory_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    run = make(tmp_path, "run", {"state": "running", "cause": "canary.Canary"})
+    folder = tmp_path if where == "current directory" else run.path
+    for name in ("canary.py", "sitecustomize.py", "launch_canary.py"):
+        (folder / name).write_text(CANARY)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))  # even if it can be found
+    run.config.write_text("launcher:\n  _target_: canary.Canary\nmodel:\n  _target_: canary.Canary\n")
+    run.job.write_text(json.dumps({"job_id": "12", "launcher": "canary.Canary"}))
+    run.code.write_text(json.dumps({"repositories": {str(folder): {"commit": "x"}}, "runner": {"source": "canary"}}))
+    run.order.write_text(json.dumps({"kind": "canary.Canary"}))
+    run.metrics.write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
+    run.checkpoint(1).mkdir(parents=True)
+    (run.checkpoint(1) / "manifest.json").write_text('{"step": 1}')
+    for words in (["status", str(tmp_path)], ["metrics"], ["inspect", "--plan"], ["checkpoints"]):
+        arguments = words if len(words) > 1 and words[0] == "status" else [words[0], str(run.path), *words[1:]]
+        assert entry.run(arguments) in (0, 1, 2)
+        assert "imported" not in "".join(capsys.readouterr())
+    assert "canary" not in sys.modules
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]"])
 def test_a_broken_status_is_replaced_by_the_other_records(tmp_path: Path, content: str) -> None:
     line = {"attempt": 1, "cause": "failed", "reason": "the loss is nan", "steps_lost": 2, "start_step": 0, "total": 9}
@@ -308,7 +442,7 @@ def test_a_file_that_cannot_be_read_hides_no_other_run(
     slurm: FakeSlurm, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     make(tmp_path, "job", None, "12")
-    slurm.prints("squeue", "12|RUNNING|None|0|n1|\n")
+    slurm.prints("squeue", row("12", "RUNNING"))
     run = make(tmp_path, "odd", {"state": "running"}, "13")
     run.lease.mkdir()
     (run.path / name).unlink(missing_ok=True)
@@ -316,7 +450,7 @@ def test_a_file_that_cannot_be_read_hides_no_other_run(
     rows = {row.run: row for row in status.collect(tmp_path)[0]}
     assert rows["job"].state == "running"
     assert rows["odd"].state == "unreadable"
-    assert f"{name} cannot be read" in str(rows["odd"].reason)
+    assert f"{name} " in str(rows["odd"].reason)
 
 
 WRONG: dict[tuple[str, ...], list[object]] = {
@@ -386,7 +520,8 @@ def test_the_row_has_what_a_person_asks_for(tmp_path: Path) -> None:
         {"state": "failed", "step": 40, "total": 100, "loss": 2.5, "tokens_per_s": 1234.5, "attempts": 3}
         | {"steps_lost": 2, "cause": "crash", "reason": "no more disk", "job_id": "9", "node": "n1"},
     )
-    (run.checkpoints / "step_00000040").mkdir(parents=True)
+    run.checkpoint(40).mkdir(parents=True)
+    (run.checkpoint(40) / "manifest.json").write_text('{"step": 40, "sha256": ""}')
     saved = datetime(2031, 3, 2, 14, 32)  # the clock of the file system may be ahead of this machine's
     os.utime(run.checkpoints / "step_00000040", (saved.timestamp(),) * 2)
     shown = command(str(tmp_path))
@@ -400,7 +535,8 @@ def test_the_row_has_what_a_person_asks_for(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_an_impossible_time_is_shown_nevertheless(tmp_path: Path) -> None:
     run = make(tmp_path, "run", {"state": "finished"})
-    (run.checkpoints / "step_00000040").mkdir(parents=True)
+    run.checkpoint(40).mkdir(parents=True)
+    (run.checkpoint(40) / "manifest.json").write_text('{"step": 40, "sha256": ""}')
     rows, _ = status.collect(tmp_path)
     rows[0].checkpoint_time = 1e18
     status.as_table(rows, [])

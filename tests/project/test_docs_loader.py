@@ -12,5 +12,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("page", ["loader.md", "streaming.md"])
 def test_examples_run(page: str) -> None:
+    names = {"__name__": "example"}
     for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, page, "exec"), {"__name__": "example"})
+        exec(compile(block, page, "exec"), names)

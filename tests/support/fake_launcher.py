@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from runner.config.frozen import load
 from runner.contracts import Finding, JobInfo
 from runner.rundir.paths import RunDir
+from runner.system import files
 
 Command = Callable[..., int]
 
@@ -47,7 +48,7 @@ class FakeLauncher:
             raise OSError("squeue does not answer")
         return {path: job for path, job in self.queued.items() if path in run_dirs}
 
-    def launch(self, run_dirs: list[Path], attempt: str) -> int:
+    def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         assert attempt == "runner.training.attempt:attempt"
         if self.interrupt:
             os.kill(os.getpid(), signal.SIGINT)
