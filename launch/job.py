@@ -124,7 +124,7 @@ class SlurmJob:
         return self._requeue_killed
 
     def record_verdict(self) -> None:
-        """Tell the batch script that this process decided how the job ends, unless it yielded that."""
+        """Tell the batch script that this process decides how the job ends, unless it yielded that."""
         if self._has_verdict:
             with suppress(OSError):
                 files.touch(self._verdict)

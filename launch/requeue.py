@@ -65,7 +65,7 @@ def starts_file(folder: Path, job_id: str) -> Path:
 def failed_starts(path: Path) -> tuple[int, str]:
     """How many starts failed in a row, and why the last one did."""
     count, _, reason = (files.read_small(path) or "").strip().partition(" ")
-    return (int(count) if count.isdigit() else 0), reason
+    return (int(count) if re.fullmatch("[0-9]{1,9}", count) else 0), reason
 
 
 def note_failed_starts(path: Path, count: int, reason: str = "") -> None:

@@ -39,7 +39,12 @@ requeue_unless_decided() {
     if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ] && [ ! -e "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict" ]; then
         requeue_job "$status"
     else
-        rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict" "$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
+        rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict"
+        if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ]; then
+            note_failed_starts 0 # the job may return, to a disk on which the file cannot be created again
+        else
+            rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
+        fi
     fi
     exit "$status"
 }
@@ -80,16 +85,17 @@ is_another_job() {
 
 # Whether the job may be requeued once more. (In a trap, a bare `return` returns what was there before the trap.)
 count_failed_start() {
-    local restarts=${SLURM_RESTART_COUNT:-0}
+    local restarts=${SLURM_RESTART_COUNT:-0} budget="$REQUEUE_MAX_FAILED_STARTS starts failed in a row"
     read_failed_starts
     REQUEUE_REASON=${REQUEUE_REASON:-it ended with status $1, see its log}
     if [ "$REQUEUE_STARTS" -lt "$REQUEUE_MAX_FAILED_STARTS" ]; then
         note_failed_starts "$((REQUEUE_STARTS + 1)) $REQUEUE_REASON" && return 0
         # Where not even that can be written, Slurm's own count of all restarts is the budget.
         [ "$restarts" -lt "$REQUEUE_MAX_FAILED_STARTS" ] && return 0
+        budget="it cannot be recorded how many starts failed, and after $restarts restarts this one did"
     fi
     note_failed_starts "$REQUEUE_STARTS $REQUEUE_GIVEN_UP$REQUEUE_REASON"
-    echo "[launch] ${REQUEUE_GIVEN_UP}$REQUEUE_STARTS starts failed in a row before an attempt could begin"
+    echo "[launch] ${REQUEUE_GIVEN_UP}$budget before an attempt could begin"
     return 1
 }
 

@@ -14,7 +14,8 @@ from runner.system import processes
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
 TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
-JOB_ID = re.compile(r"\d+(_\d+)?")  # `12`, or `12_3` for a task of an array
+JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
+END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
 # squeue pads each field to its width and puts this after it.
 SEPARATOR = "|"
 # With their widths; the name is last, since it may contain the separator.
@@ -50,7 +51,7 @@ class RecordedJob:
 
     job_id: str
     user: str | None = None  # its number
-    name: str | None = None
+    name: str | None = None  # squeue shows 255 characters of it
     submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue sets it to that time
     seen: str | None = None  # when it was certainly submitted already, in the same form
 
@@ -62,7 +63,18 @@ class RecordedJob:
             return submitted == self.submitted
         if restarts == 0 and self.seen is not None:
             return submitted <= self.seen
-        return self.name in (None, name) and submitted >= (self.submitted or "")
+        named = self.name is None or _shown_name(self.name) == _shown_name(name)
+        return named and submitted >= (self.submitted or "")
+
+
+def _shown_name(name: str) -> str:
+    return name[: FIELDS["Name"]].rstrip()
+
+
+def is_job_id(text: str) -> bool:
+    """Whether Slurm could have given this id to a job. One other id makes squeue refuse a whole query."""
+    found = JOB_ID.fullmatch(text)
+    return found is not None and 0 < int(found[1]) < END_OF_JOB_IDS
 
 
 class SchedulerError(OSError):
@@ -179,7 +191,8 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
     """
     wanted: dict[str, list[RecordedJob]] = {}
     for job in jobs:
-        wanted.setdefault(job.job_id, []).append(job)
+        if is_job_id(job.job_id):
+            wanted.setdefault(job.job_id, []).append(job)
     if not wanted:
         return {}
     arrays = ",".join(sorted({job_id.partition("_")[0] for job_id in wanted}))
@@ -187,7 +200,8 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
     try:
         rows = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={arrays}", f"--Format={columns}")
     except SchedulerError as error:
-        if "invalid job id" in str(error).lower():  # Slurm has forgotten all of them
+        # The controller has forgotten all of them. (squeue itself says "Invalid job id: TEXT".)
+        if "invalid job id specified" in str(error).lower():
             return {}
         raise
     found = {}

@@ -12,10 +12,12 @@ import os
 import shlex
 import socket
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
@@ -208,19 +210,26 @@ class SlurmLauncher(SlurmOptions):
         for guard in guards.values():
             guard.check()
         files.make_dirs(folder, files.OWNED if total == 1 else 0o777)
-        before = set(files.list_dir(folder))
         arguments = [str(run_dir) for run_dir in run_dirs], [attempt] * len(run_dirs)
         options = [self.max_timeouts] * len(run_dirs), [self.requeue_killed] * len(run_dirs)
+        made: list[str] = []
         try:
             # submitit prints the error that it raises as well.
-            with contextlib.redirect_stderr(io.StringIO()), self._no_conflicting_variables(), files.owned():
+            with (
+                _names_by_submitit(made),
+                contextlib.redirect_stderr(io.StringIO()),
+                self._no_conflicting_variables(),
+                files.owned(),
+            ):
                 executor = self._executor(folder, name, len(run_dirs), total)
                 jobs = executor.map_array(start, *arguments, *options)
         except BaseException:
-            for leftover in set(files.list_dir(folder)) - before:
-                files.remove(folder / leftover)
+            for leftover in files.list_dir(folder):
+                if any(each in leftover for each in made):
+                    files.remove(folder / leftover)
             if created:
-                files.remove_dir(folder)
+                with contextlib.suppress(OSError):  # another command has put something into it
+                    files.remove_dir(folder)
             raise
         try:
             identity = self._identity(jobs[0].job_id, name)
@@ -237,7 +246,8 @@ class SlurmLauncher(SlurmOptions):
             record = scheduler.show_job(job_id)
         except scheduler.SchedulerError:
             record = {}
-        return {"user": str(os.getuid()), "name": self.job_name or name, "submit_time": record.get("SubmitTime")}
+        given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
+        return {"user": str(os.getuid()), "name": given, "submit_time": record.get("SubmitTime")}
 
     def _register(self, run: RunDir, job_id: str, folder: Path, identity: dict[str, str | None]) -> None:
         """Write the job into the run directory, with links to logs that are elsewhere."""
@@ -325,6 +335,24 @@ class SlurmLauncher(SlurmOptions):
         }
 
 
+@contextlib.contextmanager
+def _names_by_submitit(made: list[str]) -> Iterator[None]:
+    """Add to `made` the random names that submitit gives to files: other commands write into the same folder."""
+    from submitit.core import core
+    from submitit.slurm import slurm
+
+    def uuid4() -> uuid.UUID:
+        name = uuid.uuid4()
+        made.append(name.hex)
+        return name
+
+    with contextlib.ExitStack() as restored:
+        for module in (core, slurm):
+            restored.callback(setattr, module, "uuid", uuid)
+            setattr(module, "uuid", SimpleNamespace(uuid4=uuid4))  # noqa: B010
+        yield
+
+
 def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     """The job that was submitted last and the one that trained last: a kill may have kept the two apart."""
     run = RunDir(run_dir)
@@ -335,7 +363,7 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted)]
     if status.get("job_id") != job.get("job_id"):
         found.append(RecordedJob(str(status.get("job_id")), user, seen=_slurm_time(status.get("updated"))))
-    return [each for each in found if scheduler.JOB_ID.fullmatch(each.job_id)]
+    return [each for each in found if scheduler.is_job_id(each.job_id)]
 
 
 def _text(value: object) -> str | None:
@@ -351,7 +379,10 @@ def _slurm_time(seconds: object) -> str | None:
 
 def _with_failed_start(run_dir: Path, job_id: str, info: JobInfo | None) -> JobInfo | None:
     """What is known about a job, completed by why its last start failed before an attempt could begin."""
-    folders = RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER
+    recorded = _text(files.read_object(RunDir(run_dir).job).get("folder"))
+    # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
+    folders = [Path(recorded)] if recorded and os.path.isdir(recorded) else []
+    folders += [RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER]
     reason = next((why for each in folders if (why := requeue.failed_starts(requeue.starts_file(each, job_id))[1])), "")
     if not reason or (info is not None and info.job_id != job_id):
         return info

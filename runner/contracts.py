@@ -148,6 +148,9 @@ class Job(Protocol):
             reason: why the attempt could not begin; None: this rank only reacts to another rank's failure.
         """
 
+    def record_verdict(self) -> None:
+        """Record that this rank decides how the job ends, unless it yielded that; may be called again."""
+
     def requeue_if_needed(self, cause: str) -> str:
         """After the save, on rank 0 alone: requeue the job if `cause` requires it.
 

@@ -196,13 +196,13 @@ class DiskFull(Fault):
         harmed = [path.name for path in before if path.exists() and _is_corrupt(path)]
         if harmed or newest(stage) < max(map(_step, before)):
             raise UnansweredError(f"{', '.join(harmed) or 'the newest checkpoint'} can no longer be used")
-        reached, last = stage.watch.step(), max(stage.run.checkpoint_steps())
+        reached, last = stage.watch.step(), stage.run.newest_step()
         stage.target.limit_files(None)
         stage.target.unfreeze()
-        status = stage.wait_for_or_end(lambda: max(stage.run.checkpoint_steps(), default=0) > last)
+        status = stage.wait_for_or_end(lambda: stage.run.newest_step() > last)
         if status:
             raise self.ended(stage)
-        saved = max(stage.run.checkpoint_steps())
+        saved = stage.run.newest_step()
         return (
             f"no file above {limit} bytes: “{shortened(warning)}”; kept training at step {reached}, saved step {saved}"
         )

@@ -174,7 +174,7 @@ class Stage:
     def here(self) -> tuple[int, int | None]:
         """Steps complete, and the number of the attempt in progress."""
         attempt = self.watch.attempt()
-        step = self.watch.step() if self.made_steps() else max(self.run.checkpoint_steps(), default=0)
+        step = self.watch.step() if self.made_steps() else self.run.newest_step()
         return step, attempt.get("attempt") if self.target.owns(attempt) else None
 
     def finish(self) -> None:

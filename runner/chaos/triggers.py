@@ -54,7 +54,7 @@ def rename(run: ObservedRun, planned: PlannedFault) -> bool:
 
 def after_a_save(run: ObservedRun, planned: PlannedFault) -> bool:
     """During a step, once the attempt has saved."""
-    saved = max(run.watch.run.checkpoint_steps(), default=0)
+    saved = run.watch.run.newest_step()
     return step(run, planned) and saved > int(run.watch.attempt().get("start_step") or 0)
 
 

@@ -328,7 +328,7 @@ def delete(path: Path, fence: Fence) -> None:
         SupersededError: a newer attempt holds the lease; nothing was changed.
         OSError: the file system refused.
     """
-    container = _take(path, path.name, fence)
+    container = _take(path, "deleted", fence)  # a name that `sweep` does not put back
     files.fsync_dir(path.parent)
     remove_tree(container)
 

@@ -30,7 +30,7 @@ def parser() -> Parser:
         "prints each finding with its remedy. Exit status 0 if nothing keeps the run from running, 2 otherwise.",
     )
     made.add_argument("overrides", nargs="*", metavar="key=value", help=f"of one run, as for {PROGRAM}")
-    made.add_argument("--no-measure", action="store_true", help="do not build the model and save it once")
+    made.add_argument("--no-measure", action="store_true", help="do not build the model and save it")
     made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
     made.add_argument("--config-name", default="config", metavar="NAME", help="another primary config")
     return made
@@ -61,7 +61,7 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
 
     Args:
         composed: the run.
-        measure: build the model and save it once, to know the size of a checkpoint and how long a save takes.
+        measure: build the model and save it, to know the size of a checkpoint and how long a save takes.
 
     Raises:
         UserError: the launcher or the model cannot be created.

@@ -110,7 +110,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         reason = status.get("reason") or status.get("cause") or "see its logs"
         return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", changes)
     check_trusted(run)
-    return PlannedRun(job, "unfinished", f"resuming at step {max(run.checkpoint_steps(), default=0)}", changes)
+    return PlannedRun(job, "unfinished", f"resuming at step {run.newest_step()}", changes)
 
 
 def _is_finished(job: Composed) -> bool:

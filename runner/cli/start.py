@@ -18,10 +18,10 @@ from runner.cli.launcher import common_launcher
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, UserError
+from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir import provenance
-from runner.rundir.attempt_log import finished_at
-from runner.rundir.lease import Lease
+from runner.rundir.attempt_log import finished_at, last_step
+from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.system.signals import STOP
@@ -91,24 +91,34 @@ def run_here(job: Composed, launcher: Launcher) -> int:
     except OSError as error:
         raise UserError(unusable(run.path, "written", error)) from None
     with Lease.acquire(run.lease, LocalJob().identity(), job.config.run.lease_timeout_s, report=_report) as lease:
+        refused = True
         try:
-            planned = plan_run(job, None, retry_failed=True, held=True)
-        except OSError as error:
-            raise UserError(unusable(run.path, "read", error)) from None
-        lease.check_fence()  # after the look: what it found may be a newer attempt's
-        if planned.changes or not planned.starts:
-            _show([planned])
-        if not planned.starts:
-            return _status([planned])
-        with _submitting([job]) as guards:
-            _freeze([job], {job.run_dir: lease.guard.and_also(guards[job.run_dir])})
-        from runner.training.attempt import attempt
+            status = _run_under(lease, job)
+            refused = status == ExitStatus.USAGE
+        finally:
+            if refused and run.path in missing:
+                _discard([run.path], {run.path: lease.guard}, lease.fence)
+                _remove_empty(missing)
+    return status
 
-        status = attempt(run.path, lease=lease)
-        if status == ExitStatus.USAGE and run.path in missing and not run.checkpoint_steps():
-            _discard([run.path], {run.path: lease.guard}, trained_here=True)
-            _remove_empty(missing)
-        return status
+
+def _run_under(lease: Lease, job: Composed) -> int:
+    """`run_here` once this process holds the lease of the run."""
+    run = RunDir(job.run_dir)
+    try:
+        planned = plan_run(job, None, retry_failed=True, held=True)
+    except OSError as error:
+        raise UserError(unusable(run.path, "read", error)) from None
+    lease.check_fence()  # after the look: what it found may be a newer attempt's
+    if planned.changes or not planned.starts:
+        _show([planned])
+    if not planned.starts:
+        return _status([planned])
+    with _submitting([job]) as guards:
+        _freeze([job], {job.run_dir: lease.guard.and_also(guards[job.run_dir])})
+    from runner.training.attempt import attempt
+
+    return attempt(run.path, lease=lease)
 
 
 def _start_all(planned: Sequence[PlannedRun], launcher: Launcher) -> int:
@@ -141,27 +151,36 @@ def _remove_empty(parents: Iterable[Path]) -> None:
             files.remove_dir(parent)
 
 
-def _discard(run_dirs: Sequence[Path], guards: Mapping[Path, files.Guard], *, trained_here: bool = False) -> None:
-    """Remove the directories of new runs that were refused; renamed first, since another shell may wait for one.
+def _discard(run_dirs: Sequence[Path], guards: Mapping[Path, files.Guard], fence: int = 0) -> None:
+    """Remove the directories of new runs that were refused, unless something has come of them.
 
     Args:
         run_dirs: of runs that did not exist before this command.
         guards: the right to change each.
-        trained_here: the run was tried in this process, which holds its lease.
-
-    Raises:
-        SupersededError: another command has taken over the submission of one of them.
+        fence: number of this process's lease, if it holds that of the run.
     """
     for path in run_dirs:
         aside = RunDir(path.with_name(f".{path.name}.refused-{os.getpid()}"))
-        with suppress(OSError):
+        with suppress(OSError, SupersededError):
             guards[path].check()
-            files.rename(path, aside.path)
-            # It was submitted, or somebody else has trained in it.
-            if aside.job.exists() or (aside.lease.exists() and not trained_here):
+            if _is_used(RunDir(path), fence):
+                continue
+            files.rename(path, aside.path)  # first, since another shell may be about to use it
+            if _is_used(aside, fence):
                 files.rename(aside.path, path)
             else:
                 files.remove_tree(aside.path)
+
+
+def _is_used(run: RunDir, fence: int) -> bool:
+    """Whether a run was submitted, has trained, or has had a holder after number `fence`.
+
+    Raises:
+        OSError: the run directory cannot be read.
+    """
+    holder = read_holder(run.lease)
+    newer = holder is not None and holder[0] > fence
+    return newer or run.job.exists() or last_step(run) > 0 or bool(run.checkpoint_steps())
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         ValueError: a record has a value of the wrong type.
     """
     status = status_of(run)
-    if job is not None and not job.live and not _scheduler_knows_better(job, run, status):
+    if job is not None and not job.live and not _scheduler_knows_better(job, run, status, watcher):
         job = None
     row = Row(_name(run, root), str(run.path), _state(run, status, watcher, job, unanswered))
     for name in ("step", "total", "attempts", "steps_lost"):
@@ -167,8 +167,8 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         row.job_id, row.node = job.job_id, job.node
         if row.state == "failed":
             row.reason = job.reason or f"job {job.job_id} ended without recording why: see its logs"
-        elif row.state in ("pending", "requeued", "suspended"):
-            row.reason = job.reason
+        elif row.state in (job.state, "requeued"):
+            row.reason = job.reason  # whatever an earlier attempt has recorded
     elif row.job_id is None:
         row.job_id = _submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
@@ -212,12 +212,13 @@ def _submitted_job(run: RunDir) -> str | None:
     return job_id
 
 
-def _scheduler_knows_better(job: JobInfo, run: RunDir, status: dict[str, Any]) -> bool:
+def _scheduler_knows_better(job: JobInfo, run: RunDir, status: dict[str, Any], watcher: LeaseWatcher) -> bool:
     """Whether a job that is over ended in a way that the run could not record."""
     if job.state == "completed":
         return False
     if job.state == "failed" and job.reason is not None:
-        return True  # given up: no attempt of it could begin, or record anything
+        # Given up: no attempt of it could begin, or record anything. The run may have been started elsewhere since.
+        return not watcher.is_alive(run.lease) and not _has_gone_on(job, run, status)
     recorded = status.get("state")
     if recorded == "running":  # killed; whether by scancel, only the scheduler knows
         return bool(job.state == "cancelled" and job.job_id == status.get("job_id"))
@@ -225,6 +226,16 @@ def _scheduler_knows_better(job: JobInfo, run: RunDir, status: dict[str, Any]) -
         return True
     attempts = (status, files.read_object(run.attempt), *ended_attempts(run))
     return job.job_id not in [attempt.get("job_id") for attempt in attempts]  # it never started an attempt
+
+
+def _has_gone_on(job: JobInfo, run: RunDir, status: dict[str, Any]) -> bool:
+    """Whether the run has finished, or made an attempt that was not of this job, since it was submitted.
+
+    By the times of the files: one clock, that of the file system, set all of them.
+    """
+    submitted = modified(run.job) or 0.0
+    foreign = [run.status, run.attempt, run.attempts] if status.get("job_id") != job.job_id else []
+    return any((modified(path) or -math.inf) >= submitted for path in (run.finished, *foreign))
 
 
 def _state(run: RunDir, status: dict[str, Any], watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> str:

@@ -20,7 +20,7 @@ from runner.system import files
 
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, yaml.YAMLError)
-MAX_BYTES = 1 << 20  # ours have a few thousand; the reader takes seconds for a million
+MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
 MAX_DEPTH = 100
 
 
@@ -46,7 +46,9 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
         return plain_values(OmegaConf.merge(OmegaConf.structured(Config), frozen))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
-    except (*READ_ERRORS, OSError, AssertionError) as error:
+    except OSError as error:  # kept as the cause: one that may pass, such as EIO, decides nothing
+        raise RunDirError(f"{run.config} cannot be read ({error.strerror or error})") from error
+    except (*READ_ERRORS, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise RunDirError(
             f"{run.config} is truncated or was edited by hand ({reason}): fix it, or remove it and rerun the command, "

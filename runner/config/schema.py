@@ -143,8 +143,9 @@ class Config:
 
 # With more, torch crashes when it starts them.
 MAX_THREADS = 1024
-MAX_BATCH = 2**20
+MAX_BATCH = 2**31
 MAX_WORKERS = 1024
+MAX_PREFETCH = 2**20
 MAX_SECONDS = 2**30
 
 
@@ -178,7 +179,7 @@ def _number_errors(config: Config) -> Iterator[str]:
         ("data.sequence_length", data.sequence_length, 1, MAX_COUNT),
         ("data.vocab_size", data.vocab_size, 2, MAX_COUNT),
         ("data.num_workers", data.num_workers, 0, MAX_WORKERS),
-        ("data.prefetch_factor", data.prefetch_factor, 1, MAX_BATCH),
+        ("data.prefetch_factor", data.prefetch_factor, 1, MAX_PREFETCH),
         ("checkpoint.every_steps", checkpoint.every_steps, 1, MAX_COUNT),
         ("checkpoint.keep_last", checkpoint.keep_last, 1, MAX_COUNT),
         ("checkpoint.keep_every_steps", checkpoint.keep_every_steps, 1, MAX_COUNT),

@@ -40,7 +40,7 @@ def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) ->
         # Of the shipped classes only what torch refuses: more memory than there is, for example.
         if not str(target).startswith("runner."):
             raise
-        raise UserError(f"{key} ({target}): {str(error).splitlines()[0]}") from error
+        raise UserError(f"{key} ({target}): {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 
 
 def bind(key: str, node: dict[str, Any]) -> Callable[..., Any]:

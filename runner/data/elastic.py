@@ -192,7 +192,7 @@ class ElasticSampler:
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
         self.global_batch_size = check_global_batch(global_batch_size, self.num_replicas)
         self.seed = integer("seed", seed)
-        self.shuffle, self.allow_data_change = shuffle, allow_data_change
+        self.shuffle, self.allow_data_change = bool(shuffle), bool(allow_data_change)
         self.sizes = check_sizes(sizes)
         if max_epochs is None or isinstance(max_epochs, Mapping):
             caps = dict(max_epochs or {})
@@ -265,6 +265,14 @@ class ElasticSampler:
                 "or cap every source with max_epochs"
             )
         return self._iteration.counted + max(0, stop - self._iteration.start) // self.num_replicas
+
+    def samples_left_after(self, samples: int) -> int:
+        """Samples that this rank still gets after `samples` samples of the current iteration.
+
+        Raises:
+            TypeError: the order is endless.
+        """
+        return len(self) - self._iteration.counted - samples
 
     def _stop(self) -> int | None:
         """The position at which the sampler ends; None: never."""

@@ -83,9 +83,9 @@ class _SeededSampler(Sampler[int], ABC):
 
     def __init__(self, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, drop_last: bool) -> None:
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
         self.seed = integer("seed", seed)
-        self.drop_last = drop_last
+        self.drop_last = bool(drop_last)
         self._epoch = 0
         self._skip = 0
         self._drawn_with: dict[str, Any] | None = None  # what the current epoch was drawn with

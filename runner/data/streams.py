@@ -24,6 +24,7 @@ class ShardedStream(IterableDataset[Any]):
     """
 
     epoch = 0
+    begins_anew = True  # the state after the end of an epoch is that of the next one, see `fetch.restart`
     _units: int | None = None  # their number, from the first sample on
     _left: list[list[Any]] | None = None  # what was left at the resume, see `_part`; None: everything
     _shard: tuple[int, int] | None = None  # as which units are being read; None between two epochs
@@ -102,7 +103,12 @@ class ShardedStream(IterableDataset[Any]):
                 left[-1][1] = number + 1
             else:
                 left.append([number, number + 1, position])
-        return {**states[0], "left": left, "done": 0, "at": None}
+        units = next((state["units"] for state in states if state["units"] is not None), None)
+        return {**states[0], "units": units, "left": left, "done": 0, "at": None}
+
+    def finish_state_dict(self, state: State) -> State:
+        """The state of a shard with nothing left of the epoch that `state` is of."""
+        return {**state, "left": [], "shard": [0, 1], "done": 0, "at": None}
 
     def deaggregate_state_dict(self, aggregated: State, number: int, shards: int) -> State:
         """The state of shard `number` of `shards`, out of what is left."""

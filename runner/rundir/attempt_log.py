@@ -188,7 +188,7 @@ class AttemptLog:
             cause = explain(left) if noted in (None, "interrupted") else str(noted)
             log._close(left, cause, None, last_step(run))
         number = max((line["attempt"] for line in log.earlier), default=0) + 1
-        start = {"started": clock.wall(), "start_step": max(run.checkpoint_steps(), default=0), "total": total}
+        start = {"started": clock.wall(), "start_step": run.newest_step(), "total": total}
         log._write_record({"attempt": number, **identity, "pid": os.getpid(), **start})
         log.update(state="running", step=log.record["start_step"], cause=log.last_cause, force=True)
         return log
@@ -225,7 +225,7 @@ class AttemptLog:
         Raises:
             TimeoutsError: this one was the last of so many in a row without a new checkpoint.
         """
-        if max_timeouts is None or max(self.run.checkpoint_steps(), default=0) > int(self.record["start_step"]):
+        if max_timeouts is None or self.run.newest_step() > int(self.record["start_step"]):
             return
         stuck = _without_progress(self.earlier, self.record.get("job_id"))
         self._check_timeouts(1 + len(_timeouts(stuck)), max_timeouts)
@@ -325,7 +325,7 @@ class AttemptLog:
                 self._flush()
 
     def _close(self, record: dict[str, Any], cause: str, status: int | None, end_step: int) -> None:
-        saved = max(self.run.checkpoint_steps(), default=0)
+        saved = self.run.newest_step()
         with self._lock:
             record.update(
                 ended=clock.wall(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,14 +87,22 @@ class RunDir:
         """The steps of the committed checkpoints in ascending order, judged by name and manifest, not by content.
 
         A directory that was copied or renamed, or is not ours, does not count. One whose manifest cannot be read does:
-        that is decided where it is loaded.
+        that is decided where it is loaded. Reads every manifest; `newest_step` seldom reads more than one.
         """
+        return sorted(self._committed())
+
+    def newest_step(self) -> int:
+        """The last of `checkpoint_steps`; 0 if there is none."""
+        return next(self._committed(), 0)
+
+    def _committed(self) -> Iterator[int]:
+        """The steps of the committed checkpoints, highest first; the manifests are read one by one."""
         try:
             names = files.list_dir(self.checkpoints)
         except (FileNotFoundError, NotADirectoryError):
-            return []
-        steps = (int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d{8,})", name)))
-        return sorted(step for step in steps if self._holds(step))
+            return
+        steps = {int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d{8,})", name))}
+        yield from (step for step in sorted(steps, reverse=True) if self._holds(step))
 
     def checkpoint(self, step: int) -> Path:
         """The directory of the checkpoint of `step`."""
@@ -109,7 +118,7 @@ class RunDir:
 
     def newest_checkpoint(self) -> tuple[int, float] | None:
         """Step of the newest committed checkpoint and when it was written (seconds since 1970, file system's clock)."""
-        for step in reversed(self.checkpoint_steps()):
+        for step in self._committed():
             with suppress(OSError):  # deleted meanwhile, to make room for a newer one
                 return step, self.checkpoint(step).stat().st_mtime
         return None

@@ -159,13 +159,22 @@ def _own_filters(root: Path) -> list[str] | None:
 
     None if git cannot tell.
     """
-    query = ("config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")
-    process = _start_git(root, *query)
+    scopes = ["--local"]
+    separate = _config(root, "--local", "--bool", "--get", "extensions.worktreeConfig")
+    if separate == ["true"]:  # without it git refuses the option where there are several working trees
+        scopes.append("--worktree")
+    query = ("--includes", "--name-only", "--get-regexp", r"^filter\.")
+    found = [separate, *(_config(root, scope, *query) for scope in scopes)]
+    return None if None in found else [key for keys in found[1:] for key in keys or ()]
+
+
+def _config(root: Path, *query: str) -> list[str] | None:
+    """The lines with which `git config` answers, of which there may be none; None if it cannot tell."""
+    process = _start_git(root, "config", *query)
     output = _output(process)
     if output is None and (process is None or process.returncode != NOTHING_FOUND):
         return None
-    lines = (output or "").splitlines()
-    return [key for scope, _, key in (line.partition("\t") for line in lines) if scope in ("local", "worktree")]
+    return (output or "").splitlines()
 
 
 def _start_git(root: Path, *arguments: str) -> processes.Process[bytes] | None:

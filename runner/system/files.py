@@ -110,17 +110,21 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
         missing.append(there)
         there = there.parent
-    _sync_entry(there)  # it may be new as well, made by a process that was killed before it synced it
+    with suppress(OSError):  # it may be new as well, made by a process that was killed before it synced it
+        fsync_dir(there.parent)
     for directory in reversed(missing):
         with suppress(FileExistsError):  # another process was faster
             make_dir(directory, mode if directory == path else 0o777)
-        _sync_entry(directory)
+        _sync_parent(directory)
 
 
-def _sync_entry(directory: Path) -> None:
-    """Make the entry of `directory` in its parent survive a power loss, unless the parent is not ours to open."""
-    with suppress(PermissionError):
+def _sync_parent(directory: Path) -> None:
+    """Make the entry of a new directory survive a power loss, unless its parent may not be opened or synced."""
+    try:
         fsync_dir(directory.parent)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def remove(path: Path) -> None:
@@ -248,10 +252,17 @@ def has_access_list(path: Path) -> bool:
 
 
 def fsync_dir(directory: Path) -> None:
-    """Make renames and creations in `directory` survive a power loss."""
+    """Make renames and creations in `directory` survive a power loss, if the file system can sync directories at all.
+
+    Raises:
+        OSError: the directory cannot be opened, or what is in it cannot be written to the disk.
+    """
     fd = open_fd(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fsync_fd(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network and user-space file systems
+            raise
     finally:
         close_fd(fd)
 

@@ -65,6 +65,7 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Leas
     if job.early_signal is not None and STOP.signum is None:
         STOP.signum = job.early_signal
     status = _status_of(RunDir(Path(run_dir).absolute()), job, lease)
+    job.record_verdict()  # now: leaving the ranks may end this process
     leave_ranks(status)  # here, where nothing refers to the model any more
     return status
 
@@ -119,17 +120,23 @@ def _beginning(job: Job) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, OSError) and cause.errno in PASSING:
-            where = f": {cause.filename}" if cause.filename else ""
-            job.yield_verdict(f"{cause.strerror}{where}")
+        _yield_if_passing(job, error)
         raise
+
+
+def _yield_if_passing(job: Job, error: UserError | OSError) -> bool:
+    """Yield the verdict if the cause of `error` is a file system that may work again; whether the job is restarted."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in PASSING:
+        return False
+    where = f": {cause.filename}" if cause.filename else ""
+    return job.yield_verdict(f"{cause.strerror}{where}")
 
 
 def _leased(
     run: RunDir, job: Job, world: World, config: Config, held: Lease | None
 ) -> AbstractContextManager[Lease | None]:
-    """The lease of the run directory on rank 0, nothing on the others; released at the end."""
+    """The lease of the run directory on rank 0, nothing on the others; released at the end if it was acquired here."""
     lease = held
 
     def acquire() -> None:
@@ -138,7 +145,7 @@ def _leased(
 
     with _beginning(job):
         world.run_on_main(acquire)
-    return lease or nullcontext()
+    return lease if lease and not held else nullcontext(held)
 
 
 @dataclass
@@ -152,11 +159,13 @@ class _Attempt:
     lease: Lease | None = None
     log: AttemptLog | None = None
     session: Session | None = None
+    requeued: bool = False
+    """Whether the session could not be opened for a reason that may pass, and the job is restarted."""
 
     def __post_init__(self) -> None:
         timeout_s = self.config.train.peer_timeout_s
         self.watch = PeerWatch(
-            self.world, timeout_s, lambda: self.session.step if self.session else 0, self._end_without_peers
+            self.world, timeout_s, lambda: self.session.step if self.session else None, self._end_without_peers
         )
 
     def join_ranks(self) -> None:
@@ -195,9 +204,8 @@ class _Attempt:
             self._end("crash", ExitStatus.FAILED, str(failure), requeued)
             raise failure from error
         except UserError as error:
-            if not error.everywhere:
-                report_failure(self.world, str(error))
-            self._end(CAUSES.get(type(error), "failed"), error.status, str(error))
+            self._report(error, str(error))
+            self._end(CAUSES.get(type(error), "failed"), error.status, str(error), self.requeued)
             raise
         except Exception as error:  # noqa: BLE001 a bug in a user's model, say
             with suppress(OSError):
@@ -205,9 +213,15 @@ class _Attempt:
                     self.lease.check_fence()  # then its cause is that a newer attempt has swept this one's files
             _print_traceback(error)
             reason = f"{type(error).__name__}: {error}"
-            report_failure(self.world, reason)
-            self._end("crash", ExitStatus.FAILED, reason)
+            self._report(error, reason)
+            self._end("crash", ExitStatus.FAILED, reason, self.requeued)
             return ExitStatus.FAILED
+
+    def _report(self, error: Exception, reason: str) -> None:
+        """Let the other ranks know that this one decides how the job ends, if it does."""
+        everywhere = isinstance(error, UserError) and error.everywhere
+        if not everywhere and not self.requeued:
+            report_failure(self.world, reason)
 
     def _begin(self) -> bool:
         """Open the attempt log, unless the run is finished already; whether it is."""
@@ -244,16 +258,23 @@ class _Attempt:
                 # At once, and not after the save: the job may be killed before that is done.
                 STOP.on_first_signal(self._note_cause)
         if any(world.gather(bool(STOP))):  # no time to build what would not be used
-            return self._interrupt(max(self.run.checkpoint_steps(), default=0))
-        from runner.training.session import Session
-
-        self.session = session = Session.open(self.run, self.config, world, log, self.lease)
+            return self._interrupt(self.run.newest_step())
+        self.session = session = self._open_session()
         if session.train(self.config.train.steps):
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:
                 self._record_finish()
             return ExitStatus.FINISHED
         return self._interrupt(session.step)
+
+    def _open_session(self) -> Session:
+        from runner.training.session import Session
+
+        try:
+            return Session.open(self.run, self.config, self.world, self.log, self.lease)
+        except (UserError, OSError) as error:  # a disk that has room for the attempt log may have none for more
+            self.requeued = _yield_if_passing(self.job, error)
+            raise
 
     def _note_cause(self, signum: int) -> None:
         assert self.log is not None
@@ -292,7 +313,7 @@ class _Attempt:
         log.announce_end(cause)
         cause = job.requeue_if_needed(cause)
         self._end(cause, ExitStatus.INTERRUPTED)
-        saved = max(self.run.checkpoint_steps(), default=0)
+        saved = self.run.newest_step()
         where = f"saved at step {saved}" if step else "stopped before the first step"
         if saved != step:
             where = f"stopped at step {step}, last saved at step {saved}"
@@ -305,17 +326,23 @@ class _Attempt:
 
         Called in the watching thread. For the job it is the same as a rank that was lost.
         """
-        status = int(ExitStatus.FAILED)
-        processes.end_after(LEAVE_S, status)  # a disk may hang as well
+        status = ExitStatus.FAILED
         try:
+            with suppress(OSError):
+                processes.end_after(LEAVE_S, int(status))  # a disk may hang as well
             _print_error(f"error: {reason}" if self.world.is_main else f"error (rank {self.world.rank}): {reason}")
-            if self.session:
-                self.session.recorder.close()
-            self._end("crash", ExitStatus.FAILED, reason, self.job.yield_verdict())
+            requeued = self.job.yield_verdict()
+            try:
+                if self.session:
+                    self.session.recorder.close()
+                self._end("crash", status, reason, requeued)
+            except SupersededError as error:  # the records belong to the newer attempt
+                _print_error(f"error: {error}")
+                status = error.status
             if self.lease:
                 self.lease.release()
         finally:
-            processes.end_now(status)
+            processes.end_now(int(status))
 
     def _end(self, cause: str, status: ExitStatus, reason: str | None = None, requeued: bool = False) -> None:
         """Record the end of the attempt. `requeued`: although it failed, its job is restarted."""

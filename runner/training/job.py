@@ -30,5 +30,8 @@ class LocalJob:
     def yield_verdict(self, reason: str | None = None) -> bool:
         return False  # nobody waits for a verdict
 
+    def record_verdict(self) -> None:
+        """Nobody waits for a verdict."""
+
     def requeue_if_needed(self, cause: str) -> str:
         return cause  # the exit status reports that rerunning the command continues the run

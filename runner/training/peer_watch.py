@@ -5,6 +5,9 @@ node, a thread that keeps the interpreter's lock) leaves them blocked in a colle
 lets a counter go up in the job's key-value store, from a thread of its own, and watches those of the others. Clocks of
 different machines are never compared, and time in which this process itself did not run does not count.
 
+Code that keeps the interpreter's lock for long (a data set that is built, an object that is pickled) stops that thread
+as well. Until a rank has opened its session, it may be silent for as long as a collective may take.
+
 A main thread that is stuck while its process lives is not noticed here but by the collectives' timeout. What a blocked
 collective does when it is told to stop depends on its backend (gloo's ignores it), so the attempt is ended by the
 watching thread; with NCCL that is untested.
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.system import clock, processes
-from runner.system.distributed import World
+from runner.system.distributed import TIMEOUT, World
 from runner.training.peers import connect, serves_store
 
 LOOKS = 12
@@ -35,6 +38,8 @@ class _Peer:
     seen: bytes = b""
     silent_s: float = 0.0
     left: bool = False
+    opening: bool = False
+    """Whether its session was not open yet."""
 
     @property
     def present(self) -> bool:
@@ -46,14 +51,14 @@ class PeerWatch:
     """Watches the other ranks of `world` between `start` and `stop`.
 
     Args:
-        timeout_s: how long a rank may go without a sign of life.
-        progress: this rank's step, which the others quote if it hangs.
+        timeout_s: how long a rank whose session is open may go without a sign of life.
+        progress: this rank's step, which the others quote if it hangs; None: its session is not open yet.
         on_silent: called once, in the watching thread, with a sentence that names the rank. It must end this process:
             the main thread may be blocked for ever.
     """
 
     def __init__(
-        self, world: World, timeout_s: float, progress: Callable[[], int], on_silent: Callable[[str], None]
+        self, world: World, timeout_s: float, progress: Callable[[], int | None], on_silent: Callable[[str], None]
     ) -> None:
         self._world = world
         self._timeout_s = timeout_s
@@ -83,14 +88,18 @@ class PeerWatch:
         if self._threads:
             self._threads[0].join(self._interval_s)  # the store may not answer
 
-    def silent(self, seconds: float | None = None) -> str | None:
-        """A sentence that names the rank that has been silent longest, at least `seconds` (half of the timeout)."""
-        least = self._timeout_s / 2 if seconds is None else seconds
-        if self._store_silent_s >= least and serves_store(0):
+    def silent(self, share: float = 0.5) -> str | None:
+        """A sentence that names the rank that has been silent longest, for at least this share of its timeout."""
+        # The store answers without the interpreter's lock.
+        if self._store_silent_s >= share * self._timeout_s and serves_store(0):
             return self._sentence(0, self._store_silent_s)
-        silent = {rank: peer.silent_s for rank, peer in self._peers.items() if peer.present}
+        present = [(rank, peer) for rank, peer in self._peers.items() if peer.present]
+        silent = {rank: peer.silent_s for rank, peer in present if peer.silent_s >= share * self._allowed_s(peer)}
         rank = max(silent, key=lambda rank: silent[rank], default=None)
-        return None if rank is None or silent[rank] < least else self._sentence(rank, silent[rank])
+        return None if rank is None else self._sentence(rank, silent[rank])
+
+    def _allowed_s(self, peer: _Peer) -> float:
+        return max(self._timeout_s, TIMEOUT.total_seconds()) if peer.opening else self._timeout_s
 
     def absent(self) -> str | None:
         """A sentence that names the ranks that have not joined the job, if there are any."""
@@ -104,10 +113,11 @@ class PeerWatch:
         who = ""
         if seen:
             last = json.loads(seen)
-            who = f" (process {last['pid']} on {last['host']}, at step {last['step']})"
+            where = "starting" if last["step"] is None else f"at step {last['step']}"
+            who = f" (process {last['pid']} on {last['host']}, {where})"
         return (
-            f"rank {rank}{who} has given no sign of life for {seconds:.0f} s: its process or its machine hangs "
-            f"(train.peer_timeout_s={self._timeout_s:g})"
+            f"rank {rank}{who} has given no sign of life for {seconds:.0f} s: its process or its machine hangs, or its "
+            f"code keeps the interpreter's lock; if that is so, increase train.peer_timeout_s={self._timeout_s:g}"
         )
 
     def _judge(self) -> None:
@@ -120,7 +130,7 @@ class PeerWatch:
             self._store_silent_s = self._store_silent_s + elapsed if waiting else 0.0
             answers = self._answers
             with self._deciding:
-                sentence = None if self._stop.is_set() else self.silent(self._timeout_s)
+                sentence = None if self._stop.is_set() else self.silent(1.0)
                 if sentence is not None:
                     self._on_silent(sentence)
                     return
@@ -157,4 +167,5 @@ class PeerWatch:
             peer.silent_s = peer.silent_s + elapsed if seen == peer.seen else 0.0
             peer.seen = seen
             with suppress(ValueError):
-                peer.left = bool(json.loads(seen)["left"])
+                sign = json.loads(seen)
+                peer.left, peer.opening = bool(sign["left"]), sign["step"] is None

@@ -96,7 +96,8 @@ def leave_ranks(status: int) -> None:
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    processes.end_after(LEAVE_S, status)
+    with suppress(OSError):  # no timer is left: then only a destructor that waits is waited for
+        processes.end_after(LEAVE_S, status)
     gc.collect()  # DDP's objects refer to each other
     with suppress(RuntimeError):  # of a group that has lost a rank; how this attempt ended is settled
         World(*current_ranks()).stop()

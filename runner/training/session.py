@@ -72,6 +72,11 @@ def _print_warning(message: str) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+def _has_times(attempt: dict[str, Any]) -> bool:
+    """Whether a line of the attempt log, which may have been edited, says when it began and ended."""
+    return all(isinstance(attempt.get(key), (int, float)) for key in ("started", "ended"))
+
+
 @dataclass
 class Session:
     """What an attempt needs to train."""
@@ -342,7 +347,8 @@ class _Opening:
         if options.adaptive:
             adaptive = AdaptiveInterval(options.min_interval_s, options.max_interval_s)
             if self.log:
-                adaptive.observe_attempts((line["ended"] - line["started"], line["cause"]) for line in self.log.earlier)
+                timed = [line for line in self.log.earlier if _has_times(line)]
+                adaptive.observe_attempts((line["ended"] - line["started"], line["cause"]) for line in timed)
         now = clock.monotonic()
         return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
 

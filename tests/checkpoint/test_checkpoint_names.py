@@ -16,6 +16,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import restore_train_state
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
+from runner.system import files
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,25 @@ def test_a_checkpoint_of_ours_that_lost_a_file_is_corrupt_and_not_a_stranger(run
     (run / "step_00000003" / lost).unlink()
     assert load(run)[1] == 2
     assert names(run) == ["step_00000001", "step_00000002", "step_00000003.corrupt"]
+
+
+@pytest.mark.parametrize("name", ["step_00000002", "step_00000002.corrupt"])
+def test_a_deletion_that_was_killed_is_finished_and_not_undone(
+    name: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "step_00000002").rename(run / name)
+
+    def killed(path: Path) -> None:
+        (manifest,) = path.glob("*/manifest.json")
+        manifest.unlink()
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove_tree", killed)
+        with pytest.raises(InterruptedError):
+            checkpoint_dir.delete(run / name, checkpoint_dir.Fence())
+    checkpoint_dir.sweep(run, checkpoint_dir.Fence())
+    assert names(run) == ["step_00000001", "step_00000003"]
 
 
 def test_a_train_state_of_another_step_is_refused(run: Path) -> None:

@@ -73,6 +73,18 @@ def test_an_extreme_value_ends_in_a_run_or_in_one_line(overrides: str, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_run_that_has_trained_is_never_discarded(calls: int, tmp_path: Path) -> None:
+    """Only one that was refused before its first step is, although both end with the same status."""
+    loss = ["train.loss._target_=custom.error_after", f"+train.loss.calls={calls}"]
+    never = ["checkpoint.every_steps=100", "eval.every_steps=0", "train.steps=9"]
+    outcome = random_configs.fork_run([*TINY, *loss, *never], tmp_path)
+    assert outcome.status == ExitStatus.USAGE, outcome
+    metrics = [path.read_text().splitlines() for path in tmp_path.glob("new/outputs/*/metrics.jsonl")]
+    assert [len(lines) for lines in metrics] == ([calls] if calls else [])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
 def test_a_random_valid_config_resumes_bit_for_bit(number: int) -> None:
     rng = random.Random(f"config {number}")

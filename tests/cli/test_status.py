@@ -18,6 +18,7 @@ import pytest
 from fake_slurm import FakeSlurm, row, slurm
 from rich.console import Console
 
+from launch import requeue
 from runner import __main__ as entry
 from runner.cli import status
 from runner.contracts import JobInfo
@@ -333,6 +334,58 @@ def test_why_a_job_waits_is_said_once_for_all_runs_that_wait_for_it(slurm: FakeS
     assert [line for line in lines if line.startswith("held: JobHeldUser") and "scontrol release 13" in line]
     assert not [line for line in lines if "an older failure" in line]
     assert all(row.reason for row in rows if row.run != "still")
+
+
+def test_the_reason_of_an_earlier_failure_is_not_that_of_the_job_that_runs(slurm: FakeSlurm, tmp_path: Path) -> None:
+    for index, state in enumerate(("running", "pending", "cancelled")):
+        make(tmp_path, state, {"state": "failed", "reason": "loss is NaN", "job_id": "11"}, f"12_{index}")
+    make(tmp_path, "crash loop", {"state": "crash loop", "reason": "three failures", "job_id": "12_3"}, "12_3")
+    squeue = zip(("RUNNING", "PENDING", "CANCELLED", "COMPLETING"), range(4), strict=True)
+    slurm.prints("squeue", "".join(row(f"12_{index}", state) for state, index in squeue))
+    rows = status.collect(tmp_path)[0]
+    assert {row.run: row.state for row in rows} == {row.run: row.run for row in rows}
+    assert [row.reason for row in rows if row.reason] == ["three failures"]
+
+
+# What the run has recorded since its job was given up -> its state
+SINCE: list[tuple[dict[str, object] | None, int | None, str]] = [
+    (None, None, "failed"),
+    ({"state": "finished", "step": 6, "total": 6}, 6, "finished"),
+    ({"state": "finished", "step": 6, "total": 6, "job_id": "12"}, 6, "finished"),
+    ({"state": "running", "step": 3, "total": 6}, None, "killed"),
+    ({"state": "interrupted", "step": 3, "total": 6}, None, "interrupted"),
+    ({"state": "cancelled", "step": 3, "total": 6, "job_id": "13"}, None, "cancelled"),
+    ({"state": "requeued", "step": 3, "total": 6, "job_id": "12"}, None, "failed"),
+]
+
+
+@pytest.mark.parametrize(("recorded", "finished", "state"), SINCE)
+def test_that_a_job_was_given_up_says_nothing_about_what_was_done_since(
+    slurm: FakeSlurm, tmp_path: Path, recorded: dict[str, object] | None, finished: int | None, state: str
+) -> None:
+    run = make(tmp_path, "run", recorded, "12")
+    os.utime(run.job, (1.0, 1.0))
+    if finished:
+        run.finished.write_text(json.dumps({"steps": finished}))
+    run.logs.mkdir()
+    requeue.starts_file(run.logs, "12").write_text(f"3 {requeue.GIVEN_UP}no space")
+    slurm.prints("squeue", "")
+    assert states(tmp_path) == {"run": state}
+    if recorded:  # the job is newer
+        for path in (run.status, run.finished):
+            if path.exists():
+                os.utime(path, (0.0, 0.0))
+        assert states(tmp_path) == {"run": "failed"}
+
+
+def test_a_run_that_lives_was_not_given_up(slurm: FakeSlurm, tmp_path: Path) -> None:
+    run = make(tmp_path, "run", {"state": "running", "step": 3, "total": 6}, "12")
+    os.utime(run.status, (0.0, 0.0))
+    run.logs.mkdir()
+    requeue.starts_file(run.logs, "12").write_text(f"3 {requeue.GIVEN_UP}no space")
+    slurm.prints("squeue", "")
+    with Lease.acquire(run.lease, {}):
+        assert states(tmp_path) == {"run": "running"}
 
 
 def test_a_failed_attempt_whose_job_is_requeued_already_has_not_failed(slurm: FakeSlurm, tmp_path: Path) -> None:

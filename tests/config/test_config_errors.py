@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from runner.config import frozen
 from runner.config.composition import Composer
 from runner.config.frozen import load
 from runner.errors import UserError
+from runner.system import files
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,22 @@ def test_a_truncated_frozen_config_is_one_line(composer: Composer, tmp_path: Pat
     (line,) = str(error.value).splitlines()
     for word in (str(path), "remove it", "code.json"):
         assert word in line
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_a_refused_read_of_a_frozen_config_is_no_verdict_on_it(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cause lets a job see that it may pass; nobody is told to remove a config that is whole."""
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, "read_regular", refuse)
+    with pytest.raises(UserError, match=f"cannot be read .{os.strerror(number)}") as error:
+        frozen.load_plain(tmp_path)
+    assert isinstance(error.value.__cause__, OSError)
+    assert error.value.__cause__.errno == number
 
 
 def test_a_class_that_exists_only_after_import_is_found(

@@ -12,7 +12,7 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.data.elastic import ElasticSampler
@@ -514,6 +514,58 @@ def test_an_exclusion_survives_every_other_change(exclude: str, changed: dict[st
     assert configured.order.exclusions == made.order.exclusions != ()
     assert expected
     assert not set(configured.find(["a"] * 3, [3] * 3, [1, 2, 3])) - {-1} or exclude.startswith("pos")
+
+
+@settings(max_examples=30)
+@given(
+    changed=st.sampled_from(
+        [
+            {"max_epochs": {"a": 50}},
+            {"weights": [1, 3]},
+            {"temperature": 2.0},
+            {"segments": [(30, {"a": 9})]},
+            {"segments": [(200, {"a": 9})]},
+            {"exclude": ["a:3"]},
+            {"exclude": ["positions:70-79"]},
+            {"sizes": {"a": 40, "b": 40, "c": 10}, "weights": [1, 1, 1]},
+        ]
+    ),
+    position=st.integers(100, 160),
+    cuts=st.lists(st.integers(1, 69), min_size=1, max_size=2, unique=True).map(sorted),
+)
+def test_a_pending_change_of_weights_survives_every_other_change(
+    changed: dict[str, Any], position: int, cuts: list[int]
+) -> None:
+    arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 40}, "weights": [1, 1], "global_batch_size": 1}
+    arguments |= {"num_replicas": 1, "allow_data_change": True}
+    made = ElasticSampler(**arguments)
+    list(itertools.islice(made, cuts[0]))
+    made.update_weights({"a": 1, "b": 0}, position=position)
+    configured = ElasticSampler(**{**arguments, **changed})
+    configured.load_state_dict(made.state_dict())
+    for before, after in itertools.pairwise(cuts):  # and every resume after that
+        again = ElasticSampler(**{**arguments, **changed})
+        again.load_state_dict(configured.state_dict_at(after - before))
+        configured = again
+    new = {"c": 1} if "sizes" in changed else {}
+    segment = next(one for one in configured.order.segments if one.start == position)
+    assert (segment.weights, segment.temperature) == ({"a": 1, "b": 0, **new}, 1.0)
+    assert segment.max_epochs == changed.get("max_epochs", {})
+    assert set(configured.locate(np.arange(position, 200))[0]) == {"a", *new}
+    assert set(configured.locate(np.arange(cuts[0], position))[0]) == {"a", "b", *new}
+
+
+def test_a_pending_change_gives_way_to_a_planned_one_at_its_position_and_to_the_end_of_its_sources() -> None:
+    arguments: dict[str, Any] = {"global_batch_size": 1, "num_replicas": 1, "allow_data_change": True}
+    made = ElasticSampler({"a": 40, "b": 40}, [1, 1], **arguments)
+    list(itertools.islice(made, 10))
+    made.update_weights({"a": 1, "b": 0}, position=50)
+    planned = ElasticSampler({"a": 40, "b": 40}, [1, 1], segments=[(50, {"a": 0})], **arguments)
+    planned.load_state_dict(made.state_dict())
+    assert set(planned.locate(np.arange(50, 90))[0]) == {"b"}
+    without = ElasticSampler({"b": 40}, [1], **arguments)
+    without.load_state_dict(made.state_dict())
+    assert set(without.locate(np.arange(10, 90))[0]) == {"b"}
 
 
 def test_what_is_no_longer_excluded_returns_from_there_on() -> None:

@@ -154,6 +154,22 @@ def test_after_an_error_and_a_change_the_failed_batch_is_skipped_in_every_way_of
     assert loader.state_dict()["samples_yielded"] == 6
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_first_batch_that_fails_after_a_resume_does_not_count(config: Any) -> None:
+    def make() -> Any:
+        planned = [(4, {"a": 0, "b": 1}), (6, {"a": 1, "b": 0})]
+        sampler = ElasticSampler(SIZES, [1, 0], num_replicas=1, global_batch_size=2, segments=planned)
+        return StatefulDataLoader(Failing(TOTAL), 2, sampler=sampler, collate_fn=identity, **config)
+
+    first = make()
+    take_batches(first, 2)
+    again = make()
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="sample"):
+        next(iter(again))
+    assert again.state_dict() == first.state_dict()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 5])
 def test_a_dataset_with_a_state_in_workers_goes_back_with_what_is_discarded(cut: int) -> None:

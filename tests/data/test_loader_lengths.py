@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Gathered, Squares, identity, take_batches
 from resume import assert_same
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from runner.data import DistributedSampler, ElasticSampler, SamplerError, StatefulDataLoader
 
@@ -22,8 +22,8 @@ def sampler(rank: int = 0, of: int = 1, **more: Any) -> ElasticSampler:
     return ElasticSampler(SIZES, [1, 2, 0], num_replicas=of, rank=rank, seed=3, global_batch_size=of, **more)
 
 
-def loader(rank: int = 0, of: int = 1, batch_size: int = 4, **more: Any) -> Any:
-    return StatefulDataLoader(Gathered(TOTAL), batch_size, sampler=sampler(rank, of, **more))
+def loader(rank: int = 0, of: int = 1, batch_size: int = 4, drop_last: bool = False, **more: Any) -> Any:
+    return StatefulDataLoader(Gathered(TOTAL), batch_size, sampler=sampler(rank, of, **more), drop_last=drop_last)
 
 
 @given(samples=st.integers(0, 200), ranks=st.integers(1, 5), batch_size=st.integers(1, 7))
@@ -149,3 +149,56 @@ def test_after_the_last_batch_the_next_epoch_begins_without_a_stop_iteration(nam
     assert counted.epoch == plain.epoch - 1
     iter(counted)
     assert counted.epoch == plain.epoch
+
+
+@settings(max_examples=20)
+@given(first=st.integers(1, 11), left=st.integers(0, 2), batch_size=st.integers(1, 5), drop_last=st.booleans())
+def test_an_epoch_after_one_that_was_ended_early_ends_where_the_samples_do(
+    first: int, left: int, batch_size: int, drop_last: bool
+) -> None:
+    """An `iter()` in mid-epoch repeats it, one after its last batch does not."""
+    one = loader(samples=60, batch_size=batch_size, drop_last=drop_last)
+    take_batches(one, first)
+    one.end_epoch()
+    again = loader(samples=60, batch_size=batch_size, drop_last=drop_last)
+    again.load_state_dict(one.state_dict())
+    rest = list(again)
+    second = max(1, len(rest) - left)
+    assert_same([batch for _, batch in zip(range(second), one, strict=False)], rest[:second])
+    ended = second == len(rest)
+    assert_same(list(one), [] if ended else rest)
+    assert one.epoch == (3 if ended else 2)
+
+
+class Growing(Sampler[list[int]]):
+    """A batch sampler with more batches in every epoch, the first of which is empty."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 3 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[], *([index] for index in range(len(self) - 1))])
+
+
+@pytest.mark.parametrize("cut", range(1, 16))
+def test_a_batch_sampler_may_have_empty_batches_and_epochs_of_any_length(cut: int) -> None:
+    def make(state: Any = None) -> Any:
+        made: Any = StatefulDataLoader(Squares(24), batch_sampler=Growing(), collate_fn=identity)
+        if state is not None:
+            made.load_state_dict(state)
+        return made
+
+    def take(loader: Any, count: int) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < count:
+            loader.batch_sampler.set_epoch(loader.epoch)
+            found += [batch for _, batch in zip(range(count - len(found)), loader, strict=False)]
+        return found
+
+    whole, first = take(make(), 16), make()
+    assert_same(take(first, cut) + take(make(first.state_dict()), 16 - cut), whole)

@@ -305,15 +305,24 @@ def test_the_state_does_not_grow_with_the_position() -> None:
     assert max(sizes) - min(sizes) < 20
 
 
-def test_a_resume_with_in_order_false_repeats_and_skips_nothing() -> None:
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_resume_with_in_order_false_repeats_and_skips_nothing(by_position: bool) -> None:
     dataset = LateFirst(12)
-    make = mapped(dataset, num_workers=2, in_order=False, collate_fn=identity)
+
+    def make() -> Any:
+        order = ElasticSampler({"a": 12}, [1], global_batch_size=2, num_replicas=1, samples=12, shuffle=False)
+        more: dict[str, Any] = {"sampler": order} if by_position else {}
+        return StatefulDataLoader(dataset, 2, num_workers=2, in_order=False, collate_fn=identity, **more)
+
     loader = make()
     found = [batch for _, batch in zip(range(4), loader, strict=False)]
     state = loader.state_dict()
     dataset.gate.set()
     assert state["out_of_order"]
-    rest = list(loaded(make(), state))
+    again = loaded(make(), state)
+    iter(again)
+    assert again.state_dict() == state
+    rest = list(loaded(make(), again.state_dict()))
     assert sorted(index for batch in found + rest for index in batch) == list(range(12))
 
 

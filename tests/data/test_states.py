@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from loading import Augmented, CursorSampler, Gathered, Generated, Squares, Stateless, take_batches
 from resume import assert_same
+from torch.utils.data import DistributedSampler as TorchSampler
+from torch.utils.data import Sampler
 
 from runner.checkpoint import restore_train_state
 from runner.checkpoint.state import build_train_state
@@ -187,6 +191,21 @@ def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:
         made("elastic").load_state_dict({"epoch": 0, "batches_yielded": 3})
 
 
+@pytest.mark.parametrize("one", [1, np.int64(1), np.uint8(1), np.bool_(True), torch.tensor(1)], ids=repr)
+def test_what_the_arguments_may_be_the_states_hold(one: Any) -> None:
+    """A state that the program wrote is one that it reads, and JSON."""
+    made: list[Any] = [elastic(shuffle=one), distributed(shuffle=one, drop_last=one)]
+    if not isinstance(one, np.bool_):
+        config = SimpleNamespace(num_workers=one - one)
+        made.append(StatefulDataLoader(Squares(SIZE), 2, distributed(), config))
+        made.append(StatefulDataLoader(Generated([SIZE]), 2, config=config))
+    for thing in made:
+        next(iter(thing))
+        state = thing.state_dict()
+        assert json.loads(json.dumps(state)) == state
+        thing.load_state_dict(state)
+
+
 # --- ranks ---------------------------------------------------------------------------------------
 
 
@@ -250,6 +269,48 @@ def test_ranks_whose_streams_differ_in_length_may_be_in_different_epochs() -> No
     states = of_ranks(make, (8, 8))
     assert len({state["epoch"] for state in states}) == 2
     make(0).aggregate_state_dict(states)
+
+
+class OwnEpochs(Sampler[int]):
+    """A sampler that is not the runner's; ranks get parts of different length."""
+
+    def __init__(self, rank: int, of: int = 2) -> None:
+        self.part, self.epoch = range(rank, SIZE - 1, of), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.part)
+
+
+@pytest.mark.parametrize("batches", range(1, 14))
+def test_ranks_with_samplers_of_different_lengths_are_combined_after_any_step(batches: int) -> None:
+    def make(rank: int) -> Any:
+        return StatefulDataLoader(Squares(SIZE), 2, sampler=OwnEpochs(rank))
+
+    states = of_ranks(make, (batches, batches))
+    aggregated = make(0).aggregate_state_dict(states)
+    for rank in range(2):
+        assert make(0).deaggregate_state_dict(aggregated, rank, 2) == states[rank]
+    with pytest.raises(LoaderStateError, match=r"the ranks were saved at different places: .* on rank 0 and .* rank 1"):
+        make(0).aggregate_state_dict(of_ranks(make, (batches, batches + 1)))
+
+
+@pytest.mark.parametrize("kind", [OwnEpochs, lambda rank, of: TorchSampler(Squares(SIZE), of, rank)])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_sampler_that_cannot_redistribute_its_samples_is_refused_on_other_ranks(kind: Any, ranks: int) -> None:
+    def make(rank: int, of: int = 2) -> Any:
+        return StatefulDataLoader(Squares(SIZE), 2, sampler=kind(rank, of))
+
+    aggregated = make(0).aggregate_state_dict(of_ranks(make, (3, 3)))
+    message = rf"saved by 2 ranks, now there are {ranks}, .* resume with 2 ranks, or use ElasticSampler"
+    for rank in range(ranks):
+        with pytest.raises(LoaderStateError, match=message):
+            make(rank, ranks).deaggregate_state_dict(aggregated, rank, ranks)
 
 
 # --- the same place, the same state --------------------------------------------------------------

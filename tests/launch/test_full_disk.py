@@ -61,20 +61,22 @@ def test_a_job_that_returns_to_a_full_disk_is_requeued_and_continues_once_there_
     run.logs.mkdir(parents=True)
     run.config.write_text(composed.text)
     run.job.write_text(json.dumps({"job_id": "12", "folder": str(run.logs)}))
-    (slurm.folder / "srun").write_text(SRUN.format(root=ROOT, python=sys.executable, run=run.path))
     requeue_starts = requeue.starts_file(run.logs, "12")
-    requeue_starts.write_text(f"{0:<255}\n")  # from the first start
+    verdict = requeue.verdict_file(run.logs, "12")
+    (slurm.folder / "srun").write_text(f"#!/bin/sh\ntouch {verdict}\nexit 75\n")
+    assert not any(start_job(slurm, run, restarts) for restarts in range(5))  # preempted: a rank requeues the job
+    (slurm.folder / "srun").write_text(SRUN.format(root=ROOT, python=sys.executable, run=run.path))
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(disk).free))
 
     launcher = SlurmLauncher()
-    assert [start_job(slurm, run, restarts) for restarts in (1, 2, 3, 4)] == [True, True, True, False]
-    slurm.prints("squeue", row("12", "FAILED", restarts=4))
+    assert [start_job(slurm, run, restarts) for restarts in (5, 6, 7, 8)] == [True, True, True, False]
+    slurm.prints("squeue", row("12", "FAILED", restarts=8))
     assert "No space left on device" in str(launcher.jobs([run.path])[run.path].reason)
     assert ended_attempts(run) == []
 
     ballast.unlink()
-    assert not start_job(slurm, run, 5)
+    assert not start_job(slurm, run, 9)
     assert finished_at(run) == 2
     assert [line["cause"] for line in ended_attempts(run)] == ["finished"]
     assert not requeue_starts.exists()

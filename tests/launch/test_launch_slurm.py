@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import ROOT
 
-from launch import display, scheduler
+from launch import display, requeue, scheduler
 from launch.job import SlurmJob
 from launch.local import LocalLauncher
 from launch.scheduler import RecordedJob
@@ -167,6 +167,25 @@ def test_a_refused_submission_is_one_line_and_leaves_nothing_behind(
     assert "Socket timed out" in error
     assert not any((run / "job.json").exists() for run in runs)
     assert not (runs[0].parent / ".slurm").exists()
+
+
+def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Jobs that were accepted run already, and other commands submit runs of the same folder."""
+    runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(12)]
+    for run in runs:
+        run.mkdir(parents=True)
+    folder = tmp_path / "outputs" / ".slurm"
+    theirs = {f"{'0' * 32}.pkl", f".submission_file_{'1' * 32}.sh", "12_0_0_log.out", "12_0.starts", "12_1.verdict"}
+    refusing = slurm.folder / "refusing"
+    (slurm.folder / "sbatch").write_text(
+        f"#!/bin/sh\nif [ ! -e {refusing} ]; then touch {refusing}; echo Submitted batch job 12; exit 0; fi\n"
+        f"cd {folder}; touch {' '.join(theirs)}; echo full >&2; exit 1\n"
+    )
+    assert SlurmLauncher().launch(runs, "somewhere:attempt") == 2
+    names = {path.name for path in folder.iterdir()}
+    assert theirs <= names
+    assert len([name for name in names if name.endswith("_submitted.pkl")]) == 11
+    assert {name for name in names if name.endswith(".pkl") and "_" not in name} == {f"{'0' * 32}.pkl"}
 
 
 def test_a_submission_is_cancelled_if_its_job_id_cannot_be_recorded(slurm: FakeSlurm, runs: list[Path]) -> None:
@@ -359,6 +378,63 @@ def test_jobs_that_slurm_has_forgotten_are_not_live(slurm: FakeSlurm, runs: list
     SlurmLauncher().launch(runs, "somewhere:attempt")
     slurm.fails("squeue", "slurm_load_jobs error: Invalid job id specified\n")
     assert SlurmLauncher().jobs(runs) == {}
+
+
+MALFORMED_IDS = ["99999999999999999999", "4294967295", "4294967294", "0", "１２", "12_", "1\n", None]
+
+
+@pytest.mark.parametrize("job_id", MALFORMED_IDS)
+def test_a_malformed_job_id_hides_no_other_job(slurm: FakeSlurm, runs: list[Path], job_id: str | None) -> None:
+    """Slurm's squeue would refuse the whole query."""
+    (runs[0] / "job.json").write_text(json.dumps({"job_id": job_id}))
+    (runs[1] / "job.json").write_text(json.dumps({"job_id": "12"}))
+    slurm.prints("squeue", row("12", "RUNNING"))
+    assert [run.name for run in SlurmLauncher().jobs(runs)] == ["run1"]
+    assert " --jobs=12 " in slurm.calls("squeue")[0]
+
+
+def test_a_query_that_squeue_refuses_does_not_mean_that_the_jobs_are_gone(slurm: FakeSlurm, runs: list[Path]) -> None:
+    (runs[0] / "job.json").write_text(json.dumps({"job_id": "12"}))
+    slurm.fails("squeue", "squeue: error: Invalid job id: 12x\n")
+    with pytest.raises(scheduler.SchedulerError, match="Invalid job id"):
+        SlurmLauncher().jobs(runs)
+
+
+@pytest.mark.parametrize("content", ["² full", "9" * 5000 + " full", "-1 full", "full full"])
+def test_a_malformed_count_of_failed_starts_hides_no_job(slurm: FakeSlurm, runs: list[Path], content: str) -> None:
+    SlurmLauncher().launch(runs[:1], "somewhere:attempt")
+    starts = requeue.starts_file(runs[0] / "logs", "12")
+    starts.write_text(content)
+    slurm.prints("squeue", row("12", "RUNNING", Name="run0"))
+    assert requeue.failed_starts(starts) == (0, "full")
+    assert SlurmLauncher().jobs(runs)[runs[0]].state == "running"
+
+
+def test_the_reason_of_a_failed_start_is_found_where_the_job_has_its_files(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """In a sweep whose runs have several parents, that is beside the first of them."""
+    runs = [tmp_path / name / "run" for name in ("a", "b")]
+    for run in runs:
+        run.mkdir(parents=True)
+    SlurmLauncher().launch(runs, "somewhere:attempt")
+    for index in range(2):
+        requeue.starts_file(tmp_path / "a" / ".slurm", f"12_{index}").write_text(f"3 {requeue.GIVEN_UP}full")
+    reasons = [info.reason for info in SlurmLauncher().jobs(runs).values()]
+    assert reasons == [f"{requeue.GIVEN_UP}full"] * 2
+
+
+@pytest.mark.parametrize("folder", ["\0", "\ud800", "/" + "x" * 300, 3, None])
+def test_a_malformed_folder_hides_no_job(slurm: FakeSlurm, runs: list[Path], folder: object) -> None:
+    (runs[0] / "job.json").write_text(json.dumps({"job_id": "12", "folder": folder}))
+    slurm.prints("squeue", row("12", "RUNNING"))
+    assert SlurmLauncher().jobs(runs)[runs[0]].state == "running"
+
+
+@pytest.mark.parametrize("name", ["mine", "x" * 300, "x" * 254 + " yz", "trailing "])
+def test_a_requeued_job_is_known_by_the_name_that_slurm_gave_it(slurm: FakeSlurm, runs: list[Path], name: str) -> None:
+    slurm.shows_job(JobName=name, UserId="me(0)", SubmitTime=SUBMITTED)
+    SlurmLauncher(additional={"job-name": name}).launch(runs[:1], "somewhere:attempt")
+    slurm.prints("squeue", row("12", restarts=1, Name=name[:255], SubmitTime="2026-01-02T00:00:00"))
+    assert [info.state for info in SlurmLauncher().jobs(runs).values()] == ["requeued"]
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

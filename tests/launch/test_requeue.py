@@ -368,6 +368,7 @@ def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> in
     script = SlurmLauncher(setup=setup).preview([run])
     environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout)
     assert "unbound" not in done.stderr
     assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["12_1.starts"]), done.stderr
     return done.returncode
@@ -497,7 +498,7 @@ def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reaso
 
 
 def test_where_not_even_the_failed_starts_can_be_counted_all_restarts_count(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     starts.mkdir(parents=True)  # cannot be written, as on a full disk that copies what is overwritten
@@ -506,6 +507,28 @@ def test_where_not_even_the_failed_starts_can_be_counted_all_restarts_count(
         slurm.shows_job(**{**RUNNING, "Restarts": str(restarts)})
         assert batch_script(slurm, tmp_path / "run", "exit 1", []) == 1
     assert len(slurm.calls("scontrol requeue")) == requeue.MAX_FAILED_STARTS
+    said = capsys.readouterr().out
+    assert "after 3 restarts this one did before an attempt could begin" in said
+    assert "in a row" not in said
+
+
+@pytest.mark.parametrize("status", [75, 143])
+def test_preemptions_leave_the_file_that_counts_failed_starts(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """On a disk that is full at the next start it could not be created again, only overwritten."""
+    run = tmp_path / "run"
+    starts, verdict = requeue.starts_file(run / "logs", "12_1"), requeue.verdict_file(run / "logs", "12_1")
+    inodes = set()
+    for restarts in range(5):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        slurm.shows_job(**{**RUNNING, "Restarts": str(restarts)})
+        assert batch_script(slurm, run, f"touch {verdict}; exit {status}", []) == status
+        inodes.add(starts.stat().st_ino)
+        assert requeue.failed_starts(starts) == (0, "")
+    assert len(inodes) == 1
+    assert batch_script(slurm, run, f"touch {verdict}; exit 0", []) == 0
+    assert not starts.exists()
 
 
 def test_without_requeue_killed_the_batch_script_requeues_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from fake_slurm import FakeSlurm, slurm
 
 from runner.contracts import JobInfo
 from runner.errors import ExitStatus
+from runner.system import files
 
 __all__ = ["command", "conf", "run", "slurm"]
 
@@ -49,3 +50,34 @@ def test_what_sbatch_refuses_is_the_verdict_and_leaves_nothing_behind(
     (slurm.folder / "sbatch.err").unlink()
     assert command(*sweep) == ExitStatus.FINISHED
     assert len(list(Path("a/b").glob("*/job.json"))) == 2
+
+
+SBATCH_ONCE = """\
+#!/bin/sh
+if [ -e {folder}/once ]; then echo "sbatch: error: Slurm job queue full" >&2; exit 1; fi
+touch {folder}/once
+echo Submitted batch job 12
+"""
+
+
+def test_the_directory_of_a_submitted_run_is_never_renamed(
+    command: Command, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may run already, although a later array of the same command was refused."""
+    slurm.prints("scontrol_show_config", "MaxArraySize = 2\n")
+    (slurm.folder / "sbatch").write_text(SBATCH_ONCE.format(folder=slurm.folder))
+    renamed: list[Path] = []
+    rename = files.rename
+
+    def recording(source: Path, target: Path) -> None:
+        if Path(source).is_dir():
+            renamed.append(Path(source))
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", recording)
+    sweep = ("-m", "launcher=slurm", "launcher.check_folder=false", "experiment=smoke", "seed=1,2,3,4", "run.root=a/b")
+    assert command(*sweep) == ExitStatus.USAGE
+    left = sorted(path.parent for path in Path("a/b").glob("*/job.json"))
+    assert len(left) == len(list(Path("a/b").glob("*/config.yaml"))) == 2
+    assert len(renamed) == 2
+    assert {path.name for path in left}.isdisjoint(path.name for path in renamed)

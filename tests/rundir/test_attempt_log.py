@@ -19,10 +19,12 @@ from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
+from runner.system.distributed import World
 from runner.system.files import read_lines
 from runner.system.processes import this_process
 from runner.system.signals import STOP, STOP_SIGNALS, StopFlag
 from runner.training import attempt as training_attempt
+from runner.training.session import _Opening
 
 
 def begin(run: RunDir, guard: files.Guard | None = None) -> AttemptLog:
@@ -109,6 +111,8 @@ class LimitedJob:
 
     def yield_verdict(self, reason: str | None = None) -> bool:
         return False
+
+    def record_verdict(self) -> None: ...
 
     def cause(self, signum: int) -> str:
         return "time limit"
@@ -326,6 +330,21 @@ def test_an_attempt_of_the_wrong_shape_is_ignored(tmp_path: Path, line: dict[str
     run = RunDir(tmp_path)
     run.attempts.write_text(json.dumps(line) + "\n")
     assert ended_attempts(run) == []
+
+
+@pytest.mark.parametrize("times", [{}, {"started": 5.0}, {"started": 5.0, "ended": "later"}])
+def test_an_attempt_without_its_times_does_not_keep_the_next_from_choosing_its_cadence(
+    tmp_path: Path, times: dict[str, Any]
+) -> None:
+    run = RunDir(tmp_path)
+    whole = {"attempt": 1, "cause": "crash", "started": 0.0, "ended": 50.0}
+    run.attempts.write_text(
+        "".join(json.dumps(line) + "\n" for line in (whole, {"attempt": 2, "cause": "crash", **times}))
+    )
+    config = compose(["checkpoint=adaptive"]).config
+    cadence = _Opening(run, config, World(), begin(run), None, None)._cadence(0)
+    assert cadence.adaptive is not None
+    assert cadence.adaptive._ran_s == 50.0
 
 
 def test_the_last_record_is_that_of_the_last_complete_step(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def put(run: RunDir, name: str, manifest: str | None) -> None:
 def test_only_a_manifest_of_the_step_in_the_name_counts(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.checkpoint_steps() == []
+    assert run.newest_step() == 0
     put(run, "step_00000002", '{"step": 2, "sha256": ""}')
     put(run, "step_123456789", '{"step": 123456789, "sha256": ""}')
     for name, manifest in {
@@ -41,7 +42,27 @@ def test_only_a_manifest_of_the_step_in_the_name_counts(tmp_path: Path) -> None:
     put(run, "step_00000013", None)
     os.mkfifo(run.checkpoints / "step_00000013" / "manifest.json")
     assert run.checkpoint_steps() == [2, 123456789]
+    assert run.newest_step() == 123456789
     assert run.newest_checkpoint() is not None
+
+
+def test_the_newest_is_found_without_reading_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status is written every few seconds, and a run may keep hundreds of checkpoints."""
+    run = RunDir(tmp_path)
+    for step in range(1, 6):
+        put(run, f"step_{step:08d}", json.dumps({"step": step if step < 5 else 2, "sha256": ""}))
+    read: list[str] = []
+    real = files.open_regular
+
+    def note(path: Any, **options: Any) -> Any:
+        read.append(Path(path).parent.name)
+        return real(path, **options)
+
+    monkeypatch.setattr(files, "open_regular", note)
+    found = run.newest_checkpoint()
+    assert found is not None
+    assert found[0] == run.newest_step() == 4
+    assert read == ["step_00000005", "step_00000004"] * 2
 
 
 def test_an_error_of_the_disk_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -144,6 +146,38 @@ def test_git_runs_no_program_that_the_repository_configures(project: Path, tmp_p
     git(project, "config", "filter.a=b.clean", str(program))  # cannot be disabled on the command line
     assert provenance.describe_code()["repositories"] == {}
     assert list(tmp_path.glob("ran-*")) == []
+
+
+def test_a_git_without_scopes_tells_the_commit(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.26, Ubuntu 20.04's for example, it does not know `git config --show-scope`."""
+    real = shutil.which("git")
+    (tmp_path / "bin").mkdir()
+    old = tmp_path / "bin" / "git"
+    old.write_text(f'#!/bin/sh\ncase "$*" in *--show-scope*) exit 129;; esac\nexec {real} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old.parent}:{os.environ['PATH']}")
+    assert provenance.describe_code()["repositories"][str(project)]["commit"]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_git_runs_no_filter_that_a_working_tree_configures(
+    separate: bool, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    program.chmod(0o755)
+    (project / ".gitattributes").write_text("*.py filter=mine\n")
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "attributes")
+    other = tmp_path / "other"
+    git(project, "worktree", "add", "-q", str(other))
+    if separate:
+        git(project, "config", "extensions.worktreeConfig", "yes")
+    git(other, "config", *(["--worktree"] if separate else []), "filter.mine.clean", str(program))
+    (other / "model.py").write_text("width = 2\n")
+    monkeypatch.chdir(other)
+    assert "+width = 2" in provenance.describe_code()["repositories"][str(other)]["diff"]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_git_fetches_no_missing_object_from_a_remote_that_is_a_program(project: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from runner.data import StatefulDataLoader
+from runner.errors import UserError
 from runner.models.loss import next_token_loss
 
 _calls = 0
@@ -22,6 +23,15 @@ def nan_at(model: nn.Module, batch: Mapping[str, torch.Tensor], call: int) -> to
     _calls += model.training
     losses = next_token_loss(model, batch)
     return losses * float("nan") if _calls == call and model.training else losses
+
+
+def error_after(model: nn.Module, batch: Mapping[str, torch.Tensor], calls: int) -> torch.Tensor:
+    """The default loss, and after that many calls of this process a mistake in the user's data."""
+    global _calls  # noqa: PLW0603 a loss that counts its calls
+    _calls += 1
+    if _calls > calls:
+        raise UserError("a token is outside of the vocabulary")
+    return next_token_loss(model, batch)
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):

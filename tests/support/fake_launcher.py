@@ -89,7 +89,8 @@ def run_dirs() -> list[Path]:
 
 
 def finish(path: Path, steps: int) -> None:
-    """Write the completion mark of a run."""
+    """Write the completion mark of a run, and its last record."""
+    RunDir(path).metrics.write_text(json.dumps({"step": steps, "loss": 1.0}) + "\n")
     RunDir(path).finished.write_text(json.dumps({"steps": steps}))
 
 

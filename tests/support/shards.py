@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +19,17 @@ loader_module: Any = _loader  # whose names are replaced
 
 
 class PlayedPool:
-    """`WorkerPool` without processes: tasks go to the workers in turn, `AHEAD` of them before a reply is asked for."""
+    """`WorkerPool` without processes: tasks go to the workers in turn, `AHEAD` of them before a reply is asked for.
+
+    Without `in_order` the next reply is the oldest of a worker drawn at random.
+    """
 
     AHEAD = 5
 
     def __init__(self, fetcher: Any, snapshot_every: int, user_init: Any, options: dict[str, Any]) -> None:
         self.count, self.ranks = options["num_workers"], loader_module.current_ranks()
+        self.states = None
+        self.in_order, self.random = options["in_order"], random.Random(self.count)
         self.shutdown, self.pids, self.is_closed = threading.Event(), dict[int, int](), False
         self.runners = [
             TaskRunner(pickle.loads(pickle.dumps(fetcher)), snapshot_every, self.ranks, self.shutdown)  # type: ignore[arg-type]
@@ -34,12 +39,19 @@ class PlayedPool:
             runner.worker = worker
 
     def run(self, tasks: Iterator[Any]) -> Iterator[Any]:
-        waiting: deque[Any] = deque()
+        waiting: list[Any] = []
         for number, task in enumerate(tasks):
             waiting.append(self.reply(number % self.count, task))
             if len(waiting) > self.AHEAD:
-                yield waiting.popleft()
-        yield from waiting
+                yield self.next_of(waiting)
+        while waiting:
+            yield self.next_of(waiting)
+
+    def next_of(self, waiting: list[Any]) -> Any:
+        if self.in_order:
+            return waiting.pop(0)
+        worker = self.random.choice(sorted({reply.worker for reply in waiting}))
+        return waiting.pop(next(at for at, reply in enumerate(waiting) if reply.worker == worker))
 
     def reply(self, worker: int, task: Any) -> Any:
         torch_worker._worker_info = torch_worker.WorkerInfo(

@@ -95,6 +95,8 @@ class TinyJob:
     def yield_verdict(self, reason: str | None = None) -> bool:
         return False
 
+    def record_verdict(self) -> None: ...
+
     def cause(self, signum: int) -> str:
         return "interrupted"
 

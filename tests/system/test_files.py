@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -210,3 +212,41 @@ def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypat
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         files.make_dirs(tmp_path / "file" / "c")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_directories_is_written_to(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its files are synced; what refuses to sync a file is an error."""
+
+    def sync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "fsync_fd", sync)
+    files.make_dirs(tmp_path / "a" / "b")
+    files.write_atomic(tmp_path / "a" / "record", "new")
+    files.create(tmp_path / "a" / "other", b"new")
+    assert sorted(os.listdir(tmp_path / "a")) == ["b", "other", "record"]
+
+    def refuse(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "fsync_fd", refuse)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        files.write_atomic(tmp_path / "a" / "record", "newer")
+    assert (tmp_path / "a" / "record").read_text() == "new"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EACCES, errno.ENOTCONN])
+def test_a_parent_that_cannot_be_synced_does_not_keep_a_directory_from_being_used(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "fsync_dir", refuse)
+    files.make_dirs(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(code)) if code in (errno.EIO, errno.ENOTCONN) else nullcontext():
+        files.make_dirs(tmp_path / "new")

@@ -108,13 +108,14 @@ def test_a_store_that_does_not_answer_is_its_ranks_silence(watch: Any, monkeypat
     assert found[0].startswith("rank 0 ")
 
 
-@pytest.mark.parametrize("case", ["beating", "not joined", "left", "torchrun's store"])
-def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(
+@pytest.mark.parametrize("case", ["beating", "not joined", "left", "opening", "torchrun's store"])
+def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(  # or builds its data sets, say
     case: str, watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store() if case == "not joined" else Store(**{"alive/0": sign(), "alive/2": sign(left=case == "left")})
+    other = {"left": sign(left=True), "opening": sign(step=None)}.get(case, sign())
+    store = Store() if case == "not joined" else Store(**{"alive/0": sign(), "alive/2": other})
     if case != "not joined":
-        beating(store, 0, *([] if case == "left" else [2]))
+        beating(store, 0, *([] if case in ("left", "opening") else [2]))
     watching, found, done = watch(store, 1)
     watching.start()
     if case == "torchrun's store":
@@ -125,6 +126,7 @@ def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(
     store.blocks.clear()
     watching.stop()
     assert found == []
+    assert watching.silent() is None
     assert store.signs["alive/1"]["left"] is True
     expected = "rank 0, 2 did not join the job" if case == "not joined" else None
     assert (watching.absent() or "").startswith(expected or "")
@@ -169,7 +171,7 @@ def start_ranks(run: Run, ranks: int, **env: str) -> list[subprocess.Popen[str]]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "stopped", "ranks"),
-    [("start", 1, 2), ("training", 0, 3), ("save", 1, 2), ("evaluation", 1, 2)],
+    [("start", 0, 2), ("training", 0, 3), ("save", 1, 2), ("evaluation", 1, 2)],
 )
 def test_a_stopped_rank_is_named_and_the_run_continues(where: str, stopped: int, ranks: int, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", COMMON)
@@ -184,7 +186,7 @@ def test_a_stopped_rank_is_named_and_the_run_continues(where: str, stopped: int,
             process.wait()
         assert hanging.stdout is not None
         hanging.stdout.close()
-    name = f"rank {stopped} (process {hanging.pid} on {socket.gethostname()}, at step "
+    name = f"rank {stopped} (process {hanging.pid} on {socket.gethostname()}, "
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 1, output
         assert name in output, output

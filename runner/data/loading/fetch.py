@@ -7,6 +7,7 @@ arrays or tensors, passed on without a copy.
 
 from __future__ import annotations
 
+import copy
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,24 +162,30 @@ class MapFetcher:
             raise
 
 
+def load_state(thing: Any, state: Any) -> None:
+    """Load a copy of `state`, since `thing` may keep what it is given, and change it."""
+    thing.load_state_dict(copy.deepcopy(state))
+
+
 def restart(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManager[Any] | None = None) -> Any:
     """An iterator over `thing` for a new epoch, from the state it had between two epochs.
 
     Some datasets keep the end of the epoch as their position, so that the next iteration is empty; others have
-    already gone back to the start. Fetching one item tells them apart.
+    already gone back to the start. Fetching one item tells them apart, unless they say so by `begins_anew = True`:
+    a shard may have no items.
 
     Args:
         as_it_was: entered for that one item.
     """
     if saved["dataset"] is None:
         return iter(thing)
-    thing.load_state_dict(saved["dataset"])
-    if saved["ended"]:
+    load_state(thing, saved["dataset"])
+    if saved["ended"] and not getattr(thing, "begins_anew", False):
         with as_it_was or nullcontext():
             iterator = iter(thing)
             was_at_start = iterator is not thing and next(iterator, _END) is not _END
         if was_at_start:
-            thing.load_state_dict(saved["dataset"])
+            load_state(thing, saved["dataset"])
     return iter(thing)
 
 

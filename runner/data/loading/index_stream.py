@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from runner.data.loading.fetch import Indices, is_stateful, items, restart
 from runner.data.loading.loader_state import size_of
@@ -87,12 +87,25 @@ class IndexStream:
         """Whether the sampler's state has to be saved after each batch."""
         return not self.seeds_itself and (is_stateful(self.sampler) or is_stateful(self._inner))
 
-    def is_exhausted(self, batches: int, samples: int) -> bool:
-        """Whether an epoch is known to have no batch after so many of them."""
+    def epoch_size(self) -> int | None:
+        """Samples (batches, for a batch sampler) of every epoch; None if unknown, or if epochs may differ in it."""
+        sampler = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
+        is_same = type(sampler) in _SKIPPING or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
+        return size_of(self.sampler) if is_same else None
+
+    def is_exhausted(self, batches: int, samples: int, base: int) -> bool:
+        """Whether an epoch is known to have no batch after so many of them.
+
+        Args:
+            base: of these samples, those before this iteration. The length of a sampler by position may count earlier
+                epochs, too, so that it is asked what it has left if it knows (`samples_left_after`).
+        """
         size = size_of(self.sampler)
         if size is None or self.is_batch_sampler:
             return size is not None and batches >= size
-        return size - samples < (self.batch_size or 1 if self.drop_last else 1)
+        knows = self.by_position and hasattr(self.sampler, "samples_left_after")
+        left = self.sampler.samples_left_after(samples - base) if knows else size - samples
+        return bool(left < (self.batch_size or 1 if self.drop_last else 1))
 
     def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
         """Batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).

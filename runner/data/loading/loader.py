@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
 from runner.data.loading import loader_state, protocols, redistribution
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
-from runner.data.loading.fetch import MapFetcher, is_collated, is_iterator, is_stateful
+from runner.data.loading.fetch import MapFetcher, is_collated, is_iterator, is_stateful, load_state
 from runner.data.loading.in_process import MapEpoch, StreamEpoch
 from runner.data.loading.index_stream import IndexStream
 from runner.data.loading.loader_state import DatasetStates, is_in_epoch, size_of
@@ -97,6 +98,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             drop_last = True if drop_last is None else drop_last
             if sampler is None and not isinstance(dataset, IterableDataset):
                 sampler = _default_sampler(dataset)
+        num_workers = _plain(num_workers)
         _check_data_pipe(dataset, num_workers)
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory,  # type: ignore[arg-type]
@@ -170,7 +172,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if current is None or current.finished or self._pending or self._iterable:
             return False
         position = current.position
-        return position.has_yielded and self._stream.is_exhausted(position.batches, position.samples)
+        return position.has_yielded and self._stream.is_exhausted(position.batches, position.samples, position.base)
 
     def _position(self, state: State | None) -> EpochPosition:
         position = EpochPosition(self._epoch)
@@ -204,7 +206,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         source = IndexSource(self._stream, seeded(indices, self._seeds), self._seeds.base_seed, position)
         if self.num_workers == 0 or self._prefetches_in_thread(fetcher):
             if saved:
-                self.dataset.load_state_dict(saved[0]["dataset"])  # type: ignore[attr-defined]
+                load_state(self.dataset, saved[0]["dataset"])
             transform = pin if self.pin_memory and can_pin() else None
             if self.num_workers == 0:
                 return MapEpoch(source, fetcher, position, self._on_end, transform)
@@ -369,7 +371,11 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def _with_changes(self, loaded: State) -> State:
         """The state that was loaded, and changes of the order that were made since."""
-        if not self._stream.by_position or (sampler := self._stream.sampler.state_dict()) == loaded.get("sampler"):
+        if not self._stream.by_position:
+            return dict(loaded)
+        current = self._current  # of its batches, those taken without being yielded do not count
+        sampler = self._stream.sampler.state_dict() if current is None else self._state_by_position(current.position)
+        if sampler == loaded.get("sampler"):
             return dict(loaded)
         changed = {**loaded, "sampler": sampler}
         return sealed(changed) if "digest" in loaded else changed
@@ -430,8 +436,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         """
         stream = self._stream
         size = None if self._iterable else size_of(self.dataset)
-        loader_state.check_state(state, self._iterable, size, stream.seeds_itself)
-        length = None if self._iterable or stream.by_position else size_of(stream.sampler)
+        loader_state.check_state(state, self._iterable, size, stream.seeds_itself, stream.is_batch_sampler)
+        length = None if self._iterable else stream.epoch_size()
         loader_state.check_place(state, length, self.batch_size, stream.is_batch_sampler)
         if state.get("seeds") is not None:
             self._seeds.check(state["seeds"])
@@ -474,8 +480,15 @@ class StatefulDataLoader(DataLoader[T_co]):
         elif len(ranks) == world_size:
             return dict(ranks[rank])
         else:
-            mine = loader_state.deaggregate(aggregated, rank, self._stream.by_position)
+            mine = loader_state.deaggregate(
+                aggregated, rank, world_size, self._stream.by_position, self._stream.by_skip
+            )
         return sealed(mine) if "digest" in mine else mine
+
+
+def _plain(number: Any) -> Any:
+    """An integer of numpy or torch as Python's, which a state can hold; torch's loader checks everything else."""
+    return operator.index(number) if hasattr(number, "__index__") else number
 
 
 def _check_data_pipe(dataset: Any, num_workers: int) -> None:

@@ -75,7 +75,7 @@ def size_of(dataset: Any) -> int | None:
         return None
 
 
-def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool) -> None:
+def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool, counts_batches: bool) -> None:
     """Check that a loader of this kind wrote `state`, for a dataset of this size, and that nobody changed it since.
 
     A state with nothing but `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be of another
@@ -85,6 +85,7 @@ def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bo
         iterable: this loader's dataset is iterable-style.
         size: samples in this loader's dataset, if known.
         sampler_checks: the sampler compares the sizes itself.
+        counts_batches: the sampler yields batches of its own, which may be empty.
 
     Raises:
         LoaderStateError: the state does not fit.
@@ -110,7 +111,7 @@ def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bo
             "skip samples; use the same data, or start it from the beginning"
         )
     batches, samples = state["batches_yielded"], state.get("samples_yielded")
-    if samples is not None and not batches <= samples <= samples * batches:
+    if samples is not None and not counts_batches and not batches <= samples <= samples * batches:
         raise LoaderStateError(
             f"samples_yielded in this state is {samples}, in {batches} batches; it must be {batches} or more, and 0 "
             "for no batches: the state was edited; use another checkpoint"
@@ -121,7 +122,7 @@ def check_place(state: State, epoch_size: int | None, batch_size: int | None, co
     """Check that an epoch is as long as the state says, if its length is known, and that the state is unchanged.
 
     Args:
-        epoch_size: samples of an epoch; batches if `counts_batches`.
+        epoch_size: samples of every epoch; batches if `counts_batches`.
         batch_size: samples per batch; None: 1.
         counts_batches: the sampler yields batches of its own.
 
@@ -185,15 +186,19 @@ def check_ranks(states: Sequence[State]) -> None:
 def _place(state: State) -> dict[str, Any]:
     """What the states of all ranks have in common."""
     place = {key: state.get(key) for key in ("version", "style", "batch_size")}
-    sampler = state.get("sampler")
-    if sampler is None:  # every rank may have data, and epochs, of its own
+    if not _counts_ranks(state):  # every rank may have data, and epochs, of its own
         batches = state["batches_yielded"]
         if "batches_before" in state:
             return {**place, "batches since the start of the run": state["batches_before"] + batches}
         return {**place, "epoch": state["epoch"], "batches_yielded": batches}
     place |= {"in_epoch": is_in_epoch(state), "dataset_size": state.get("dataset_size")}
     place |= {key: state.get(key) for key in ("epoch", "batches_yielded", "samples_yielded")}
-    return place | {f"sampler.{key}": value for key, value in sampler.items() if key not in ("rank", "digest")}
+    return place | {f"sampler.{key}": value for key, value in state["sampler"].items() if key not in ("rank", "digest")}
+
+
+def _counts_ranks(state: State) -> bool:
+    """Whether the sampler that was saved deals out equal parts of its epoch, and says to how many ranks."""
+    return "num_replicas" in (state.get("sampler") or ())
 
 
 def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]:
@@ -217,17 +222,21 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
     return ranks
 
 
-def deaggregate(aggregated: State, rank: int, by_position: bool) -> State:
+def deaggregate(aggregated: State, rank: int, world_size: int, by_position: bool, by_skip: bool) -> State:
     """The state of `rank` for a map-style dataset, out of that of another number of ranks.
 
     Args:
         by_position: the sampler's state does not depend on the number of ranks.
+        by_skip: the sampler seeds itself; if its state has its number of ranks, it refuses another one itself.
+
+    Raises:
+        LoaderStateError: the samples left in the epoch cannot be dealt out to this number of ranks.
     """
     ranks = aggregated["ranks"]
     mine = dict(ranks[rank % len(ranks)])
-    if not by_position and mine.get("sampler") is None:
+    if not by_position and not (by_skip and _counts_ranks(mine)):
         raise LoaderStateError(
-            f"this state was saved by {len(ranks)} ranks, now there is another number of them, and the sampler cannot "
-            "redistribute it: resume with the same number of ranks, or use ElasticSampler"
+            f"this state was saved by {len(ranks)} ranks, now there are {world_size}, and the sampler cannot "
+            f"redistribute what is left: resume with {len(ranks)} ranks, or use ElasticSampler"
         )
     return mine

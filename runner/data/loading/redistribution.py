@@ -7,11 +7,12 @@ nothing left, and those that nobody has begun are read as the shards that they w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from runner.data.loading import protocols
-from runner.data.loading.fetch import is_iterator
+from runner.data.loading.fetch import is_iterator, is_stateful, load_state
 from runner.data.loading.loader_state import NAME, DatasetStates, is_in_epoch
 from runner.data.loading.protocols import LoaderStateError, State, require
 from runner.data.loading.stream_fetch import between_epochs, has_ended
@@ -109,7 +110,18 @@ def own(dataset: Any, saved: State) -> State | None:
     Args:
         saved: one of those that `for_workers` returned.
     """
-    return _redistribute(dataset, saved["redistribute"]) if "redistribute" in saved else saved
+    if "redistribute" in saved:
+        return _redistribute(dataset, [_with_inner(dataset, state) for state in saved["redistribute"]])
+    return _with_inner(dataset, saved)
+
+
+def _with_inner(dataset: Any, state: State) -> State:
+    """`state` with the dataset's own in each leg that was saved before workers had begun it: another leg changes it."""
+    if not is_stateful(dataset) or is_iterator(dataset):
+        return state
+    if state["boundary"] and state["dataset"] is None:
+        state = {**state, "dataset": copy.deepcopy(dataset.state_dict())}
+    return {**state, "waiting": [_with_inner(dataset, leg) for leg in state["waiting"]]}
 
 
 def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
@@ -123,19 +135,28 @@ def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
     left = [leg for leg in legs if not has_ended(leg)]
     dealt = [leg for leg in left if leg["begun"] and not leg["samples"]]
     whole = [leg for leg in left if not leg["begun"] or leg["samples"]]
-    mine = {**between_epochs(owner), "begun": True, "ended": True, "boundary": False, "waiting": whole[shard::shards]}
-    if dealt:
-        mine |= {**_part(dataset, dealt, shard, shards), "ended": False}
-    return mine
+    mine = {**between_epochs(owner), "begun": True, "boundary": False, "waiting": whole[shard::shards]}
+    return mine | (_part(dataset, dealt, shard, shards) if dealt else _nothing(dataset, legs))
+
+
+def _nothing(dataset: Any, legs: DatasetStates) -> State:
+    """The inner state of a shard that gets none of the legs under way: it too goes on to the next epoch at the end."""
+    inner = [leg for leg in legs if leg["dataset"] is not None]
+    for leg in inner:
+        if has_ended(leg):
+            return {"dataset": leg["dataset"], "ended": True, "shard": leg["shard"]}
+    if inner and callable(getattr(dataset, "finish_state_dict", None)):
+        return {"dataset": dataset.finish_state_dict(copy.deepcopy(inner[0]["dataset"]))}
+    return {"ended": True}
 
 
 def _part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
     """The inner states of one shard, out of those of legs under way."""
-    inner = [leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs]
+    inner = copy.deepcopy([leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs])
     part = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)
     if legs[0]["iterator"] is not None and not is_iterator(dataset):
         return {"dataset": None, "iterator": part}
     if isinstance(part, dict) and isinstance(inner[0], dict) and part.keys() != inner[0].keys():
-        dataset.load_state_dict(part)  # it can be loaded, but not yet aggregated again
+        load_state(dataset, part)  # it can be loaded, but not yet aggregated again
         part = dataset.state_dict()
     return {"dataset": part, "iterator": None}

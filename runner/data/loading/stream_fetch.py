@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from runner.data.loading import protocols
-from runner.data.loading.fetch import annotate, collate, is_iterator, is_stateful, items, restart, stopped
+from runner.data.loading.fetch import annotate, collate, is_iterator, is_stateful, items, load_state, restart, stopped
 from runner.data.loading.protocols import LoaderStateError, State
 
 _CALLABLE_ITERATOR = type(iter(int, 1))  # a StopIteration of its function is its end
@@ -46,6 +46,7 @@ class StreamFetcher:
         self.iterator: Any = None
         self.samples = 0  # yielded of this leg: the state, if the dataset has none of its own
         self.ended = False
+        self.legs = 0  # opened in this process; a state's `samples` are of one of them
         self.exhausted = False  # the dataset has ended at least once in this process
         self._base: State | None = None  # the state until the first batch is fetched
         self._failed: State | None = None  # the state after an error: that of the batch before
@@ -68,6 +69,7 @@ class StreamFetcher:
 
     def _open(self, saved: State | None, shard: tuple[int, int]) -> None:
         self._base, self._failed, self.samples, self.ended = None, None, 0, False
+        self.legs += 1
         self._shard, self._was_begun = shard, saved is not None and saved["begun"]
         self._acting = protocols.Acting(shard)
         with self._acting:
@@ -91,10 +93,10 @@ class StreamFetcher:
                 self.iterator = iter(())
         else:
             if saved["dataset"] is not None:
-                self.dataset.load_state_dict(saved["dataset"])
+                load_state(self.dataset, saved["dataset"])
             self.iterator = iter(self.dataset)
             if saved["iterator"] is not None:
-                self.iterator.load_state_dict(saved["iterator"])
+                load_state(self.iterator, saved["iterator"])
         self._skip(saved)
 
     def _skip(self, saved: State) -> None:

@@ -17,7 +17,7 @@ from runner.data.loading.fetch import Indices, MapFetcher, locate, stopped
 from runner.data.loading.index_stream import as_array
 from runner.data.loading.ipc import unpack
 from runner.data.loading.loader_state import DatasetStates
-from runner.data.loading.protocols import BatchRecord
+from runner.data.loading.protocols import BatchRecord, State
 from runner.data.loading.stream_fetch import StreamFetcher, has_ended
 from runner.data.loading.workers import FetchTask, Reply, StartTask, Task, WorkerPool
 
@@ -165,6 +165,9 @@ class _WorkerEpoch(Epoch):
         self._states: list[dict[str, Any] | None] = [None] * setup.count
         if setup.saved:
             self._states = list(setup.saved)
+        elif setup.pool.states:
+            self._states = list(setup.pool.states)
+        setup.pool.states = None
         self._next_worker = setup.first
         self._starting = setup.count
         self._early: deque[tuple[Reply, _PendingTask]] = deque()
@@ -172,7 +175,7 @@ class _WorkerEpoch(Epoch):
         if not setup.persistent:
             weakref.finalize(self, setup.pool.shutdown.set)
         if setup.wait:
-            self._early.extend([self._take() for _ in range(setup.count)])
+            self._await_starts()
 
     def __next__(self) -> Any:
         try:
@@ -182,14 +185,26 @@ class _WorkerEpoch(Epoch):
             raise
 
     def _receive(self) -> tuple[Reply, _PendingTask]:
-        """The next reply; no batch is yielded before all workers have started."""
-        while not self._setup.in_order and self._starting:
+        """The next reply to act on; out of order, none is before all workers have started."""
+        if not self._setup.in_order:
+            self._await_starts()
+        reply, task = self._early.popleft() if self._early else self._take()
+        self._keep_state(reply, task)
+        return reply, task
+
+    def _await_starts(self) -> None:
+        while self._starting:
             reply, task = self._take()
             if task.ticket < self._setup.count:
                 self._starting -= 1
+                self._keep_state(reply, task)
             else:
                 self._early.append((reply, task))
-        return self._early.popleft() if self._early else self._take()
+
+    def _keep_state(self, reply: Reply, task: _PendingTask) -> None:
+        """Called when a reply is acted on: the state of one that waits is ahead of what was yielded."""
+        if reply.state is not None and not task.discarded:
+            self._states[reply.worker] = {"pickled": reply.state}
 
     def _take(self) -> tuple[Reply, _PendingTask]:
         """Take one reply from the pool.
@@ -221,8 +236,6 @@ class _WorkerEpoch(Epoch):
         self._received += 1
         self._setup.pool.pids[reply.worker] = reply.pid
         global_draws.warn(self._dataset, reply.draws, workers=True)
-        if reply.state is not None and not task.discarded:
-            self._states[reply.worker] = {"pickled": reply.state}
         return reply, task
 
     def _state_of(self, worker: int) -> dict[str, Any] | None:
@@ -349,7 +362,12 @@ class WorkerStreamEpoch(_WorkerEpoch):
             self._next_worker = (worker + 1) % self._setup.count
             self.position.advance(None, reply.count, self.position.batches + 1, self.position.samples)
             return unpack(reply.payload)
+        if self._setup.persistent and all(self._states):
+            self._setup.pool.states = [self._after_end(worker) for worker in range(self._setup.count)]
         raise StopIteration
+
+    def _after_end(self, worker: int) -> State:
+        return {**(self._state_of(worker) or {}), "boundary": True, "ended": True, "samples": 0, "begun": False}
 
     def dataset_states(self) -> DatasetStates | None:
         if self.finished and not self._setup.persistent:
@@ -360,7 +378,7 @@ class WorkerStreamEpoch(_WorkerEpoch):
             if state is None:
                 return None
             if self.finished:
-                state = {**state, "boundary": True, "ended": True, "samples": 0, "begun": False}
+                state = self._after_end(worker)
             elif self._ended[worker]:
                 state = {**state, "boundary": False, "ended": True, "begun": True}
             else:

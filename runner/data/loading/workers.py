@@ -111,7 +111,7 @@ class StartTask(Task):
             seed_worker(self.seed, runner.worker)
         if not boundary:
             runner.start(saved)
-        return runner.reply(self.ticket, state=self.saved if runner.continues(saved) else runner.state(always=True))
+        return runner.reply(self.ticket, state=self.saved if runner.continues(saved) else runner.state())
 
 
 class FetchTask(Task):
@@ -147,7 +147,8 @@ class TaskRunner(Dataset[Reply]):
     """The stand-in for the dataset that torch's loader indexes: `runner[task]` runs the task.
 
     Args:
-        snapshot_every: batches of a worker between two states of its iterable dataset; 0: only at the start.
+        snapshot_every: batches of a worker between two states of its iterable dataset; 0: only at the start. Another
+            state is taken with the first batch of a leg, since the samples to skip are of one leg.
         ranks: (rank, world size), for `runner.data.ranks` in the workers.
         shutdown: set when the workers are to exit.
     """
@@ -161,7 +162,7 @@ class TaskRunner(Dataset[Reply]):
         self.shutdown = shutdown
         self.parent = os.getpid()
         self.worker = -1
-        self._batches = 0
+        self._batches = self._legs = 0  # since the last state; opened until then
         self._samples = None
         if isinstance(fetcher, MapFetcher) and fetcher.watched and fetcher.one_by_one:
             self._samples = SeededSamples()
@@ -184,6 +185,7 @@ class TaskRunner(Dataset[Reply]):
         fetcher = self.fetcher
         if isinstance(fetcher, StreamFetcher):
             fetcher.start(None if saved is None else redistribution.own(fetcher.dataset, saved))
+            self._legs = fetcher.legs
         elif saved is not None and saved["dataset"] is not None:
             fetcher.dataset.load_state_dict(saved["dataset"])
 
@@ -204,10 +206,10 @@ class TaskRunner(Dataset[Reply]):
         try:
             (batch, count), draws = watched(partial(self._fetch, task)) if self._watches else (self._fetch(task), "")
         except StopIteration:
-            return self.reply(task.ticket, state=self.state(always=True), ended=True)
+            return self.reply(task.ticket, state=self.state_at_end(), ended=True)
         self._batches += 1
         self._watches = False
-        reply = self.reply(task.ticket, pack(batch, self._default_collate), count, self.state(always=False))
+        reply = self.reply(task.ticket, pack(batch, self._default_collate), count, self.state_if_due())
         reply.draws = draws
         return reply
 
@@ -218,17 +220,30 @@ class TaskRunner(Dataset[Reply]):
         fetch = partial(fetcher.fetch, task.indices, task.sample_keys(fetcher.batched))
         return fetch() if self._samples is None else self._samples.fetch(fetch), 0
 
-    def state(self, always: bool) -> bytes | None:
+    def state(self) -> bytes | None:
         """The dataset's state, pickled at once since the dataset keeps changing it."""
         fetcher = self.fetcher
-        if isinstance(fetcher, MapFetcher):
-            if fetcher.collated or not is_stateful(fetcher.dataset):
-                return None
-            return pickle.dumps({"dataset": fetcher.dataset.state_dict(), "boundary": False})
+        if isinstance(fetcher, StreamFetcher):
+            return pickle.dumps(fetcher.state())
+        if fetcher.collated or not is_stateful(fetcher.dataset):
+            return None
+        return pickle.dumps({"dataset": fetcher.dataset.state_dict(), "boundary": False})
+
+    def state_if_due(self) -> bytes | None:
+        """The state after a batch."""
+        fetcher = self.fetcher
+        if not isinstance(fetcher, StreamFetcher):
+            return self.state()
+        if fetcher.legs != self._legs:
+            self._legs, self._batches = fetcher.legs, 0
+            return self.state()
         due = self.snapshot_every and self._batches % self.snapshot_every == 0
-        if always or (due and fetcher.is_stateful):
-            return pickle.dumps(fetcher.boundary_state() if fetcher.ended and always else fetcher.state())
-        return None
+        return self.state() if due and fetcher.is_stateful else None
+
+    def state_at_end(self) -> bytes | None:
+        """The state after the dataset has ended."""
+        fetcher = self.fetcher
+        return pickle.dumps(fetcher.boundary_state()) if isinstance(fetcher, StreamFetcher) else self.state()
 
 
 class WorkerInit:
@@ -293,6 +308,7 @@ class WorkerPool:
             **options,
         )
         self.pids: dict[int, int] = {}
+        self.states: list[dict[str, Any]] | None = None  # of the dataset at the end of the last epoch, until the next
         weakref.finalize(self, self.shutdown.set)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Reply]:

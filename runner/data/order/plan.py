@@ -79,7 +79,8 @@ class OrderPlan:
     ) -> tuple[list[Segment], list[Exclusion]]:
         """Segments and exclusions of a run that was saved at `position` and continues under this plan.
 
-        What was in force before `position` stays.
+        What was in force before `position` stays, and so do changes made in the run that begin later, except where
+        this plan has a segment of its own.
 
         Args:
             saved: the plan of the saved run.
@@ -101,7 +102,19 @@ class OrderPlan:
         else:
             kept = [segment for segment in segments if segment.start < position]
             kept.append(replace(now, start=position))
+        planned = {segment.start for segment in later}
+        made = (one for one in segments if one.start > position and one not in saved.segments)
+        later += [self._adapted(one, sizes) for one in made if one.start not in planned]
+        later.sort(key=lambda segment: segment.start)
         return [*kept, *later], self._exclusions(saved, exclusions, position, sizes, order)
+
+    def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
+        """A change of weights that was made in the run and has not begun, for the sources and caps of this plan."""
+        now = segment_at(self.segments, made.start)
+        weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
+        if not any(weights.values()):  # none of the sources that it wants is left
+            return replace(now, start=made.start)
+        return replace(made, weights=weights, max_epochs=now.max_epochs)
 
     def _exclusions(
         self,

@@ -1,0 +1,115 @@
+"""How an attempt ends when the disk is full, a newer attempt has taken over, or this process cannot end by itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_attempts import TinyJob, tiny_attempts
+
+from runner.errors import ExitStatus, SupersededError
+from runner.rundir.paths import RunDir
+from runner.system import files, processes
+from runner.system.distributed import World
+from runner.training import attempt as training_attempt
+from runner.training import peers
+
+
+class Requeued(TinyJob):
+    """A job that is restarted unless a rank records its verdict; notes what it is told."""
+
+    def __init__(self, restart_count: int = 0) -> None:
+        super().__init__(restart_count)
+        self.told: list[str] = []
+
+    def yield_verdict(self, reason: str | None = None) -> bool:
+        self.told.append(f"yield {reason}")
+        return True
+
+    def record_verdict(self) -> None:
+        self.told.append("verdict")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    path = tmp_path / "run"
+    path.mkdir()
+    return RunDir(path)
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.ENOSPC, True), (errno.EPERM, False)])
+def test_a_disk_with_room_for_the_attempt_log_alone_fails_no_run_for_good(code: int, passes: bool, run: RunDir) -> None:
+    write = files.write_json
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == run.order:
+            raise OSError(code, os.strerror(code), str(path))
+        write(path, *arguments, **options)
+
+    job = Requeued()
+    with tiny_attempts() as patch:
+        patch.setattr(files, "write_json", refuse)
+        assert training_attempt.attempt(run.path, job) == ExitStatus.FAILED
+    assert (f"yield {os.strerror(code)}: {run.order}" in job.told) == passes
+    assert json.loads(run.status.read_text())["state"] == ("requeued" if passes else "failed")
+    with tiny_attempts():
+        assert training_attempt.attempt(run.path, Requeued(1)) == ExitStatus.FINISHED
+
+
+def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Requeued()
+    monkeypatch.setattr(training_attempt, "leave_ranks", lambda status: job.told.append("leave"))
+    with tiny_attempts():
+        training_attempt.attempt(run.path, job)
+    assert job.told == ["verdict", "leave"]
+
+
+@pytest.mark.parametrize("superseded", [False, True])
+def test_a_rank_without_peers_ends_with_its_status(
+    superseded: bool, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the system has no timer left that would end the process otherwise."""
+    done: list[Any] = []
+
+    def no_timer(seconds: int, status: int) -> None:
+        raise OSError(errno.EAGAIN, "cannot create a timer")
+
+    class Log:
+        def end(self, *arguments: Any) -> None:
+            if superseded:
+                raise SupersededError("a newer attempt holds the lease")
+            done.append("recorded")
+
+        def update(self, **changes: Any) -> None:
+            done.append(changes["state"])
+
+    class Held:
+        def release(self) -> None:
+            done.append("released")
+
+    monkeypatch.setattr(processes, "end_after", no_timer)
+    monkeypatch.setattr(processes, "end_now", done.append)
+    attempt: Any = training_attempt._Attempt.__new__(training_attempt._Attempt)
+    attempt.world, attempt.job, attempt.run = World(), Requeued(), run
+    attempt.session, attempt.log, attempt.lease = None, Log(), Held()
+    attempt._end_without_peers("rank 1 hangs")
+    recorded = [] if superseded else ["recorded", "requeued"]
+    assert done == [*recorded, "released", ExitStatus.SUPERSEDED if superseded else ExitStatus.FAILED]
+    assert "rank 1 hangs" in capsys.readouterr().err
+
+
+def test_ranks_are_left_although_there_is_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[int] = []
+
+    def no_timer(seconds: int, status: int) -> None:
+        raise OSError(errno.EAGAIN, "cannot create a timer")
+
+    monkeypatch.setattr(peers, "current_ranks", lambda: (0, 2))
+    monkeypatch.setattr(processes, "end_after", no_timer)
+    monkeypatch.setattr(World, "stop", lambda world: stopped.append(world.size))
+    peers.leave_ranks(0)
+    assert stopped == [2]
