@@ -182,6 +182,7 @@ class Recount:
 
     def exclude(self, texts: list[str], before: ElasticSampler) -> None:
         """One change: samples from here on, or what stands at positions in the order `before` the change."""
+        made: list[Left] = []
         for text in texts:
             name, _, bounds = text.rpartition(":")
             first, _, last = bounds.partition("-")
@@ -194,10 +195,23 @@ class Recount:
                 ahead = np.array([position for position in wanted if self.position <= position < end], np.int64)
                 for source, index, epoch in zip(*(part.tolist() for part in before.locate(ahead)), strict=True):
                     left.keys.setdefault(source, set()).add(self.streams.key(source, index, epoch))
-            for name, keys in left.keys.items():  # what lies between was excluded already, and stays out
-                left.keys[name] = set(range(min(keys), max(keys) + 1))
             self.left_out.append(left)
-            self._gone.clear()
+            made.append(left)
+        self._fill(made)
+        self._gone.clear()
+
+    def _fill(self, made: list[Left]) -> None:
+        """What lies between excluded keys was excluded already, and stays out: in a range, and where two touch."""
+        end: float = -math.inf
+        firsts: dict[str, int] = {}  # by source, of the ranges that touch so far
+        for left in sorted((left for left in made if left.keys), key=lambda left: _bounds(left.text)[1:]):
+            _, first, last = _bounds(left.text)
+            if first > end + 1:
+                firsts = {}
+            for name, keys in left.keys.items():
+                firsts[name] = min(keys | {firsts[name]} if name in firsts else keys)
+                keys |= set(range(firsts[name], max(keys) + 1))
+            end = max(end, last)
 
     def withdraw(self, text: str) -> None:
         self.left_out = [left for left in self.left_out if left.text != text]
