@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from runner.models.loss import next_token_loss
+from runner.system import files
 
 # Well within the grace period of a preemption, and long compared with what a test does between two steps.
 HELD_S = float(os.environ.get("HELD_S", "3.0"))
@@ -80,14 +81,14 @@ def _fail() -> None:
 
 
 def _slow_down_fsync(seconds: float) -> None:
-    fsync = os.fsync
+    fsync = files.fsync_fd
 
     def slow_fsync(fd: Any) -> None:
         if HOLD.exists():
             time.sleep(seconds)
         fsync(fd)
 
-    os.fsync = slow_fsync
+    files.fsync_fd = slow_fsync
 
 
 if "FSYNC_SLEEP_S" in os.environ:
