@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Toy, manager, names
+from checkpoints import Toy, manager, names, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,12 +23,7 @@ from runner.system import files
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
     """Checkpoints of steps 1 to 3, and what each holds."""
     directory = tmp_path_factory.mktemp("trained") / "checkpoints"
-    toy, saving, digests = Toy(), manager(directory, keep_last=9), {}
-    for step in (1, 2, 3):
-        toy.train()
-        toy.save(saving)
-        digests[step] = toy.digest()
-    return directory, digests
+    return directory, train(directory, 3, keep_last=9)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Toy, manager, names
+from checkpoints import Toy, manager, names, train
 from faults import reads_intercepted
 from test_checkpoint_corruption import flip
 
@@ -26,12 +26,7 @@ CODES = [errno.EIO, errno.ESTALE, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
     """Two checkpoints, of steps 1 and 2, and what each holds."""
     directory = tmp_path_factory.mktemp("saved")
-    toy, saving, digests = Toy(), manager(directory), {}
-    for step in (1, 2):
-        toy.train()
-        toy.save(saving)
-        digests[step] = toy.digest()
-    return directory, digests
+    return directory, train(directory, 2)
 
 
 @pytest.fixture

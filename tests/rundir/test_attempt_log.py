@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_attempts import TinyJob
 
 from runner.config.composition import compose
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, UserError
@@ -90,7 +91,7 @@ def test_a_killed_attempt_keeps_the_cause_that_it_noted_unless_that_may_follow_f
     assert begin(run).last_cause == cause
 
 
-class LimitedJob:
+class LimitedJob(TinyJob):
     """A job that reaches its time limit before anything is built, every time."""
 
     auto_restarts = True
@@ -98,21 +99,8 @@ class LimitedJob:
     early_signal: int | None = signal.SIGUSR2
 
     def __init__(self, restart_count: int) -> None:
-        self.restart_count = restart_count
+        super().__init__(restart_count)
         self.requeued = False
-
-    def identity(self) -> dict[str, Any]:
-        return {"job_id": "7", "restart_count": self.restart_count, "host": "here", "node": "n1"}
-
-    def on_started(self) -> None: ...
-
-    def cause_of_loss(self, record: dict[str, Any]) -> str:
-        return "killed"
-
-    def yield_verdict(self, reason: str | None = None) -> bool:
-        return False
-
-    def record_verdict(self) -> None: ...
 
     def cause(self, signum: int) -> str:
         return "time limit"

@@ -80,3 +80,13 @@ def manager(directory: Path, **options: Any) -> TrainStateManager:
 def names(directory: Path) -> list[str]:
     """What is in `directory`, sorted."""
     return sorted(path.name for path in directory.iterdir())
+
+
+def train(directory: Path, steps: int, **options: Any) -> dict[int, str]:
+    """Train a toy and save it after every step; the digest of what each checkpoint holds, by step."""
+    toy, saving, digests = Toy(), manager(directory, **options), {}
+    for step in range(1, steps + 1):
+        toy.train()
+        toy.save(saving)
+        digests[step] = toy.digest()
+    return digests

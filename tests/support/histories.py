@@ -224,7 +224,7 @@ class Recount:
             self.parts = [one for one in self.parts if one[0] != self.position] + [(self.position, changed)]
 
     def resume(self, settings: Settings) -> None:
-        """Go on under other settings: what they change holds from here on, what was planned and is not, is gone."""
+        """Continue under other settings: what they change holds from here on, what was planned and is not, is gone."""
         before, now = part_at(self.settings.parts(), self.position), part_at(settings.parts(), self.position)
         if settings.parts() != self.settings.parts():
             if before == now:
