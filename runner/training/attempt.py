@@ -260,6 +260,7 @@ class _Attempt:
         if any(world.gather(bool(STOP))):  # no time to build what would not be used
             return self._interrupt(self.run.newest_step())
         self.session = session = self._open_session()
+        self.watch.show_open()
         if session.train(self.config.train.steps):
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:

@@ -10,12 +10,13 @@ from runner.config.schema import Config
 
 
 def make_exact(config: Config, device: torch.device) -> None:
-    """Choose torch's algorithms for `config`.
+    """Choose torch's algorithms for `config`; before this process computes anything in several threads.
 
     On a CPU, torch.compile adds from several threads at once (in the backward pass of an embedding, for example), in an
     order that differs from run to run. Eager operations have an order, and it calls those instead where torch asks for
     deterministic algorithms: a few percent slower.
     """
+    _choose_vector_kernels()
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     elif config.train.compile and device.type == "cpu":
@@ -23,6 +24,17 @@ def make_exact(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         options: Any = torch.utils.deterministic  # not typed
         options.fill_uninitialized_memory = False  # for debugging, and slow
+
+
+def _choose_vector_kernels() -> None:
+    """Let MKL's vector functions (square roots, exponentials) find out the CPU, in this thread alone.
+
+    They do so in the first call in a process. MKL 2024.2 stores its answer twice, first a raw code and then the one
+    that selects the kernels: a thread that reads between the two computes its part of the tensor with the kernels of
+    another CPU, right to 12 bits only. The first such call of a training is usually the optimizer's square root, split
+    over all threads; without this, one process in thirty to a hundred began with a wrong update.
+    """
+    torch.ones(1).sqrt()  # too small to be split
 
 
 def inexact(config: Config, device: torch.device, threads: int, threads_before: int | None) -> list[str]:

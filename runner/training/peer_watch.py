@@ -70,6 +70,8 @@ class PeerWatch:
         self._asking = False  # the store, to which this rank is connected
         self._answers = 0
         self._stop = threading.Event()
+        self._due = threading.Event()  # a sign is wanted at once
+        self._shown_open = threading.Event()
         self._deciding = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -81,10 +83,20 @@ class PeerWatch:
                 thread.start()
                 self._threads.append(thread)
 
+    def show_open(self) -> None:
+        """Return when the others can see that this rank's session is open, or after its timeout.
+
+        Before the first step: if it stopped there, the others would otherwise know no more than that it starts.
+        """
+        if self._threads:
+            self._due.set()
+            self._shown_open.wait(self._timeout_s)
+
     def stop(self) -> None:
         """Tell the others that this rank leaves. `on_silent` is not called any more; if it has been, this blocks."""
         with self._deciding:
             self._stop.set()
+        self._due.set()
         if self._threads:
             self._threads[0].join(self._interval_s)  # the store may not answer
 
@@ -147,6 +159,8 @@ class PeerWatch:
                 store = store or connect(self._timeout_s)
                 self._asking = True
                 store.set(f"alive/{self._world.rank}", json.dumps(sign))
+                if sign["step"] is not None:
+                    self._shown_open.set()
                 now = clock.monotonic()
                 self._look(store, min(now - before, 2 * self._interval_s))
                 before = now
@@ -157,7 +171,8 @@ class PeerWatch:
             beat += 1
             if left:
                 return
-            self._stop.wait(self._interval_s)
+            self._due.wait(self._interval_s)
+            self._due.clear()
 
     def _look(self, store: Any, elapsed: float) -> None:
         joined = [rank for rank, peer in self._peers.items() if peer.seen or store.check([f"alive/{rank}"])]

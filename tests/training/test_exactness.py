@@ -1,7 +1,8 @@
-"""What is not exact is said before the first step; torch.compile is exact on a CPU."""
+"""What torch decides anew in each process changes no bit; what is not exact is said before the first step."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from runs import PACED, TINY, Run, assert_same_run
 
 from runner.config.schema import Config
-from runner.training.exactness import inexact
+from runner.training.exactness import inexact, make_exact
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -36,6 +37,37 @@ def test_what_is_not_exact_is_said_with_its_remedy(
     assert len(found) == len(said)
     for reason, remedy in zip(found, said, strict=True):
         assert remedy in reason
+
+
+def mkl_cpu() -> ctypes.c_int32:
+    """Where MKL's vector functions note the CPU: the variable that `mkl_vml_serv_cpu_detect` reads first."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    detect = getattr(library, "mkl_vml_serv_cpu_detect", None)
+    address = ctypes.cast(detect, ctypes.c_void_p).value if detect else None
+    code = ctypes.string_at(address, 6) if address else b""
+    if address is None or code[:2] != b"\x8b\x05":  # mov eax, [rip + offset]
+        pytest.skip("this torch has no MKL, or another one")
+    return ctypes.c_int32.from_address(address + len(code) + int.from_bytes(code[2:], "little", signed=True))
+
+
+def test_vector_kernels_are_chosen_before_a_second_thread_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one of some thirty processes begins with roots right to 12 bits in a part of the tensor."""
+    cpu = mkl_cpu()
+    threads = torch.get_num_threads()
+    values = torch.linspace(0.1, 1.0, 1 << 17)
+    make_exact(Config(), CPU)
+    known = cpu.value
+    expected = values.sqrt()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(500):
+            cpu.value = -1  # as in a process that has not called one of them yet
+            make_exact(Config(), CPU)
+            assert cpu.value == known
+            assert torch.equal(values.sqrt(), expected)
+    finally:
+        cpu.value = known
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
