@@ -436,7 +436,7 @@ class ElasticSampler:
         """
         at, selections = self._first_changeable(position), normalized(map(Selection.parse, texts))
         check_selections(selections, at, self.sizes)
-        added = excluded_from(selections, at, self.order)
+        added = [replace(one, planned=False) for one in excluded_from(selections, at, self.order)]
         self._set_order(self.order.segments, (*self.order.exclusions, *added))
 
     def _first_changeable(self, position: int | None) -> int:

@@ -516,6 +516,27 @@ def test_an_exclusion_survives_every_other_change(exclude: str, changed: dict[st
     assert not set(configured.find(["a"] * 3, [3] * 3, [1, 2, 3])) - {-1} or exclude.startswith("pos")
 
 
+@pytest.mark.parametrize("made", ["a:3", "a:2-4", "positions:20-29"])
+@pytest.mark.parametrize("configured", [["a:3"], ["a:1-3"], ["positions:18-24"]])
+def test_a_call_in_the_run_is_not_undone_by_what_the_configuration_withdraws(made: str, configured: list[str]) -> None:
+    arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 40}, "weights": [1, 1], "global_batch_size": 1}
+    arguments |= {"num_replicas": 1, "allow_data_change": True}
+    alone = {**arguments, "sizes": {"b": 40}, "weights": [1]}
+    run = ElasticSampler(**arguments, exclude=configured)
+    list(itertools.islice(run, 10))
+    run.exclude([made])
+    (expected,) = (one for one in run.order.exclusions if not one.planned)
+    for withdrawn in (arguments, alone, arguments):  # the source may be removed meanwhile, and return
+        resumed = ElasticSampler(**withdrawn)
+        resumed.load_state_dict(run.state_dict())
+        list(itertools.islice(resumed, 4))
+        run = resumed
+    assert [one for one in run.order.exclusions if one.until is None] == [expected]
+    if made.startswith("a"):
+        names, indices, _ = run.locate(np.arange(22, 400))
+        assert ("a", 3) not in set(zip(names.tolist(), indices.tolist(), strict=True))
+
+
 @settings(max_examples=30)
 @given(
     changed=st.sampled_from(

@@ -87,12 +87,14 @@ class Exclusion:
         keys: of an exclusion by position, by source: the first key of what stood there, and one past the last. Only
             these occurrences are left out; later epochs have the samples again.
         until: position at which the exclusion was withdrawn; what is left of it returns from there on.
+        planned: whether the configuration excludes them, and may withdraw that; False: a call during the run did.
     """
 
     at: int
     what: Selection
     keys: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     until: int | None = None
+    planned: bool = True
 
     def is_in_force(self, position: int) -> bool:
         return self.at <= position and (self.until is None or position < self.until)
@@ -104,13 +106,14 @@ class Exclusion:
 
     def to_json(self) -> dict[str, Any]:
         keys = {name: list(bounds) for name, bounds in self.keys.items()}
-        return {"at": self.at, "until": self.until, "exclude": str(self.what), "keys": keys}
+        times = {"at": self.at, "until": self.until}
+        return {**times, "exclude": str(self.what), "keys": keys, "planned": self.planned}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exclusion:
         keys = {str(name): (int(first), int(stop)) for name, (first, stop) in value["keys"].items()}
         until = None if value["until"] is None else int(value["until"])
-        return cls(int(value["at"]), Selection.parse(value["exclude"]), keys, until)
+        return cls(int(value["at"]), Selection.parse(value["exclude"]), keys, until, bool(value["planned"]))
 
 
 def check_selections(selections: Iterable[Selection], at: int, sizes: Mapping[str, int]) -> None:

@@ -124,7 +124,10 @@ class OrderPlan:
         sizes: Mapping[str, int],
         order: Callable[[Sequence[Exclusion]], ElasticSequence],
     ) -> list[Exclusion]:
-        """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays."""
+        """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays.
+
+        So does what a call in the run excluded, whether the plan has had the same samples or not.
+        """
         active = [one.what for one in exclusions if one.until is None]
         added = without(self.exclude, (*saved.exclude, *active))
         removed = without(saved.exclude, self.exclude)
@@ -132,7 +135,7 @@ class OrderPlan:
         result: list[Exclusion] = []
         positions: list[Selection] = []  # of withdrawn exclusions, in part
         for one in exclusions:
-            rest = without([one.what], removed)
+            rest = without([one.what], removed) if one.planned else (one.what,)
             if one.until is not None or rest == (one.what,):
                 result.append(one)
                 continue

@@ -9,7 +9,7 @@ neither the data nor torch.
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
      "exclusions": [{"at": 800, "until": null, "exclude": "positions:5000-5999",
-                     "keys": {"code": [4000, 4800], "prose": [1000, 1200]}}], "retired": {}}
+                     "keys": {"code": [4000, 4800], "prose": [1000, 1200]}, "planned": true}], "retired": {}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
 seeded ones. Does not import torch.
