@@ -6,6 +6,7 @@ Hydra is called here and in `targets.bind` only; `explain` knows its errors.
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +118,8 @@ class ConfigTree:
         Hydra ends with SystemExit, or raises its own errors while HYDRA_FULL_ERROR=1.
         """
         main = hydra.main(config_path=str(conf_dir()), config_name=self.config_name, **VERSION_BASE)(lambda _: None)
-        arguments = sys.argv
+        arguments, root = sys.argv, logging.getLogger()
+        level, handlers = root.level, list(root.handlers)
         sys.argv = [arguments[0], *flags, *(opened(text) for text in overrides)]
         try:
             with self._search_path():
@@ -125,6 +127,8 @@ class ConfigTree:
         finally:
             sys.argv = arguments
             GlobalHydra.instance().clear()
+            root.setLevel(level)  # `--info` lets all loggers of the process print everything, from then on
+            root.handlers[:] = handlers
 
     @contextmanager
     def _hydra(self) -> Iterator[None]:

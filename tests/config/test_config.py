@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -205,8 +206,11 @@ class TestShow:
         flags = ["--cfg=job", "--resolve", "--package=model"]
         assert Composer([tmp_path]).show(flags, ["model=mine", "sampler.weights.new=1"]) == 0
         assert capsys.readouterr().out == "# @package model\n_target_: builtins.dict\nsize: 256\n"
+        root = logging.getLogger()
+        before = root.level, list(root.handlers)
         assert Composer([tmp_path]).show(["--info=searchpath"], []) == 0
         assert str(tmp_path) in capsys.readouterr().out
+        assert (root.level, list(root.handlers)) == before
 
     def test_a_config_that_does_not_compose_is_diagnosed(self, composer: Composer) -> None:
         for _ in range(2):  # nothing of the first call is left behind
