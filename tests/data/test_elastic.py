@@ -756,6 +756,10 @@ def test_an_exclusion_is_recorded_once() -> None:
         ({"max_epochs": 0}, "the order is empty"),
         ({"segments": [{"start": -1}]}, "expected start"),
         ({"segments": [{"start": 5, "wieghts": {}}]}, "expected start"),
+        ({"segments": [(4, [0, 1])]}, "expected start"),
+        ({"segments": [7]}, "expected start"),
+        ({"segments": [(1, {}, 1.0, {})]}, "expected start"),
+        ({"segments": [{"start": 5, "max_epochs": 2}]}, "expected start"),
         ({"segments": [(5, {"code": 1}), (5, {"code": 2})]}, "same position"),
     ],
 )

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -446,6 +447,34 @@ def test_a_fork_of_the_main_process_leaves_its_workers_alone() -> None:
     assert not shutdown.is_set()
     shutdown.set()
     assert shutdown.is_set()
+
+
+class Paused(Gathered):
+    """Its gathers wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def __getitems__(self, indices: Any) -> Any:
+        self.begun.set()
+        self.may_go_on.wait()
+        return super().__getitems__(indices)
+
+
+def test_a_fork_in_the_middle_of_a_prefetch_can_iterate_over_the_same_dataset() -> None:
+    data = Paused()
+    threading.Thread(target=lambda: next(iter(StatefulDataLoader(data, batch_size=4, num_workers=1)))).start()
+    data.begun.wait()
+    pid = os.fork()
+    if not pid:
+        data.may_go_on = threading.Event()
+        data.may_go_on.set()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's, to end the test
+        signal.alarm(60)
+        os._exit(len(list(StatefulDataLoader(data, batch_size=4, num_workers=1))))
+    data.may_go_on.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 6
 
 
 STATES: list[tuple[Any, str]] = [

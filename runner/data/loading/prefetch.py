@@ -6,6 +6,7 @@ Such a gather takes a tenth of the time of sending its result between processes.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import weakref
@@ -58,6 +59,8 @@ class PrefetchThread(threading.Thread):
 
 
 atexit.register(PrefetchThread.stop_all)
+# The threads stay behind in the parent, which may hold a lock at that moment.
+os.register_at_fork(after_in_child=PrefetchThread._locks.clear)
 
 
 class PrefetchedEpoch(Epoch):

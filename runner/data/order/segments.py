@@ -120,22 +120,26 @@ def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment
         base: the segment in force without the planned one.
 
     Raises:
-        SamplerError: an unknown key, or `start` is not an integer of 0 or more.
+        SamplerError: none of these forms, an unknown key, or `start` is not an integer of 0 or more.
     """
+    expected = "expected start (a position of 0 or more), weights (by source name), temperature, max_epochs"
     if isinstance(value, Segment):
-        value = vars(value)
-    elif not isinstance(value, Mapping):
-        value = dict(zip(("start", "weights", "temperature"), value, strict=False))
-    unknown = set(value) - {"start", "weights", "temperature", "max_epochs"}
-    start = value.get("start")
-    if unknown or not hasattr(start, "__index__") or integer("start", start) < 0:
-        raise SamplerError(
-            f"segment {dict(value)!r}: expected start (a position of 0 or more), weights, temperature, max_epochs"
-        )
-    temperature = value.get("temperature")
+        given = vars(value)
+    elif isinstance(value, Mapping):
+        given = dict(value)
+    elif isinstance(value, Sequence) and 0 < len(value) <= 3:
+        given = dict(zip(("start", "weights", "temperature"), value, strict=False))
+    else:
+        raise SamplerError(f"segment {value!r}: {expected}")
+    unknown = set(given) - {"start", "weights", "temperature", "max_epochs"}
+    start, temperature = given.get("start"), given.get("temperature")
+    weights, caps = (given.get(key) or {} for key in ("weights", "max_epochs"))
+    mappings = isinstance(weights, Mapping) and isinstance(caps, Mapping)
+    if unknown or not mappings or not hasattr(start, "__index__") or integer("start", start) < 0:
+        raise SamplerError(f"segment {given!r}: {expected}")
     return Segment(
         integer("start", start),
-        {**base.weights, **(value.get("weights") or {})},
+        {**base.weights, **weights},
         base.temperature if temperature is None else temperature,
-        {**base.max_epochs, **(value.get("max_epochs") or {})},
+        {**base.max_epochs, **caps},
     )
