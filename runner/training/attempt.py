@@ -289,10 +289,12 @@ class _Attempt:
             FileError: the disk refuses it, or has refused metrics.
         """
         assert self.log is not None
+        assert self.session is not None
         self.watch.stop()
         if self.log.lost_records:
             raise FileError(self.log.lost_records)
-        steps, guard = self.config.train.steps, self.run.guard
+        # More than train.steps where that was lowered below what the run had reached.
+        steps, guard = self.session.step, self.run.guard
         self.log.end("finished", 0)
         insist(lambda: files.write_json(self.run.finished, {"steps": steps}, guard=guard), self.run.finished)
         _print(f"finished: {steps} steps, results in {self.run.path}")

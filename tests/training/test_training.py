@@ -233,3 +233,13 @@ def test_a_save_in_flight_is_completed_and_counted_when_the_training_fails(tmp_p
     (attempt,) = run.attempts()
     assert (attempt["cause"], attempt["end_step"], attempt["checkpoint_step"]) == ("crash", 5, 5)
     assert [path.name for path in run.checkpoints()] == ["step_00000005"]
+
+
+def test_a_run_that_has_more_steps_than_asked_for_finishes_with_those_it_has(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", [*TINY, "train.steps=6", "eval.every_steps=0"])
+    run.finish()
+    (run.path / "finished.json").unlink()
+    shorter = Run(run.path, [*TINY, "train.steps=2", "eval.every_steps=0"])
+    assert "finished: 6 steps" in shorter.finish()
+    assert json.loads((run.path / "finished.json").read_text()) == {"steps": 6}
+    assert steps(run) == list(range(1, 7))
