@@ -84,11 +84,12 @@ class PeerWatch:
                 self._threads.append(thread)
 
     def show_open(self) -> None:
-        """Return when the others can see that this rank's session is open, or after its timeout.
+        """Return when the others can see that this rank's session is open, or cannot be told.
 
         Before the first step: if it stopped there, the others would otherwise know no more than that it starts.
         """
         if self._threads:
+            self._shown_open.clear()
             self._due.set()
             self._shown_open.wait(self._timeout_s)
 
@@ -168,6 +169,7 @@ class PeerWatch:
             except RuntimeError:  # not there yet, or gone with the process that served it: that is no silence
                 store = None
                 self._asking = False
+                self._shown_open.set()  # as well as it can be
             beat += 1
             if left:
                 return
