@@ -108,7 +108,7 @@ def _totals_text(record: OrderRecord, rows: list[dict[str, Any]]) -> str:
                 "source": name,
                 "share": f"{entry['share']:.4f}",
                 "samples": f"{entry['samples']:,.0f}",
-                "tokens": f"{entry['tokens']:,.0f}",
+                "tokens": "" if entry["tokens"] is None else f"{entry['tokens']:,.0f}",
                 "epochs at the end": f"{entry['epochs_at_end']:.3f}",
             }
             for name, entry in row["sources"].items()

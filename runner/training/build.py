@@ -245,11 +245,12 @@ def sampler(
     )
 
 
-def order_record(config: Config, sampler: Any, sizes: dict[str, int], shapes: Sequence[BatchShape]) -> OrderRecord:
+def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes: Sequence[BatchShape]) -> OrderRecord:
     """What `runner inspect` needs to know about the data order."""
+    sizes = {name: len(part) for name, part in datasets.items()}
     shape: dict[str, Any] = {
         "steps": config.train.steps,
-        "sequence_length": config.data.sequence_length,
+        "tokens_per_sample": tokens_per_sample(datasets),
         "batch_shapes": tuple(shapes),
     }
     if config.sampler.kind is SamplerKind.elastic:

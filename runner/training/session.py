@@ -171,8 +171,7 @@ class _Opening:
         if saved is not None:
             consumption.load_state_dict(saved.order)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
-            sizes = {name: len(part) for name, part in datasets.items()}
-            order = build.order_record(config, consumption.sampler, sizes, run_state.batch_shapes)
+            order = build.order_record(config, consumption.sampler, datasets, run_state.batch_shapes)
             insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
         recorder = self._recorder(step, run_state.evaluated, manager)
         compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model

@@ -76,7 +76,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.config.write_text(compose(["experiment=smoke", f"run.dir={run.path}", "train.steps=3"]).text)
     sampler = ElasticSampler(SIZES, {"prose": 1, "code": 3}, global_batch_size=8, num_replicas=1, seed=3)
     OrderRecord.of_elastic(
-        sampler.state_dict(), SIZES, steps=3, sequence_length=16, batch_shapes=(BatchShape(0, 4, 2),)
+        sampler.state_dict(), SIZES, steps=3, tokens_per_sample={}, batch_shapes=(BatchShape(0, 4, 2),)
     ).write(run.order)
     toy = Toy()
     saving = manager(run.checkpoints)

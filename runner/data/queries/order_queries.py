@@ -134,7 +134,7 @@ def _totals_row(
         name: {
             "share": count / total if total else 0.0,
             "samples": count,
-            "tokens": count * record.sequence_length,
+            "tokens": count * record.tokens_per_sample[name] if name in record.tokens_per_sample else None,
             "epochs_at_end": epochs[name],
         }
         for name, count in counts.items()

@@ -4,7 +4,7 @@ A run writes it at the start of every attempt and with every checkpoint. `python
 neither the data nor torch.
 
     {"version": 1, "kind": "elastic", "seed": 0, "sizes": {"code": 9000, "prose": 1200},
-     "sequence_length": 128, "steps": 1000, "shuffle": true, "drop_last": true,
+     "tokens_per_sample": {"code": 128, "prose": 128}, "steps": 1000, "shuffle": true, "drop_last": true,
      "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
@@ -48,7 +48,7 @@ class OrderRecord:
         steps: length of the run.
         batch_shapes: at least one; each holds from its step on.
         segments: at least one; `start` is a position (elastic) or a step (seeded samplers).
-        sequence_length: tokens per sample.
+        tokens_per_sample: by source name, where the dataset says it.
         exclusions: samples left out; elastic only.
         retired: sizes of sources that the run had before; elastic only.
         shuffle: of the sampler.
@@ -61,7 +61,7 @@ class OrderRecord:
     steps: int
     batch_shapes: tuple[BatchShape, ...]
     segments: tuple[Segment, ...]
-    sequence_length: int = 1
+    tokens_per_sample: dict[str, int] = field(default_factory=dict)
     exclusions: tuple[Exclusion, ...] = ()
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
@@ -74,7 +74,7 @@ class OrderRecord:
         Args:
             state: its `state_dict()`.
             sizes: samples by source name, in the order of the dataset.
-            others: steps, batch_shapes and sequence_length.
+            others: steps, batch_shapes and tokens_per_sample.
         """
         return cls(
             kind="elastic",
@@ -163,8 +163,9 @@ def _check_numbers(value: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming one.
     """
-    counts = {name: value[name] for name in ("steps", "sequence_length")}
-    counts |= {f"sizes.{name}": size for sizes in (value["sizes"], value["retired"]) for name, size in sizes.items()}
+    counts = {"steps": value["steps"]}
+    for key in ("sizes", "retired", "tokens_per_sample"):
+        counts |= {f"{key}.{name}": count for name, count in value[key].items()}
     for shape in value["batch_shapes"]:
         counts |= {f"batch_shapes.{name}": count for name, count in shape.items()}
         if not shape.keys() >= {"step"} or any(count == 0 for name, count in shape.items() if name != "step"):
@@ -174,4 +175,4 @@ def _check_numbers(value: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {count!r:.40}")
 
 
-_PLAIN = ("kind", "seed", "sizes", "sequence_length", "steps", "shuffle", "drop_last", "retired")
+_PLAIN = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
