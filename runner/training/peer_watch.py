@@ -24,7 +24,7 @@ from typing import Any
 
 from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World
-from runner.training.peers import connect, serves_store
+from runner.training.peers import connect, in_group, serves_store, store_is_gone
 
 LOOKS = 12
 """How often a rank looks at the others within the time in which one must give a sign of life."""
@@ -67,8 +67,8 @@ class PeerWatch:
         self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S)
         self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}
         self._store_silent_s = 0.0
-        self._asking = False  # the store, to which this rank is connected
-        self._answers = 0
+        self._answers = 0  # of the store
+        self._gone = False  # the store, with the process that served it: that is no silence
         self._stop = threading.Event()
         self._due = threading.Event()  # a sign is wanted at once
         self._shown_open = threading.Event()
@@ -139,7 +139,8 @@ class PeerWatch:
             now = clock.monotonic()
             # At most twice the interval: this process itself may have been stopped.
             elapsed, before = min(now - before, 2 * self._interval_s), now
-            waiting = self._asking and answers == self._answers and self._world.rank != 0
+            # Whether or not this rank's connection got so far: a process that is stopped may not even let it.
+            waiting = answers == self._answers and not self._gone and self._world.rank != 0 and in_group()
             self._store_silent_s = self._store_silent_s + elapsed if waiting else 0.0
             answers = self._answers
             with self._deciding:
@@ -158,7 +159,6 @@ class PeerWatch:
             sign = {"host": own["host"], "pid": own["pid"], "step": self._progress(), "beat": beat, "left": left}
             try:
                 store = store or connect(self._timeout_s)
-                self._asking = True
                 store.set(f"alive/{self._world.rank}", json.dumps(sign))
                 if sign["step"] is not None:
                     self._shown_open.set()
@@ -166,9 +166,10 @@ class PeerWatch:
                 self._look(store, min(now - before, 2 * self._interval_s))
                 before = now
                 self._answers += 1
-            except RuntimeError:  # not there yet, or gone with the process that served it: that is no silence
+                self._gone = False
+            except RuntimeError:
                 store = None
-                self._asking = False
+                self._gone = store_is_gone(self._timeout_s)
                 self._shown_open.set()  # as well as it can be
             beat += 1
             if left:

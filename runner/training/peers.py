@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -82,6 +83,26 @@ def connect(timeout_s: float) -> Any:
     # torchrun's store outlives a restart of its ranks.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"runner/{attempt}", store)
+
+
+def in_group() -> bool:
+    """Whether this rank has joined the others, for which it needed the key-value store."""
+    from torch import distributed as dist
+
+    return dist.is_initialized()
+
+
+def store_is_gone(timeout_s: float) -> bool:
+    """Whether nothing serves the job's key-value store (any more), to be asked when it failed.
+
+    The port of a process that has ended refuses a connection at once. That of one that is stopped takes it without a
+    word, and a machine that is lost says nothing at all: these may hang, but are not gone.
+    """
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout_s).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def leave_ranks(status: int) -> None:

@@ -64,6 +64,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store, int], tuple[PeerW
 
     def make(store: Store, rank: int) -> tuple[PeerWatch, list[str], threading.Event]:
         monkeypatch.setattr(peer_watch, "connect", lambda timeout_s: store)
+        monkeypatch.setattr(peer_watch, "in_group", lambda: True)
         found: list[str] = []
         done = threading.Event()
 
@@ -115,10 +116,15 @@ def test_a_rank_whose_counter_stands_still_is_named(watch: Any) -> None:
     assert store.signs["alive/1"]["step"] == 3
 
 
-def test_a_store_that_does_not_answer_is_its_ranks_silence(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_store_that_does_not_answer_is_its_ranks_silence(
+    connected: bool, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(**{"alive/0": sign(), "alive/2": sign()})
     beating(store, 0, 2)
     watching, found, done = watch(store, 1)
+    if not connected:  # the store stopped before it took the connection, for which PyTorch's client waits for ever
+        monkeypatch.setattr(peer_watch, "connect", lambda timeout_s: store.closed.wait() and store)
     watching.start()
     store.blocks.set()
     assert done.wait(PATIENCE_S)
@@ -126,7 +132,31 @@ def test_a_store_that_does_not_answer_is_its_ranks_silence(watch: Any, monkeypat
     assert found[0].startswith("rank 0 ")
 
 
-@pytest.mark.parametrize("case", ["beating", "not joined", "left", "opening", "torchrun's store"])
+@pytest.mark.parametrize("served", ["stopped", "ended"])
+def test_a_port_that_refuses_is_no_silence(served: str, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped keeps its port, one that has ended does not."""
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port.getsockname()[1]))
+        if served == "stopped":
+            port.listen()
+        watching, found, done = watch(Store(), 1)
+
+        def connect(timeout_s: float) -> Any:
+            raise RuntimeError("no answer")
+
+        monkeypatch.setattr(peer_watch, "connect", connect)
+        watching.start()
+        if served == "stopped":
+            assert done.wait(PATIENCE_S)
+            assert found[0].startswith("rank 0 ")
+        else:
+            assert not done.wait(3 * WATCH_S)
+            watching.stop()
+
+
+@pytest.mark.parametrize("case", ["beating", "not joined", "left", "opening", "torchrun's store", "no group yet"])
 def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(  # or builds its data sets, say
     case: str, watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,9 +165,12 @@ def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(  # or builds i
     if case != "not joined":
         beating(store, 0, *([] if case in ("left", "opening") else [2]))
     watching, found, done = watch(store, 1)
+    if case == "no group yet":
+        monkeypatch.setattr(peer_watch, "in_group", lambda: False)
     watching.start()
     if case == "torchrun's store":
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    if case in ("torchrun's store", "no group yet"):
         store.blocks.set()
     assert not done.wait(2 * WATCH_S)
     store.closed.set()

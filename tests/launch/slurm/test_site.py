@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(cluster: Cluster, tmp
     held = "+launcher.additional.hold=true"
     ours = job.submit(held)
     assert job.row()["state"] == "pending"
+    time.sleep(1.1)  # Slurm's times are whole seconds, and no id comes again within one
     theirs = cluster.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
     record = job.path / "job.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": theirs}))
