@@ -1,7 +1,7 @@
 """The directory of a run's checkpoints: names, listing, the newest valid one, setting aside, retention, sweeping.
 
     step_00000100                    committed; the step in its manifest must be the one in its name
-    step_00000100.tmp-<fence>-...    being written, deleted or set aside, or left behind by a kill
+    step_00000100.tmp-<fence>-<pid>  being written, deleted or set aside, or left behind by a kill
     step_00000100.corrupt            set aside: damaged; `.corrupt-2` and so on if that name is taken
     step_00000100.misnamed           set aside: it contains another step, and its name was needed
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 DIRECTORY_MODE = 0o755
 
 _COMMITTED = re.compile(r"step_(\d+)")
-_TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-.*")
+_TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-\d+-\d+(?:-taken|-swept\d+)?")
 _SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
 _COUNT = itertools.count()
 
@@ -282,7 +282,8 @@ def warn_of_strangers(directory: Path) -> None:
 
 def leftovers(directory: Path) -> list[Path]:
     """Temporary directories: of a save or a deletion that is in progress, or that was killed."""
-    return sorted(directory / name for name in _names(directory) if _TEMPORARY.fullmatch(name))
+    named = (directory / name for name in _names(directory) if _TEMPORARY.fullmatch(name))
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())  # nothing else is made here
 
 
 def set_aside_earlier(directory: Path) -> list[Path]:

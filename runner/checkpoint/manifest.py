@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ VERSION = 1
 
 BLOCK_BYTES = 1 << 20
 """How much is hashed, read or written at once: little enough to stay in the CPU's cache."""
+
+
+_LARGEST, _LARGEST_TIME = 2**62, 2.0**40
 
 
 class CorruptionError(Exception):
@@ -69,10 +73,11 @@ class Manifest:
     def encode(self) -> bytes:
         """The content of manifest.json."""
         body = asdict(self)
-        return _canonical({**body, "sha256": hashlib.sha256(_canonical(body)).hexdigest()})
+        return canonical({**body, "sha256": hashlib.sha256(canonical(body)).hexdigest()})
 
 
-def _canonical(value: dict[str, Any]) -> bytes:
+def canonical(value: dict[str, Any]) -> bytes:
+    """The bytes of a manifest, and of what its checksum is of."""
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -103,26 +108,40 @@ def decode(raw: bytes) -> Manifest:
     if not isinstance(body, dict) or "sha256" not in body:
         raise CorruptionError(f"{NAME} contains no checksum of itself")
     checksum = body.pop("sha256")
-    if hashlib.sha256(_canonical(body)).hexdigest() != checksum or _canonical({**body, "sha256": checksum}) != raw:
+    if hashlib.sha256(canonical(body)).hexdigest() != checksum or canonical({**body, "sha256": checksum}) != raw:
         raise CorruptionError(f"{NAME} does not match its own checksum")
     check_version(body.get("version"), NAME)
     try:
         return _from_body(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptionError(f"{NAME} is incomplete ({type(error).__name__}: {error})") from error
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    records = {name: FileRecord(int(entry["size"]), str(entry["sha256"])) for name, entry in body["files"].items()}
+    records = {
+        name: FileRecord(_whole(f"size of {name}", entry["size"]), str(entry["sha256"]))
+        for name, entry in body["files"].items()
+    }
     for name in records:
         if name in ("", ".", "..", NAME) or set(name) & set("/\\\0") or not name.isprintable():
             raise CorruptionError(f"{NAME} names the file {name!r}, which is outside the checkpoint")
     manifest = Manifest(**{**body, "files": records})
-    if not isinstance(manifest.step, int) or manifest.step < 0:
-        raise CorruptionError(f"{NAME} has step {manifest.step!r}, which must be an integer of at least 0")
-    if not all(isinstance(value, (int, float)) for value in (manifest.created, manifest.metric or 0, manifest.fence)):
-        raise CorruptionError(f"{NAME} has a time, a metric or a fencing number that is not a number")
-    return manifest
+    for name in ("step", "fence", "world_size"):
+        _whole(name, getattr(manifest, name))
+    if not isinstance(manifest.fingerprint, dict):
+        raise CorruptionError(f"{NAME} has the fingerprint {manifest.fingerprint!r:.80}, which must be a mapping")
+    if type(manifest.created) not in (int, float) or not 0 <= manifest.created <= _LARGEST_TIME:
+        raise CorruptionError(f"{NAME} has created {manifest.created!r:.80}, which must be seconds since 1970")
+    if manifest.metric is not None and type(manifest.metric) not in (int, float):
+        raise CorruptionError(f"{NAME} has the metric {manifest.metric!r:.80}, which must be a number")
+    metric = None if manifest.metric is None else float(manifest.metric)
+    return replace(manifest, created=float(manifest.created), metric=metric)
+
+
+def _whole(what: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise CorruptionError(f"{NAME} has {what} {value!r:.80}, which must be an integer from 0 to 2^62")
+    return value
 
 
 def read(directory: Path) -> Manifest:
@@ -188,7 +207,7 @@ def verify(directory: Path, manifest: Manifest, part: int = 0, parts: int = 1) -
 
 def _verify_file(path: Path, expected: FileRecord) -> None:
     try:
-        found = patiently(path, lambda: record_of(path))
+        found = patiently(path, lambda: record_of(path, expected.size))
     except OSError as error:
         raise _missing(path, error) from error
     if found.size != expected.size:
@@ -201,14 +220,21 @@ def _missing(path: Path, error: OSError) -> CorruptionError:
     return CorruptionError(f"{path.name} cannot be read ({error.strerror})")
 
 
-def record_of(path: Path) -> FileRecord:
+def record_of(path: Path, expected_size: int | None = None) -> FileRecord:
     """Size and SHA-256 of a file, read in one pass.
+
+    Args:
+        path: of the file.
+        expected_size: a file of any other size is not read, and has no checksum then; None: read any.
 
     Raises:
         OSError: it is missing, not readable, or not a regular file.
     """
     digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
     with files.open_regular(path) as file:
+        whole_size = os.fstat(file.fileno()).st_size
+        if expected_size not in (None, whole_size):
+            return FileRecord(whole_size, "")
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:count])
             size += count

@@ -72,5 +72,8 @@ def open_checkpoint(info: Info, fingerprint: Mapping[str, Any]) -> tuple[TrainSt
     state = TrainState.from_dict(load_train_state(info.path), where)
     manifests.check_version(state.version, where)
     if state.step != info.step:
-        raise CheckpointError(f"{where} is of step {state.step}, but its manifest is of step {info.step}")
+        raise CheckpointError(
+            f"{where} is of step {state.step}, but its manifest is of step {info.step}: it was edited; remove "
+            f"{info.path}, and rerun to resume from an older checkpoint"
+        )
     return state, CheckpointReader(info.path, info.manifest)

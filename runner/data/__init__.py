@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from runner.data.datasets import MixtureDataset
     from runner.data.elastic import ElasticSampler
     from runner.data.loading.loader import StatefulDataLoader
-    from runner.data.loading.protocols import BatchRecord, LoaderStateError, RestartableDataLoader, ranks, shard
+    from runner.data.loading.protocols import BatchRecord, LoaderStateError, RestartableDataLoader, epoch, ranks, shard
     from runner.data.loading.randomness import sample_rng
     from runner.data.order.weights import SamplerError, SamplerStateError
     from runner.data.sampler import DistributedSampler, MixtureSampler
@@ -30,6 +30,7 @@ __all__ = [
     "SamplerStateError",
     "ShardedStream",
     "StatefulDataLoader",
+    "epoch",
     "ranks",
     "sample_rng",
     "shard",
@@ -47,6 +48,7 @@ _MODULES = {
     "SamplerStateError": "order.weights",
     "ShardedStream": "streams",
     "StatefulDataLoader": "loading.loader",
+    "epoch": "loading.protocols",
     "ranks": "loading.protocols",
     "sample_rng": "loading.randomness",
     "shard": "loading.protocols",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.exclusions import Exclusion, Selection, check_selections, normalized
+from runner.data.order.exclusions import Exclusion, check_selections, parsed
 from runner.data.order.hashing import U64
 from runner.data.order.plan import OrderPlan, excluded_from
 from runner.data.order.segments import Segment, check_sizes, segment_at
@@ -225,7 +225,10 @@ class ElasticSampler:
         if isinstance(epochs, bool) or not hasattr(epochs, "__float__") or not 0 <= epochs < math.inf:
             raise SamplerError(f"epochs {epochs!r}: it must be a finite number of 0 or more")
         size = sum(size for name, size in self.sizes.items() if self._base.weights[name] > 0)
-        return int(Fraction(str(epochs)) * size)
+        samples = int(Fraction(str(epochs)) * size)
+        if samples > END:
+            raise SamplerError(f"epochs {epochs!r} of {size} samples: at most 2^62 samples can be counted; lower it")
+        return samples
 
     # --- iteration -------------------------------------------------------------------------------
 
@@ -418,7 +421,8 @@ class ElasticSampler:
         at = self._first_changeable(position)
         current = segment_at(self.order.segments, at)
         named = weights_by_name(weights, self.sizes, self._base.weights)
-        if (named, temperature) == (current.weights, current.temperature):
+        is_now = at == self._position_after(self._iteration.yielded)  # nothing can come to stand before it
+        if is_now and (named, temperature) == (current.weights, current.temperature):
             return
         kept = tuple(entry for entry in self.order.segments if entry.start != at)
         segment = replace(current, start=at, weights=named, temperature=temperature)
@@ -434,7 +438,7 @@ class ElasticSampler:
         Raises:
             SamplerError: an invalid exclusion, or a position that was already yielded.
         """
-        at, selections = self._first_changeable(position), normalized(map(Selection.parse, texts))
+        at, selections = self._first_changeable(position), parsed(texts)
         check_selections(selections, at, self.sizes)
         added = [replace(one, planned=False) for one in excluded_from(selections, at, self.order)]
         self._set_order(self.order.segments, (*self.order.exclusions, *added))
@@ -444,7 +448,7 @@ class ElasticSampler:
         reached = self._position_after(self._iteration.yielded)
         if position is None:
             return reached
-        position = integer("position", position)
+        position = integer("position", position, 0)
         if position < reached:
             raise SamplerError(
                 f"position {position}: a change cannot begin before position {reached}, the first not yet consumed"

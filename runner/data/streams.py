@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from runner.data.loading import protocols
 from runner.data.loading.protocols import LoaderStateError, shard
 
 State = dict[str, Any]
@@ -20,7 +21,7 @@ class ShardedStream(IterableDataset[Any]):
     way, are dealt out to the new shards. All of that is done here.
 
     Attributes:
-        epoch: how many times this shard has come to the end, from 0.
+        epoch: that of the loader, from 0; without a loader, how many times this shard has come to the end.
     """
 
     epoch = 0
@@ -52,6 +53,8 @@ class ShardedStream(IterableDataset[Any]):
         if not self._loaded:
             self._begin()
         self._loaded = False
+        told = protocols.epoch()
+        self.epoch = self.epoch if told is None else told
         units = self.units()
         self._shard, known = self._shard or shard(), self._units
         if known not in (None, len(units)):

@@ -19,7 +19,7 @@ from runner.config.schema import Config, Precision, SamplerKind, source_weights
 from runner.config.targets import bind, instantiate
 from runner.data.datasets import MixtureDataset
 from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.exclusions import Selection, normalized
+from runner.data.order.exclusions import parsed
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
@@ -274,7 +274,7 @@ def data_plan(config: Config) -> dict[str, Any]:
         "weights": source_weights(config),
         "temperature": options.temperature,
         "shuffle": options.shuffle,
-        "exclude": [str(one) for one in normalized(map(Selection.parse, options.exclude))],
+        "exclude": [str(one) for one in parsed(options.exclude)],
         "max_epochs": dict(options.max_epochs),
         "phases": [[step, state.weights, state.temperature] for step, state in phase_schedule(config).mixtures()[1:]],
     }

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from checkpoints import Toy, manager, names
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
+from runner.cli import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 
 FILES = [".metadata", "__0_0.distcp", "manifest.json", "train_state.pt"]
@@ -248,6 +250,42 @@ def test_a_manifest_cannot_name_files_outside(run: Path, name: str) -> None:
     candidate = next(c for c in checkpoint_dir.candidates(run) if c.path == path)
     assert candidate.corruption is not None
     assert "outside the checkpoint" in candidate.corruption
+
+
+ABSURD: dict[str, list[Any]] = {
+    "step": [True, -1, 2**62 + 1, 2.0, "2", None],
+    "fence": [-1, 10**400, 0.5, None],
+    "world_size": [-1, 10**400, "1"],
+    "created": [float("nan"), float("inf"), -1.0, 1e308, 10**400, "now", None, True],
+    "metric": [10**400, "low", [1], True],
+    "fingerprint": [None, [], "x"],
+    "files": [None, [], {"train_state.pt": {"size": 10**400, "sha256": "0"}}, {"train_state.pt": {"size": -1}}],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ABSURD.items() for value in values])
+def test_a_manifest_that_matches_its_checksum_may_still_not_say_anything(
+    run: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "step_00000002" / "manifest.json"
+    body = {**json.loads(path.read_bytes()), key: value}
+    del body["sha256"]
+    path.write_bytes(manifests.canonical({**body, "sha256": sha256(manifests.canonical(body)).hexdigest()}))
+    for as_json in (True, False):
+        assert checkpoints_command.show(run, verify=True, as_json=as_json) == 1
+        output = capsys.readouterr().out
+        assert "manifest.json" in output
+    assert "corrupt: manifest.json " in output
+    assert load(run) == 1
+
+
+def test_a_file_of_another_size_is_not_read(run: Path) -> None:
+    """A sparse file costs nothing, and a day to read."""
+    path = run / "step_00000002" / "train_state.pt"
+    written = manifests.record_of(path)
+    os.truncate(path, 2**42)
+    assert manifests.record_of(path, written.size) == manifests.FileRecord(2**42, "")
+    assert load(run) == 1
 
 
 @pytest.mark.parametrize("name", FILES)

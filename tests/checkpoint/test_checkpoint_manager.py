@@ -221,11 +221,15 @@ def test_leftovers_of_a_kill_are_removed_at_load(tmp_path: Path) -> None:
     toy = Toy()
     toy.train()
     toy.save(manager(tmp_path))
-    for name in ("step_00000002.tmp-1-77", "step_00000001.tmp-deleted-3"):
+    ours = ["step_00000002.tmp-1-77", "step_00000001.tmp-1-3-taken", "step_00000001.corrupt.tmp-12-3-swept0"]
+    others = ["step_00000002.tmp-backup", "step_00000002.tmp-1-mine", "step_00000001.tmp"]
+    for name in ours + others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "part").write_text("x")
+    (tmp_path / "step_00000003.tmp-1-5").symlink_to(tmp_path / others[0])  # a save makes directories
     resumed(tmp_path)
-    assert names(tmp_path) == ["step_00000001"]
+    assert names(tmp_path) == sorted(["step_00000001", "step_00000003.tmp-1-5", *others])
+    assert all((tmp_path / name / "part").exists() for name in others)
 
 
 def test_only_one_save_is_in_flight_and_a_slow_disk_delays_the_second(tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -537,6 +538,25 @@ def test_a_call_in_the_run_is_not_undone_by_what_the_configuration_withdraws(mad
         assert ("a", 3) not in set(zip(names.tolist(), indices.tolist(), strict=True))
 
 
+def test_positions_that_a_call_excluded_are_other_samples_when_the_configuration_names_them() -> None:
+    """Positions name what stood there in the run that was looked at: after the call, its next samples."""
+
+    def at(sampler: ElasticSampler) -> list[int]:
+        indices: list[int] = sampler.locate(np.arange(8, 20))[1].tolist()
+        return indices
+
+    arguments: dict[str, Any] = {"sizes": {"a": 50}, "weights": [1], "global_batch_size": 1, "num_replicas": 1}
+    run = ElasticSampler(**arguments)
+    run.exclude(["8-12"])
+    shown = at(run)
+    configured = ElasticSampler(**arguments, exclude=["8-10"], allow_data_change=True)
+    configured.load_state_dict(run.state_dict())
+    assert at(configured)[:9] == shown[3:]
+    again = ElasticSampler(**arguments, exclude=["8-10"])
+    again.load_state_dict(configured.state_dict())  # the plan is the same, and is not carried out twice
+    assert at(again) == at(configured)
+
+
 @settings(max_examples=30)
 @given(
     changed=st.sampled_from(
@@ -732,7 +752,7 @@ def test_an_exclusion_is_recorded_once() -> None:
         ({"weights": [0, 0]}, "all 2 sources are 0"),
         ({"weights": [float("nan"), 1]}, "weight nan of source 'code'"),
         ({"weights": [float("inf"), 1]}, "weight inf of source 'code'"),
-        ({"weights": [-1, 1]}, "weight -1.0 of source 'code'"),
+        ({"weights": [-1, 1]}, "weight -1 of source 'code'"),
         ({"weights": [1]}, "Expected 2 weights"),
         ({"temperature": 0}, "temperature 0"),
         ({"sizes": {}}, "no sources"),
@@ -761,6 +781,22 @@ def test_an_exclusion_is_recorded_once() -> None:
         ({"segments": [(1, {}, 1.0, {})]}, "expected start"),
         ({"segments": [{"start": 5, "max_epochs": 2}]}, "expected start"),
         ({"segments": [(5, {"code": 1}), (5, {"code": 2})]}, "same position"),
+        ({"segments": 5}, "segments 5: it must be a list"),
+        ({"segments": [(2**62 + 1, {"code": 2})]}, "from 0 to 2\\^62"),
+        ({"exclude": "500-599"}, "exclude '500-599': it must be a list"),
+        ({"exclude": 3}, "exclude 3: it must be a list"),
+        ({"weights": "ab"}, "weights 'ab': expected a mapping"),
+        ({"weights": None}, "weights None: expected a mapping"),
+        ({"weights": ["1", 1]}, "weight '1' of source 'code'"),
+        ({"weights": [10**400, 1]}, "of source 'code': weights must be finite"),
+        ({"weights": [True, 1]}, "weight True of source 'code'"),
+        ({"temperature": 10**400}, "must be a finite number above 0"),
+        ({"max_epochs": True}, "max_epochs True"),
+        ({"max_epochs": 10**400}, "expected a finite number"),
+        ({"max_epochs": {"code": None}}, "max_epochs None"),
+        ({"global_batch_size": 2**62 + 1}, "at most 2\\^62"),
+        ({"samples": 2**62 + 1}, "at most 2\\^62"),
+        ({"epochs": 1e18}, "at most 2\\^62"),
     ],
 )
 def test_invalid_arguments_are_reported(arguments: dict[str, Any], message: str) -> None:
@@ -795,6 +831,49 @@ def test_what_was_consumed_cannot_be_changed() -> None:
         with pytest.raises(SamplerError, match="position 9: a change cannot begin before position 10"):
             change(9)
         change(10)
+
+
+def test_changes_that_make_no_sense_are_errors() -> None:
+    mine: Any = ElasticSampler({"a": 9, "b": 9}, [1, 3], global_batch_size=1, num_replicas=1)
+    calls: list[tuple[str, Any]] = [
+        ("exclude None", lambda: mine.exclude(None)),
+        ("exclude 'a:3'", lambda: mine.exclude("a:3")),
+        ("weights None", lambda: mine.update_weights(None)),
+        ("weight 'x'", lambda: mine.update_weights({"a": "x"})),
+        ("position -1", lambda: mine.update_weights([1, 1], position=-1)),
+        ("at most 2\\^62", lambda: mine.update_weights([1, 1], position=2**62 + 1)),
+    ]
+    for message, call in calls:
+        with pytest.raises(SamplerError, match=message):
+            call()
+    mine.update_weights([1, 1], position=2**62)
+    again = ElasticSampler({"a": 9, "b": 9}, [1, 3], global_batch_size=1, num_replicas=1)
+    again.load_state_dict(mine.state_dict())  # the largest position of a state is the largest that can be given
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1.0, 2.0, 5.0])), max_size=6),
+    st.randoms(),
+)
+def test_changes_of_weights_ahead_do_not_depend_on_the_order_of_the_calls(
+    changes: list[tuple[int, float]], shuffler: random.Random
+) -> None:
+    """A change to the weights that hold at its position anyway holds on, if another comes to stand before it."""
+    last = dict(changes)
+    played = list(last.items())
+    shuffler.shuffle(played)
+    called = ElasticSampler({"a": 90, "b": 90}, [1, 1], global_batch_size=1, num_replicas=1)
+    for position, weight in played:
+        called.update_weights({"a": weight, "b": 1}, position=position)
+    planned = ElasticSampler(
+        {"a": 90, "b": 90},
+        [1, 1],
+        global_batch_size=1,
+        num_replicas=1,
+        segments=[(position, {"a": weight, "b": 1}) for position, weight in last.items()],
+    )
+    assert list(itertools.islice(called, 100)) == list(itertools.islice(planned, 100))
 
 
 def test_lookups_of_anything_but_integers_are_errors() -> None:

@@ -48,6 +48,9 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "distributed": lambda **more: StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed(), **more),
     "mixture": lambda **more: StatefulDataLoader(Gathered(SIZE), 3, sampler=mixture(), **more),
     "elastic": lambda **more: StatefulDataLoader(Gathered(SIZE), 3, sampler=elastic(), **more),
+    "torch's sampler": lambda **more: StatefulDataLoader(
+        Squares(SIZE), 3, sampler=TorchSampler(Squares(SIZE), 2, 0), **more
+    ),
     "shuffled": lambda **more: StatefulDataLoader(Squares(SIZE), 3, shuffle=True, **more),
     "sampler with a state": lambda **more: StatefulDataLoader(Squares(SIZE), 3, sampler=CursorSampler(SIZE), **more),
     "stream": lambda **more: StatefulDataLoader(Generated([12, 12]), 3, **more),
@@ -167,6 +170,23 @@ def test_a_damaged_ledger_is_refused(data: st.DataObject) -> None:
     assert refused(other, state) or other.state_dict() == mine.state_dict()
 
 
+SHORT = ("epoch", "batches_yielded", "samples_yielded", "batch_size", "sampler")
+
+
+@pytest.mark.parametrize("name", ["distributed", "mixture", "elastic", "torch's sampler"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_damaged_state_of_another_loader_is_refused_or_is_a_place_in_the_epoch(
+    name: str, data: st.DataObject
+) -> None:
+    """Without a digest it may name any place, but one that exists."""
+    state, _ = data.draw(damaged({key: STATES[name][key] for key in SHORT}))
+    loader = made(name)
+    if not refused(loader, state):
+        loader.load_state_dict(state)
+        assert take_batches(loader, 5) or loader.epoch > 0 or state["batches_yielded"] == 4
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -187,6 +207,10 @@ def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:
     for batches, fits in ((3, True), (4, True), (5, False), (10**9, False)):
         loader = StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed())
         assert refused(loader, {"epoch": 0, "batches_yielded": batches}) != fits
+    loader = StatefulDataLoader(Squares(SIZE), 3, sampler=list(range(12)))
+    loader.load_state_dict({"epoch": 0, "batches_yielded": 5})
+    with pytest.raises(LoaderStateError, match="15 items into an epoch of list, which has fewer"):
+        iter(loader)  # before that, nothing knows how long it is
     with pytest.raises(LoaderStateError, match="sampler in this state is missing; it must be that of ElasticSampler"):
         made("elastic").load_state_dict({"epoch": 0, "batches_yielded": 3})
 
@@ -221,6 +245,7 @@ def of_ranks(make: Callable[[int], Any], batches: tuple[int, ...]) -> list[Any]:
 RANKS: dict[str, Callable[[int], Any]] = {
     "distributed": lambda rank: StatefulDataLoader(Squares(SIZE), 2, sampler=distributed(rank)),
     "elastic": lambda rank: StatefulDataLoader(Squares(SIZE), 2, sampler=elastic(rank)),
+    "torch's sampler": lambda rank: StatefulDataLoader(Squares(SIZE), 2, sampler=TorchSampler(Squares(SIZE), 2, rank)),
     "shuffled": lambda rank: StatefulDataLoader(Squares(SIZE), 2, shuffle=True),
     "stream": lambda rank: StatefulDataLoader(Generated([24]), 2),
 }

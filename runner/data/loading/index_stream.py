@@ -16,7 +16,6 @@ loader yields, however many were fetched ahead.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
 from typing import Any, Protocol, runtime_checkable
@@ -24,11 +23,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from runner.data.loading.fetch import Indices, is_stateful, items, restart
 from runner.data.loading.loader_state import size_of
+from runner.data.loading.protocols import LoaderStateError
 from runner.data.loading.seeds import draw_seed
 from runner.data.sampler import integers, permutation
+
+_NONE = object()
 
 
 @runtime_checkable
@@ -90,7 +93,8 @@ class IndexStream:
     def epoch_size(self) -> int | None:
         """Samples (batches, for a batch sampler) of every epoch; None if unknown, or if epochs may differ in it."""
         sampler = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
-        is_same = type(sampler) in _SKIPPING or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
+        is_torchs = type(sampler) in (*_SKIPPING, TorchDistributedSampler)
+        is_same = is_torchs or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
         return size_of(self.sampler) if is_same else None
 
     def is_exhausted(self, batches: int, samples: int, base: int) -> bool:
@@ -114,6 +118,9 @@ class IndexStream:
 
         Args:
             saved: a plain sampler's state, in place of `skip`.
+
+        Raises:
+            LoaderStateError: the epoch of a plain sampler is shorter than `skip`.
         """
         if self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch")):
             self.sampler.set_epoch(epoch)
@@ -139,8 +146,13 @@ class IndexStream:
         self._inner = iter(self.sampler)
         if not is_stateful(self._inner):
             self._base = before
-        drop(items(self._inner), skip)
-        return items(self._inner)
+        indices = items(self._inner)
+        if skip and next(islice(indices, skip - 1, None), _NONE) is _NONE:
+            raise LoaderStateError(
+                f"this state is {skip} items into an epoch of {type(self.sampler).__name__}, which has fewer: it was "
+                "edited or belongs to another data order; use another checkpoint"
+            )
+        return indices
 
     def _resume_plain(self, saved: dict[str, Any]) -> Iterator[Any]:
         if saved["boundary"]:
@@ -213,11 +225,6 @@ def shuffled(sampler: RandomSampler, skip: int) -> Iterator[int]:
 
 # Not for subclasses, whose order may be different.
 _SKIPPING: dict[type, Callable[[Any, int], Iterator[int]]] = {SequentialSampler: sequential, RandomSampler: shuffled}
-
-
-def drop(iterator: Iterator[Any], count: int) -> None:
-    """Advance `iterator` by `count` items, in C."""
-    deque(islice(iterator, count), maxlen=0)
 
 
 def as_array(indices: Indices) -> np.ndarray | None:

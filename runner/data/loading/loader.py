@@ -214,7 +214,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, transform)
         first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0
         saved = saved and [saved[worker % len(saved)] for worker in range(self.num_workers)]
-        setup = self._setup_workers(fetcher, generator, saved, first)
+        setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
         return WorkerMapEpoch(source, fetcher, setup, position, self._on_end, None)
 
     def _prefetches_in_thread(self, fetcher: MapFetcher) -> bool:
@@ -240,10 +240,11 @@ class StatefulDataLoader(DataLoader[T_co]):
             protocols.set_ranks(*current_ranks())
             if isinstance(self._current, StreamEpoch):
                 fetcher.exhausted = self._current.exhausted
-            fetcher.start(None if saved is None else redistribution.own(self.dataset, saved[0]))
+            fetcher.start(None if saved is None else redistribution.own(self.dataset, saved[0]), position.epoch)
             transform = pin if self.pin_memory and can_pin() else None
             return StreamEpoch(fetcher, position, self._on_end, transform, self._check_length)
-        setup = self._setup_workers(fetcher, generator, saved, 0 if changed else self._first_worker(state))
+        first = 0 if changed else self._first_worker(state)
+        setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
         return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
 
     def _first_worker(self, state: State | None) -> int:
@@ -253,7 +254,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return int(state.get("next_worker", 0))
 
     def _setup_workers(
-        self, fetcher: MapFetcher | StreamFetcher, generator: Any, saved: DatasetStates | None, first: int
+        self, fetcher: MapFetcher | StreamFetcher, generator: Any, saved: DatasetStates | None, first: int, epoch: int
     ) -> WorkerSetup:
         if self._pool is None or self._pool.is_closed or not self.persistent_workers:
             options = {
@@ -272,6 +273,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             self.num_workers,
             seed=self._seeds.base_seed if self._seeds.chained else None,
             saved=saved,
+            epoch=epoch,
             first=first,
             in_order=self.in_order,
             persistent=self.persistent_workers,
@@ -442,6 +444,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         if state.get("seeds") is not None:
             self._seeds.check(state["seeds"])
         if not stream.seeds_itself:
+            if hasattr(self.sampler, "set_epoch"):
+                loader_state.check_sampler_epoch(state)
             return
         if state.get("sampler") is not None:
             stream.sampler.load_state_dict(state["sampler"])

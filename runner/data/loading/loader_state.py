@@ -7,6 +7,7 @@ from typing import Any
 
 from runner.data.loading.protocols import LoaderStateError, State, require
 from runner.data.order.state_checks import (
+    LARGEST,
     ListOf,
     Record,
     any_integer,
@@ -147,14 +148,24 @@ def check_place(state: State, epoch_size: int | None, batch_size: int | None, co
     check_seal(state, "this state", LoaderStateError)
 
 
+def check_sampler_epoch(state: State) -> None:
+    """Check what a plain sampler's `set_epoch` is called with, if the state has it.
+
+    Raises:
+        LoaderStateError: it is not an integer that torch can seed a generator with.
+    """
+    declared = Record({}, {"epoch": whole(-LARGEST)})
+    check({"sampler": state.get("sampler") or {}}, Record({"sampler": declared}), _MESSAGE, LoaderStateError)
+
+
 def aggregate(states: Sequence[State]) -> State:
     """Combine the states of all ranks, ordered by rank, into one.
 
     Raises:
         LoaderStateError: there are none, or the ranks stand at different places.
     """
-    if not states:
-        raise LoaderStateError("aggregate_state_dict got no states: pass one per rank")
+    if not isinstance(states, Sequence) or not states:
+        raise LoaderStateError("aggregate_state_dict got no states: pass a list of one per rank")
     check_ranks(states)
     return sealed({"version": VERSION, "loader": NAME, "ranks": list(states)})
 
@@ -211,8 +222,8 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
         LoaderStateError: it was changed, its ranks disagree, or there is no such rank.
     """
     require(aggregated, ("ranks",), NAME)
-    if not 0 <= rank < world_size:
-        raise LoaderStateError(f"rank={rank} is outside 0..{world_size - 1}")
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise LoaderStateError(f"rank {rank!r} of {world_size!r}: it must be an integer from 0 to one below the number")
     check(aggregated, _RANKS, _MESSAGE, LoaderStateError)
     ranks: list[State] = aggregated["ranks"]
     if not ranks:

@@ -94,14 +94,16 @@ def ranks() -> tuple[int, int]:
 
 
 class Acting:
-    """A context in which `shard` returns another shard: the one that a part of the data was left by.
+    """A context in which a dataset is read: as this shard, which may be another one, by which a part was left.
 
     Attributes:
+        epoch: of the loader.
         asked: `shard` was called in it.
     """
 
-    def __init__(self, shard: tuple[int, int]) -> None:
+    def __init__(self, shard: tuple[int, int], epoch: int) -> None:
         self.shard = shard
+        self.epoch = epoch
         self.asked = False
 
     def __enter__(self) -> Acting:
@@ -129,6 +131,14 @@ def shard() -> tuple[int, int]:
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return _rank * workers + worker, _world_size * workers
+
+
+def epoch() -> int | None:
+    """The epoch, from 0, in which a loader reads this iterable dataset, also in its workers; None outside of a loader.
+
+    A dataset that counts its epochs itself loses count where workers do not outlive an epoch.
+    """
+    return _acting[-1].epoch if _acting else None
 
 
 def require(state: State, keys: Sequence[str], loader: str) -> None:

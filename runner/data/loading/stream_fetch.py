@@ -52,18 +52,23 @@ class StreamFetcher:
         self._failed: State | None = None  # the state after an error: that of the batch before
         self._waiting: list[State] = []
         self._owner = self._shard = (0, 1)
-        self._acting = protocols.Acting(self._owner)
+        self._epoch = 0
+        self._acting = protocols.Acting(self._owner, self._epoch)
         self._opened: State = {}  # the state when this leg was opened, `_opened_at` samples after its beginning
         self._opened_at = 0
         self._was_begun = False
 
-    def start(self, saved: State | None = None) -> None:
+    def start(self, saved: State | None = None, epoch: int = 0) -> None:
         """Begin an epoch, or resume from a saved state.
+
+        Args:
+            saved: of this shard.
+            epoch: of the loader.
 
         Raises:
             ValueError: the dataset ends before the samples to skip do.
         """
-        self._owner = protocols.shard()
+        self._owner, self._epoch = protocols.shard(), epoch
         self._waiting = [] if saved is None else list(saved["waiting"])
         self._open(saved, self._owner if saved is None or not saved["begun"] else tuple(saved["shard"]))
 
@@ -71,7 +76,7 @@ class StreamFetcher:
         self._base, self._failed, self.samples, self.ended = None, None, 0, False
         self.legs += 1
         self._shard, self._was_begun = shard, saved is not None and saved["begun"]
-        self._acting = protocols.Acting(shard)
+        self._acting = protocols.Acting(shard, self._epoch)
         with self._acting:
             if saved is None:
                 self._begin()
@@ -87,7 +92,8 @@ class StreamFetcher:
 
     def _restore(self, saved: State) -> None:
         if saved["boundary"] or saved["ended"]:
-            self.iterator = restart(self.dataset, saved, protocols.Acting(tuple(saved["shard"])))
+            as_it_was = protocols.Acting(tuple(saved["shard"]), self._epoch)
+            self.iterator = restart(self.dataset, saved, as_it_was)
             if not saved["boundary"]:
                 self.ended = not self._waiting
                 self.iterator = iter(())

@@ -30,6 +30,7 @@ class WorkerSetup:
         count: number of workers.
         seed: from which they are seeded; None: torch has seeded them.
         saved: the state of the dataset in each worker, or None.
+        epoch: of the loader.
         first: the worker that fetches the first batch.
         in_order: as in torch's DataLoader.
         persistent: the workers outlive the epoch.
@@ -40,6 +41,7 @@ class WorkerSetup:
     count: int
     seed: int | None
     saved: DatasetStates | None
+    epoch: int
     first: int
     in_order: bool
     persistent: bool
@@ -73,6 +75,7 @@ class _Dispatcher:
         self._first = setup.first
         self._seed = setup.seed
         self._saved = setup.saved
+        self._epoch = setup.epoch
         self._tickets = 0
 
     def tasks(self) -> Iterator[Task]:
@@ -82,7 +85,7 @@ class _Dispatcher:
     def _start_tasks(self, seed: int | None, states: DatasetStates | None, first: int) -> Iterator[Task]:
         for worker in range(self._count):
             saved = None if states is None else pickle.dumps(states[worker])
-            yield StartTask(self._add().ticket, seed, saved)
+            yield StartTask(self._add().ticket, seed, saved, self._epoch)
         yield from self._empty_tasks(first)
 
     def _empty_tasks(self, worker: int) -> Iterator[Task]:

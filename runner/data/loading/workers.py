@@ -94,10 +94,12 @@ class StartTask(Task):
     Args:
         seed: None: torch has seeded the worker.
         saved: the dataset's state, pickled; None: from the beginning.
+        epoch: of the loader.
     """
 
-    def __init__(self, ticket: int, seed: int | None, saved: bytes | None) -> None:
+    def __init__(self, ticket: int, seed: int | None, saved: bytes | None, epoch: int) -> None:
         super().__init__(ticket)
+        self.epoch = epoch
         self.seed = seed
         self.saved = saved
 
@@ -106,11 +108,11 @@ class StartTask(Task):
         # A state between two epochs precedes this epoch's seed; one from within an epoch follows it.
         boundary = saved is not None and saved.get("boundary", False)
         if boundary:
-            runner.start(saved)
+            runner.start(saved, self.epoch)
         if self.seed is not None:
             seed_worker(self.seed, runner.worker)
         if not boundary:
-            runner.start(saved)
+            runner.start(saved, self.epoch)
         return runner.reply(self.ticket, state=self.saved if runner.continues(saved) else runner.state())
 
 
@@ -179,12 +181,12 @@ class TaskRunner(Dataset[Reply]):
     ) -> Reply:
         return Reply(ticket, self.worker, os.getpid(), payload, count, state, ended)
 
-    def start(self, saved: dict[str, Any] | None) -> None:
+    def start(self, saved: dict[str, Any] | None, epoch: int) -> None:
         """Begin an epoch, from the dataset's saved state if there is one."""
         self._batches = 0
         fetcher = self.fetcher
         if isinstance(fetcher, StreamFetcher):
-            fetcher.start(None if saved is None else redistribution.own(fetcher.dataset, saved))
+            fetcher.start(None if saved is None else redistribution.own(fetcher.dataset, saved), epoch)
             self._legs = fetcher.legs
         elif saved is not None and saved["dataset"] is not None:
             fetcher.dataset.load_state_dict(saved["dataset"])

@@ -50,6 +50,17 @@ class Selection(NamedTuple):
         return cls(name, first, last)
 
 
+def parsed(texts: Iterable[str]) -> tuple[Selection, ...]:
+    """What a user writes, normalized.
+
+    Raises:
+        SamplerError: it is not a list, or one of them has none of the forms of `Selection.parse`.
+    """
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise SamplerError(f"exclude {texts!r}: it must be a list of texts such as 'code:10-20' or 'positions:500-599'")
+    return normalized(Selection.parse(str(text)) for text in texts)
+
+
 def normalized(selections: Iterable[Selection]) -> tuple[Selection, ...]:
     """The same samples as sorted, disjoint selections that do not touch: equal if and only if the samples are."""
     merged: list[Selection] = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.data.order.exclusions import POSITIONS, Exclusion, Selection, check_selections, normalized, without
+from runner.data.order.exclusions import POSITIONS, Exclusion, Selection, check_selections, normalized, parsed, without
 from runner.data.order.segments import Segment, as_segment, segment_at
 from runner.data.order.sequence import ElasticSequence
 from runner.data.order.weights import SamplerError
@@ -34,12 +34,13 @@ class OrderPlan:
         Raises:
             SamplerError: an invalid segment or exclusion, or two segments with the same start.
         """
+        if isinstance(segments, str | Mapping) or not isinstance(segments, Iterable):
+            raise SamplerError(f"segments {segments!r}: it must be a list of segments")
         planned = sorted((as_segment(value, base) for value in segments), key=lambda segment: segment.start)
         starts = [segment.start for segment in planned]
         if len(set(starts)) != len(starts):
             raise SamplerError(f"two segments start at the same position: {starts}")
-        selections = normalized(Selection.parse(str(text)) for text in exclude)
-        return cls(tuple(planned) if starts[:1] == [0] else (base, *planned), selections)
+        return cls(tuple(planned) if starts[:1] == [0] else (base, *planned), parsed(exclude))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -126,9 +127,10 @@ class OrderPlan:
     ) -> list[Exclusion]:
         """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays.
 
-        So does what a call in the run excluded, whether the plan has had the same samples or not.
+        So does what a call in the run excluded, whether the plan has had the same samples or not. The same positions
+        are other samples by now.
         """
-        active = [one.what for one in exclusions if one.until is None]
+        active = [one.what for one in exclusions if one.until is None and one.what.source != POSITIONS]
         added = without(self.exclude, (*saved.exclude, *active))
         removed = without(saved.exclude, self.exclude)
         check_selections(added, position, sizes)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from runner.data.order.permutation import MAX_SIZE
-from runner.data.order.weights import SamplerError, check_weights, integer, is_number
+from runner.data.order.weights import SamplerError, check_weights, integer, is_finite
 from runner.errors import nearest
 
 
@@ -107,7 +107,7 @@ def check_segment(segment: Segment, sizes: Mapping[str, int]) -> None:
         if weight > 0 and sizes[name] == 0:
             raise SamplerError(f"source {name!r} has weight {weight:g} but no samples: set its weight to 0")
     for name, cap in segment.max_epochs.items():
-        if not (is_number(cap) and math.isfinite(cap) and cap >= 0):
+        if not (is_finite(cap) and cap >= 0):
             raise SamplerError(f"max_epochs {cap!r} of source {name!r}: expected a finite number of 0 or more")
 
 
@@ -122,7 +122,7 @@ def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment
     Raises:
         SamplerError: none of these forms, an unknown key, or `start` is not an integer of 0 or more.
     """
-    expected = "expected start (a position of 0 or more), weights (by source name), temperature, max_epochs"
+    expected = "expected start (a position from 0 to 2^62), weights (by source name), temperature, max_epochs"
     if isinstance(value, Segment):
         given = vars(value)
     elif isinstance(value, Mapping):
@@ -135,7 +135,7 @@ def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment
     start, temperature = given.get("start"), given.get("temperature")
     weights, caps = (given.get(key) or {} for key in ("weights", "max_epochs"))
     mappings = isinstance(weights, Mapping) and isinstance(caps, Mapping)
-    if unknown or not mappings or not hasattr(start, "__index__") or integer("start", start) < 0:
+    if unknown or not mappings or not hasattr(start, "__index__") or not 0 <= integer("start", start) <= MAX_SIZE:
         raise SamplerError(f"segment {given!r}: {expected}")
     return Segment(
         integer("start", start),

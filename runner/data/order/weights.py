@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from runner.data.order.permutation import MAX_SIZE
 from runner.errors import UserError, nearest
 from runner.system.distributed import current_ranks
 
@@ -25,8 +26,13 @@ class SamplerStateError(UserError, ValueError):
 def integer(what: str, value: Any, lowest: int | None = None) -> int:
     """`value` as a Python integer; numpy and torch integers are accepted, floats are not.
 
+    Args:
+        what: it is, for the error.
+        value: an integer.
+        lowest: None: any integer; else those from here to 2^62, the largest count of samples.
+
     Raises:
-        SamplerError: `value` is not an integer, or is below `lowest`.
+        SamplerError: `value` is not an integer, or is outside these bounds.
     """
     try:
         number = operator.index(value)
@@ -34,12 +40,17 @@ def integer(what: str, value: Any, lowest: int | None = None) -> int:
         raise SamplerError(f"{what} {value!r}: it must be an integer") from None
     if lowest is not None and number < lowest:
         raise SamplerError(f"{what} {number}: it must be {lowest} or more")
+    if lowest is not None and number > MAX_SIZE:
+        raise SamplerError(f"{what} {number}: it must be at most 2^62 ({MAX_SIZE})")
     return number
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a real number, numpy's included."""
-    return isinstance(value, Real)
+def is_finite(value: Any) -> bool:
+    """Whether it is a real number, numpy's included, that a float can hold."""
+    try:
+        return isinstance(value, Real) and value is not True and value is not False and math.isfinite(value)
+    except OverflowError:  # an integer
+        return False
 
 
 def check_weights(weights: Sequence[float], temperature: float, names: Iterable[object] | None = None) -> None:
@@ -53,14 +64,23 @@ def check_weights(weights: Sequence[float], temperature: float, names: Iterable[
     Raises:
         SamplerError: the temperature is not finite and above 0, a weight is negative or not finite, or all are 0.
     """
-    if not (is_number(temperature) and 0 < temperature < math.inf):
+    if not (is_finite(temperature) and temperature > 0):
         raise SamplerError(f"temperature {temperature!r}: it must be a finite number above 0 (1 keeps the weights)")
     labels = list(names) if names is not None else list(range(len(weights)))
     for label, weight in zip(labels, weights, strict=True):
-        if not (is_number(weight) and math.isfinite(weight) and weight >= 0):
-            raise SamplerError(f"weight {weight!r} of source {label!r}: weights must be finite numbers of 0 or more")
+        check_weight(label, weight)
     if not any(weights):
         raise SamplerError(f"the weights of all {len(weights)} sources are 0: give at least one a positive weight")
+
+
+def check_weight(label: object, weight: Any) -> None:
+    """Check the weight of one source.
+
+    Raises:
+        SamplerError: it is negative, or not a finite number.
+    """
+    if not (is_finite(weight) and weight >= 0):
+        raise SamplerError(f"weight {weight!r} of source {label!r}: weights must be finite numbers of 0 or more")
 
 
 def weights_by_name(
@@ -74,8 +94,11 @@ def weights_by_name(
         base: weights of the sources that `weights` does not name; None: it must name all.
 
     Raises:
-        SamplerError: an unknown or missing source, or the wrong number of weights.
+        SamplerError: an unknown or missing source, the wrong number of weights, or a weight that is no finite number.
     """
+    given: Any = weights
+    if isinstance(given, str) or not hasattr(given, "__len__"):
+        raise SamplerError(f"weights {weights!r}: expected a mapping from source names, or a list of one per source")
     if not isinstance(weights, Mapping):
         if len(weights) != len(sizes):
             raise SamplerError(f"Expected {len(sizes)} weights (one per source), got {len(weights)}")
@@ -89,6 +112,8 @@ def weights_by_name(
     missing = [name for name in sizes if name not in named]
     if missing:
         raise SamplerError(f"no weight for source {missing[0]!r}: set one for every source (0 leaves it out)")
+    for name in sizes:
+        check_weight(name, named[name])
     return {name: float(named[name]) for name in sizes}
 
 
