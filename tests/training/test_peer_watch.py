@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,12 @@ def sign(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store, int], tuple[PeerWatch, list[str], threading.Event]]:
+def watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Store, int], tuple[PeerWatch, list[str], threading.Event]]]:
     """Rank `rank` of 3, whose watch looks every few milliseconds; what it found, and when it did."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    made: list[tuple[Store, PeerWatch]] = []
 
     def make(store: Store, rank: int) -> tuple[PeerWatch, list[str], threading.Event]:
         monkeypatch.setattr(peer_watch, "connect", lambda timeout_s: store)
@@ -72,9 +75,18 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store, int], tuple[PeerW
             found.append(sentence)
             done.set()
 
-        return PeerWatch(World(rank, 3), WATCH_S, lambda: 3, on_silent), found, done
+        watching = PeerWatch(World(rank, 3), WATCH_S, lambda: 3, on_silent)
+        made.append((store, watching))
+        return watching, found, done
 
-    return make
+    yield make
+    for store, watching in made:  # their threads use what was patched
+        store.blocks.clear()
+        store.closed.set()
+        watching.stop()
+        for thread in watching._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
 
 def test_the_others_see_at_once_that_a_session_is_open(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
