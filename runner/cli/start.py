@@ -66,7 +66,7 @@ def start_runs(jobs: Sequence[Composed]) -> int:
         _show(planned)
         if starting:
             print(launcher.preview(starting))
-        return int(ExitStatus.FINISHED) if starting else _status(planned)
+        return _status(planned)
     return _start_all(planned, launcher)
 
 

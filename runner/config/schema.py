@@ -212,6 +212,8 @@ def _range_errors(config: Config) -> Iterator[str]:
     for key, text in (("run.dir", config.run.dir), ("run.root", config.run.root), ("run.name", config.run.name)):
         if text is not None and not text.strip():
             yield f"{key} is empty: set a name, or null for the default"
+        if text is not None and not text.isprintable():
+            yield f"{key}={text!r} must be printable: without line breaks, tabs and the like"
     name = config.run.name or ""
     if name.startswith("/") or any(part.startswith(".") for part in name.split("/")):
         yield f"run.name={name} must stay below run.root, without parts that start with a dot: set run.root or run.dir"
@@ -239,6 +241,9 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
         yield from wrong
         if not wrong and "width" in model and sizes["width"] % sizes["heads"]:
             yield f"model.width={sizes['width']} must be a multiple of model.heads={sizes['heads']}"
+        for key in ("bias", "tie_weights"):
+            if not isinstance(flag := model.get(key, True), bool):
+                yield f"model.{key}={flag} must be true or false"
         if not _is_finite(dropout := model.get("dropout", 0.0)) or not 0 <= dropout < 1:
             yield f"model.dropout={dropout} must be a number from 0 to below 1"
     if optimizer.get("_target_") in ("runner.training.optim.AdamW", "torch.optim.AdamW", "torch.optim.SGD"):

@@ -7,6 +7,7 @@ user's, takes seconds. It imports only what it does not find there (created on i
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import pkgutil
 import symtable
 import sys
@@ -43,21 +44,36 @@ def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) ->
         raise UserError(f"{key} ({target}): {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 
 
-def bind(key: str, node: dict[str, Any]) -> Callable[..., Any]:
+def bind(key: str, node: dict[str, Any]) -> partial[Any]:
     """The callable that the config's `key` names by `_target_`, with the node's other values as its arguments.
 
     Hydra's keys keep their meaning (`_args_`, `_recursive_`, and `_partial_` of inner nodes), but Hydra only looks up
     the target: arguments are passed as the plain values that they are, and nothing in them is interpolated again.
 
     Raises:
-        UserError: the target cannot be imported, or an inner node cannot be instantiated.
+        UserError: the target cannot be imported, an inner node cannot be instantiated, or a value is not the boolean
+            that the target declares.
     """
     values = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
     positional = node.get("_args_", [])
     if node.get("_recursive_", True):
         values = {name: _instantiated(f"{key}.{name}", value) for name, value in values.items()}
         positional = _instantiated(f"{key}._args_", positional)
-    return partial(_looked_up(key, node.get("_target_")), *positional, **values)
+    made = partial(_looked_up(key, node.get("_target_")), *positional, **values)
+    _check_booleans(key, made)
+    return made
+
+
+def _check_booleans(key: str, made: partial[Any]) -> None:
+    """Refuse any other value: `no` is a text in an override, and true where a condition asks for it."""
+    try:
+        parameters = inspect.signature(made.func).parameters
+    except (ValueError, TypeError):  # some written in C have none
+        return
+    for name, value in made.keywords.items():
+        declared = parameters[name].annotation if name in parameters else None
+        if declared in (bool, "bool") and not isinstance(value, bool):
+            raise UserError(f"{key}.{name}={value} must be true or false")
 
 
 def _instantiated(key: str, node: Any) -> Any:
@@ -84,7 +100,7 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise UserError(f"{key}._target_={target} cannot be used: {str(cause).splitlines()[0]}") from error
+        raise UserError(f"{key}._target_={target} cannot be used: {' '.join(str(cause).split())}") from error
 
 
 def target_errors(plain: dict[str, Any]) -> list[str]:

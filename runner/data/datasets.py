@@ -447,7 +447,7 @@ def source_size(name: str, dataset: Any) -> int:
             f"source {name!r} ({type(dataset).__name__}) has no length: a mixture takes map-style datasets only"
         ) from error
     if size < 1:
-        raise DataError(f"source {name!r} is empty: add data or remove it from data.sources")
+        raise DataError(f"source {name!r} is empty: add data, or remove it")
     return size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -187,13 +187,16 @@ def loss(config: Config) -> Callable[[nn.Module, Any], torch.Tensor]:
     if not node.get("_target_"):
         raise UserError("train.loss has no _target_: name a function, or remove train.loss")
     made = bind("train.loss", node)
-    with suppress(ValueError):  # some functions written in C have no signature
-        try:
-            inspect.signature(made).bind(None, None)
-        except TypeError as error:
-            raise UserError(
-                f"train.loss ({node['_target_']}) cannot be called as loss(model, batch): {error}"
-            ) from None
+    try:
+        signature = inspect.signature(made.func)
+    except ValueError:  # some functions written in C have none
+        return made
+    try:
+        signature.bind(*made.args, None, None, **made.keywords)
+    except TypeError as error:
+        raise UserError(
+            f"train.loss ({node['_target_']}) cannot be called as loss(model, batch) with its options: {error}"
+        ) from None
     return made
 
 
@@ -243,6 +246,23 @@ def sampler(
         allow_data_change=allow_change,
         **common,
     )
+
+
+def check_epoch(config: Config, sampler: Any) -> None:
+    """Check that an epoch, or a capped order, holds a batch of every rank at all: incomplete ones are dropped.
+
+    Raises:
+        UserError: it does not.
+    """
+    try:
+        samples = len(sampler)
+    except TypeError:  # it does not end
+        return
+    if samples < config.train.batch_size:
+        raise UserError(
+            f"train.batch_size={config.train.batch_size} is more than the {samples} samples that a rank "
+            "gets before the data end: lower train.batch_size, add data, or raise sampler.max_epochs"
+        )
 
 
 def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes: Sequence[BatchShape]) -> OrderRecord:

@@ -249,6 +249,7 @@ class _Opening:
         sampler = build.sampler(config, dataset, datasets, world, run_state.batch_shapes, allow)
         pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
         options = replace(config.data, pin_memory=pin)
+        build.check_epoch(config, sampler)
         loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, config=options)
         ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
         tokens = build.tokens_per_sample(datasets)

@@ -106,6 +106,9 @@ def test_rerunning_a_sweep_starts_only_what_is_unfinished(run: Command, capsys: 
     fail(two)
     FakeLauncher.queued[three] = JobInfo("12_2", "running")
     fail(four, "crash loop")
+    assert run(*sweep, "launcher.dry_run=true") == ExitStatus.FAILED
+    assert FakeLauncher.launched == []
+    capsys.readouterr()
     assert run(*sweep) == ExitStatus.FAILED
     assert FakeLauncher.launched == [five]
     reported = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())

@@ -17,7 +17,6 @@ from runner.cli import inspect
 from runner.data.elastic import ElasticSampler
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.segments import Segment
-from runner.data.order.weights import SamplerError
 from runner.data.queries import order_queries
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.data.queries.resume_plan import parse_overrides, resume_plan
@@ -281,6 +280,9 @@ def test_resume_plans_report_what_is_lost_and_what_to_do() -> None:
     assert (fewer["accepted"], fewer["repeated"], fewer["skipped"]) == (False, 80, 0)
     more = plan(seeded("distributed"), 10, "world_size=3")
     assert (more["repeated"], more["skipped"]) == (0, 80)
+    for kind in ("distributed", "mixture"):  # never more than is left of the epoch
+        most = plan(seeded(kind), 10, "world_size=1000")
+        assert most["skipped"] == most["epoch_samples"] - most["consumed_of_epoch"] > 0
     mixed = plan(seeded("mixture"), 5, "world_size=4")
     assert mixed["repeated"] > 0
     assert "sampler=elastic" in mixed["advice"][1]
@@ -294,7 +296,12 @@ def test_resume_plans_report_what_is_lost_and_what_to_do() -> None:
         (["sampler.weights.cod=1"], r"unknown source \(did you mean 'code'\?\); the sources are"),
         (["sampler.weight=1"], "accepts"),
         (["world_size=x"], "expected a number"),
-        (["world_size=0"], "too small"),
+        (["world_size=0"], "from 1 to"),
+        (["data.num_workers=-1"], "from 0 to"),
+        ([f"world_size={10**20}"], "from 1 to"),
+        (["sampler.weights.code=nan"], "a number from 0"),
+        (["sampler.temperature=inf"], "finite number above 0"),
+        (["sampler.weights.code=0", "sampler.weights.prose=0"], "the weights of all 2 sources are 0"),
         (["world_size=3", "train.global_batch_size=8"], "the nearest is 6 or 12"),
     ],
 )
@@ -305,9 +312,10 @@ def test_invalid_overrides_are_reported(texts: list[str], message: str) -> None:
 
 def test_weights_that_the_sampler_would_refuse_are_errors_for_every_kind() -> None:
     for made in (record(), seeded("mixture")):
-        for text in ("sampler.weights.code=nan", "sampler.temperature=inf"):
-            with pytest.raises(SamplerError, match="finite"):
-                resume_plan(made, 10, parse_overrides(made, [text]))
+        zeros = [f"sampler.weights.{name}=0" for name in made.sizes]
+        for texts in (["sampler.weights.code=nan"], ["sampler.temperature=inf"], zeros):
+            with pytest.raises(RecordError, match=r"number|the weights of all"):
+                resume_plan(made, 10, parse_overrides(made, texts))
     made = seeded("distributed")
     with pytest.raises(RecordError, match="has neither weights nor a temperature"):
         resume_plan(made, 10, parse_overrides(made, ["sampler.weights.code=2"]))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,19 @@ def test_a_mistake_in_a_target_node_is_one_line(composer: Composer, overrides: l
     assert len(str(error.value).splitlines()) == 1
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["no", "maybe", 7, None])
+def test_only_booleans_pass_where_a_class_declares_them(composer: Composer, value: Any) -> None:
+    """In an override `no` is a text, which every condition takes for true."""
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    node = {"_target_": "torch.optim.SGD", "momentum": 0.9, "nesterov": value}
+    with pytest.raises(UserError, match=f"^optimizer.nesterov={value} must be true or false$"):
+        instantiate("optimizer", node, parameters)
+    assert instantiate("optimizer", {**node, "nesterov": True}, parameters).defaults["nesterov"] is True
+    config = composer.compose(["experiment=waves", "+train.loss.bogus=3"]).config
+    with pytest.raises(UserError, match=r"cannot be called as loss\(model, batch\) with its options: .*'bogus'"):
+        build.loss(config)
 
 
 def test_arguments_are_plain_values_and_inner_nodes_are_instantiated() -> None:

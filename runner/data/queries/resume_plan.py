@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from runner.data.elastic import check_global_batch
 from runner.data.order.batch_shape import BatchShape
 from runner.data.order.segments import Segment, check_segment, segment_at
+from runner.data.order.weights import SamplerError, check_weights
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.data.queries.seeded_epochs import SeededPosition, count_batches_per_epoch, seeded_position_at
 from runner.errors import UserError, nearest
@@ -48,8 +50,13 @@ def parse_overrides(record: OrderRecord, texts: list[str]) -> dict[str, Any]:
             values[key] = float(value) if is_weight or key == "sampler.temperature" else int(value)
         except ValueError:
             raise RecordError(f"{text!r}: expected a number after '='") from None
-        if values[key] < 0 or (values[key] == 0 and not (is_weight or key in _MAY_BE_ZERO)):
-            raise RecordError(f"{text!r}: the value is too small")
+        least = 0 if is_weight or key in _MAY_BE_ZERO else 1
+        most = 2**63 - 1 if key == "seed" else 2**40
+        if key == "sampler.temperature":
+            if not 0 < values[key] < math.inf:
+                raise RecordError(f"{text!r}: it must be a finite number above 0")
+        elif not least <= values[key] <= most:
+            raise RecordError(f"{text!r}: it must be a number from {least} to {most}")
     return values
 
 
@@ -112,7 +119,12 @@ def _changed_segment(current: Segment, overrides: Mapping[str, Any]) -> Segment 
     if not weights and "sampler.temperature" not in overrides:
         return None
     temperature = overrides.get("sampler.temperature", current.temperature)
-    return replace(current, weights={**current.weights, **weights}, temperature=temperature)
+    changed = replace(current, weights={**current.weights, **weights}, temperature=temperature)
+    try:
+        check_weights(list(changed.weights.values()), temperature, changed.weights)
+    except SamplerError as error:
+        raise RecordError(str(error)) from None
+    return changed
 
 
 def _report_elastic(
@@ -172,21 +184,22 @@ def _report_seeded(
     consumed = current.batches * old.batch_size * old.world_size  # of this epoch
     landing = current.batches * new.batch_size * new.world_size  # where the skip would land with the new shape
     epoch_samples = count_batches_per_epoch(record, old) * old.batch_size * old.world_size
+    left = epoch_samples - consumed
     report |= {"epoch": current.epoch, "consumed_of_epoch": consumed, "epoch_samples": epoch_samples}
     if (new.world_size, new.batch_size) == (old.world_size, old.batch_size):
         report["notes"].append("ranks and batch are unchanged: the epoch continues exactly where it was")
     elif record.kind == "distributed":
-        report["repeated"], report["skipped"] = max(0, consumed - landing), max(0, landing - consumed)
+        report["repeated"], report["skipped"] = max(0, consumed - landing), min(left, max(0, landing - consumed))
         report["notes"].append(
             f"epoch {current.epoch} has consumed {consumed} of {epoch_samples} samples; skipping {current.batches} "
             f"batches would land at {landing}: {report['repeated']} repeated, {report['skipped']} skipped"
         )
     else:
-        left = max(0, epoch_samples - landing)
-        report["repeated"] = round(left * consumed / max(1, epoch_samples))
-        report["skipped"] = report["repeated"] + max(0, landing - consumed)
+        coming = max(0, epoch_samples - landing)
+        report["repeated"] = round(coming * consumed / max(1, epoch_samples))
+        report["skipped"] = min(left, report["repeated"] + max(0, landing - consumed))
         report["notes"].append(
-            f"the order of a seeded mixture depends on ranks and batch: of the next {left} samples about "
+            f"the order of a seeded mixture depends on ranks and batch: of the next {coming} samples about "
             f"{report['repeated']} were already consumed in epoch {current.epoch}, and about {report['skipped']} "
             "would be skipped"
         )
@@ -197,7 +210,7 @@ def _report_seeded(
             "(train.grad_accum_steps and data.num_workers may change)",
             "use sampler=elastic for runs whose size may change",
         ]
-    _report_seeded_weights(record, current, epoch_samples - consumed, overrides, report)
+    _report_seeded_weights(record, current, left, overrides, report)
 
 
 def _report_seeded_weights(
