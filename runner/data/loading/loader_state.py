@@ -223,7 +223,7 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
     """
     require(aggregated, ("ranks",), NAME)
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise LoaderStateError(f"rank {rank!r} of {world_size!r}: it must be an integer from 0 to one below the number")
+        raise LoaderStateError(f"rank={rank!r} is outside the ranks of world_size={world_size!r}, numbered from 0")
     check(aggregated, _RANKS, _MESSAGE, LoaderStateError)
     ranks: list[State] = aggregated["ranks"]
     if not ranks:
