@@ -190,7 +190,7 @@ def _number_errors(config: Config) -> Iterator[str]:
     for key, value, least, most in ranges:
         if value is not None and not least <= value <= most:  # nan compares false
             allowed = f"{_bound(most)} or less" if value > most else f"{least:g} or more"
-            yield f"{key}={value} must be {'' if math.isfinite(value) else 'finite and '}{allowed}"
+            yield f"{key}={value} must be {'' if _is_finite(value) else 'finite and '}{allowed}"
     for key, number, most in (
         ("train.clip_norm", train.clip_norm, math.inf),
         ("checkpoint.every_minutes", checkpoint.every_minutes, MAX_SECONDS),
@@ -262,7 +262,10 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _missing_target_errors(config: Config) -> Iterator[str]:
