@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from runner.data.loading import protocols
-from runner.data.loading.protocols import LoaderStateError, shard
+from runner.data.loading.protocols import LoaderStateError, epoch, shard
 
 State = dict[str, Any]
 
@@ -53,7 +52,7 @@ class ShardedStream(IterableDataset[Any]):
         if not self._loaded:
             self._begin()
         self._loaded = False
-        told = protocols.epoch()
+        told = epoch()
         self.epoch = self.epoch if told is None else told
         units = self.units()
         self._shard, known = self._shard or shard(), self._units

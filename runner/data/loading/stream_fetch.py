@@ -58,7 +58,7 @@ class StreamFetcher:
         self._opened_at = 0
         self._was_begun = False
 
-    def start(self, saved: State | None = None, epoch: int = 0) -> None:
+    def start(self, saved: State | None, epoch: int) -> None:
         """Begin an epoch, or resume from a saved state.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.data.order.exclusions import POSITIONS, Exclusion, Selection, check_selections, normalized, parsed, without
+from runner.data.order.exclusions import POSITIONS, Exclusion, Selection, check_selections, parsed, without
 from runner.data.order.segments import Segment, as_segment, segment_at
 from runner.data.order.sequence import ElasticSequence
 from runner.data.order.weights import SamplerError
@@ -50,8 +50,7 @@ class OrderPlan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OrderPlan:
-        exclude = normalized(map(Selection.parse, value["exclude"]))
-        return cls(tuple(map(Segment.from_json, value["segments"])), exclude)
+        return cls(tuple(map(Segment.from_json, value["segments"])), parsed(value["exclude"]))
 
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
         """How this plan differs from one saved at `position`, one message per difference.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from runner.data.order.permutation import MAX_SIZE
+from runner.data.order.state_checks import LARGEST
 from runner.errors import UserError, nearest
 from runner.system.distributed import current_ranks
 
@@ -40,8 +40,8 @@ def integer(what: str, value: Any, lowest: int | None = None) -> int:
         raise SamplerError(f"{what} {value!r}: it must be an integer") from None
     if lowest is not None and number < lowest:
         raise SamplerError(f"{what} {number}: it must be {lowest} or more")
-    if lowest is not None and number > MAX_SIZE:
-        raise SamplerError(f"{what} {number}: it must be at most 2^62 ({MAX_SIZE})")
+    if lowest is not None and number > LARGEST:
+        raise SamplerError(f"{what} {number}: it must be at most 2^62 ({LARGEST})")
     return number
 
 

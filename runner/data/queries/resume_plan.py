@@ -10,7 +10,7 @@ from typing import Any
 from runner.data.elastic import check_global_batch
 from runner.data.order.batch_shape import BatchShape
 from runner.data.order.segments import Segment, check_segment, segment_at
-from runner.data.order.weights import SamplerError, check_weights
+from runner.data.order.weights import SamplerError
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.data.queries.seeded_epochs import SeededPosition, count_batches_per_epoch, seeded_position_at
 from runner.errors import UserError, nearest
@@ -113,15 +113,19 @@ def _new_shape(old: BatchShape, step: int, overrides: Mapping[str, Any]) -> Batc
     return replace(shape, grad_accum_steps=global_batch_size // (shape.world_size * shape.batch_size))
 
 
-def _changed_segment(current: Segment, overrides: Mapping[str, Any]) -> Segment | None:
-    """The segment with the overridden weights and temperature; None if neither is overridden."""
+def _changed_segment(record: OrderRecord, current: Segment, overrides: Mapping[str, Any]) -> Segment | None:
+    """The segment with the overridden weights and temperature; None if neither is overridden.
+
+    Raises:
+        RecordError: the sampler would refuse it.
+    """
     weights = {key.removeprefix(_WEIGHT): value for key, value in overrides.items() if key.startswith(_WEIGHT)}
     if not weights and "sampler.temperature" not in overrides:
         return None
     temperature = overrides.get("sampler.temperature", current.temperature)
     changed = replace(current, weights={**current.weights, **weights}, temperature=temperature)
     try:
-        check_weights(list(changed.weights.values()), temperature, changed.weights)
+        check_segment(changed, record.sizes)
     except SamplerError as error:
         raise RecordError(str(error)) from None
     return changed
@@ -161,7 +165,7 @@ def _keeping_global_batch(new: BatchShape, wanted: int) -> str | None:
 
 def _report_elastic_weights(record: OrderRecord, overrides: Mapping[str, Any], report: dict[str, Any]) -> None:
     position = report["position"]
-    segment = _changed_segment(segment_at(record.segments, position), overrides)
+    segment = _changed_segment(record, segment_at(record.segments, position), overrides)
     if segment is None:
         return
     kept = tuple(one for one in record.segments if one.start != position)
@@ -216,12 +220,11 @@ def _report_seeded(
 def _report_seeded_weights(
     record: OrderRecord, current: SeededPosition, left: int, overrides: Mapping[str, Any], report: dict[str, Any]
 ) -> None:
-    segment = _changed_segment(current.segment, overrides)
+    segment = _changed_segment(record, current.segment, overrides)
     if segment is None:
         return
     if record.kind == "distributed":
         raise RecordError("sampler=distributed has neither weights nor a temperature: leave them out")
-    check_segment(segment, record.sizes)
     report["notes"].append(
         f"new weights end epoch {current.epoch} early: {left} of its samples are not consumed"
         if current.batches
