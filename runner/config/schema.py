@@ -80,10 +80,20 @@ class TrainConfig:
 
 
 @dataclass
+class EvalSetConfig:
+    sources: list[str] = field(default_factory=list)
+    every_steps: int | None = None
+    batches: int | None = None
+    batch_size: int | None = None
+
+
+@dataclass
 class EvalConfig:
     every_steps: int = 100
     batches: int = 8
     batch_size: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 
 
 @dataclass
@@ -134,6 +144,7 @@ class Config:
     phases: dict[str, Phase] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     model: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     strategy: Strategy = Strategy.ddp
@@ -156,6 +167,7 @@ def config_errors(config: Config) -> list[str]:
         *_range_errors(config),
         *_shipped_class_errors(config),
         *_missing_target_errors(config),
+        *_eval_set_errors(config),
         *_sampler_errors(config),
         *_schedule_errors(config),
     ]
@@ -288,6 +300,26 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
     for name, node in config.logger.items():
         if node is not None and not (isinstance(node, dict) and node.get("_target_")):
             yield f"logger.{name} has no _target_: name the class of the logger, or set null to drop it"
+
+
+def _eval_set_errors(config: Config) -> Iterator[str]:
+    """Sets that name no source, or numbers out of range."""
+    known = list(config.data.eval_sources)
+    for name, each in config.eval.sets.items():
+        key = f"eval.sets.{name}"
+        if not name.isidentifier():
+            yield f"{key}: the name becomes part of the metrics' names: use letters, digits and underscores"
+        for source in each.sources:
+            if source not in known:
+                there = ", ".join(known) or "none"
+                yield f"{key}.sources: no such source {source!r}{nearest(source, known)}; data.eval_sources has {there}"
+        for option, value, least in (
+            ("every_steps", each.every_steps, 0),
+            ("batches", each.batches, 1),
+            ("batch_size", each.batch_size, 1),
+        ):
+            if value is not None and not least <= value <= MAX_COUNT:
+                yield f"{key}.{option}={value} must be from {least} to 2**40"
 
 
 def _sampler_errors(config: Config) -> Iterator[str]:

@@ -64,6 +64,13 @@ def bind(key: str, node: dict[str, Any]) -> partial[Any]:
     return made
 
 
+def named(made: Callable[..., Any]) -> Callable[..., Any]:
+    """The class or function that a config names, without the arguments that `bind` gave it."""
+    while isinstance(made, partial):
+        made = made.func
+    return made
+
+
 def _check_booleans(key: str, made: partial[Any]) -> None:
     """Refuse any other value: `no` is a text in an override, and true where a condition asks for it."""
     try:

@@ -130,7 +130,7 @@ def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Gua
         start = data.rfind(b"\n", 0, end - 1) + 1
         here = _step(data[start:end])
         last = last if here is None else max(last, here)
-        again = not evaluated and here == step and b'"eval_loss"' in data[start:end]
+        again = not evaluated and here == step and b'"eval_' in data[start:end]
         if here is not None and here <= step and not again:
             break
         end = start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,14 +15,31 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Mean cross entropy over the labels of each sample, in float32 whatever the model's precision.
 
     Args:
-        model: maps token ids (B, T) to logits (B, T, V).
+        model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`.
         batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped.
 
     Returns:
         Losses in nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
     """
-    labels = batch["labels"]
-    logits = model(batch["input_ids"])
+    return token_losses(logits_of(model(batch["input_ids"])), batch["labels"])
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy over the labels of each sample.
+
+    Args:
+        logits: shape (B, T, V).
+        labels: int64 (B, T); those of -100 are skipped.
+
+    Returns:
+        Nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
+    """
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counted = (labels != IGNORED).sum(dim=1).clamp(min=1)
     return losses.view(labels.shape).sum(dim=1) / counted
+
+
+def logits_of(output: Any) -> Tensor:
+    """What a model returned, or its `logits` where that is an object, as Hugging Face's models return."""
+    logits: Tensor = getattr(output, "logits", output)
+    return logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,15 +14,16 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from runner.config.schedule import PhaseSchedule, learning_rate, learning_rate_factor
-from runner.config.schema import Config, Precision, SamplerKind, source_weights
-from runner.config.targets import bind, instantiate
-from runner.data.datasets import MixtureDataset
+from runner.config.schema import Config, EvalSetConfig, Precision, SamplerKind, source_weights
+from runner.config.targets import instantiate
+from runner.data.datasets import MixtureDataset, collate
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import parsed
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
 from runner.system.distributed import World
+from runner.training.evaluation import EvaluationSet, HeldOut, MapSource, RankBatches, StreamBatches, StreamSource
 from runner.training.optim import AdamW, LearningRateScheduler, decay_groups
 
 
@@ -57,8 +57,11 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(int(words[2]) >> 1)
 
 
-def sources(config: Config, group: str = "sources") -> dict[str, Any]:
+def sources(config: Config, group: str = "sources", streams: bool = False) -> dict[str, Any]:
     """The datasets of `data.sources` or `data.eval_sources`, by name.
+
+    Args:
+        streams: iterable datasets are welcome as well.
 
     Raises:
         UserError: one cannot be instantiated, is not a map-style dataset, or has more tokens than the model.
@@ -66,6 +69,8 @@ def sources(config: Config, group: str = "sources") -> dict[str, Any]:
     datasets = {name: instantiate(f"data.{group}.{name}", node) for name, node in getattr(config.data, group).items()}
     vocabulary = config.model.get("vocab_size")
     for name, dataset in datasets.items():
+        if isinstance(dataset, IterableDataset) and streams:
+            continue
         if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
             raise UserError(
                 f"data.{group}.{name} is a {type(dataset).__name__}, not a map-style dataset with a length: "
@@ -93,19 +98,52 @@ def join(datasets: dict[str, Any], mixed: bool) -> Any:
     return MixtureDataset(list(datasets.values()), list(datasets))
 
 
-def held_out_samples(datasets: dict[str, Any]) -> int:
-    """How many samples `data.eval_sources` has.
+def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
+    """The sets of `eval.sets` and, if `eval.every_steps` is not 0, the one of all held-out sources.
 
     Raises:
-        UserError: none.
+        UserError: a source cannot be read, or none of a set has samples.
     """
-    samples = sum(len(dataset) for dataset in datasets.values())
-    if not samples:
-        raise UserError(
-            f"data.eval_sources ({', '.join(datasets)}) has 0 samples: an evaluation needs 1 or more; give it more "
-            "data, or set eval.every_steps=0"
+    options = config.eval
+    wanted = {"": EvalSetConfig(), **options.sets}
+    cadences = {
+        name: options.every_steps if one.every_steps is None else one.every_steps for name, one in wanted.items()
+    }
+    if not config.data.eval_sources or not any(cadences.values()):
+        return []
+    datasets = sources(config, "eval_sources", streams=True)
+    mapped = {name: dataset for name, dataset in datasets.items() if not isinstance(dataset, IterableDataset)}
+    joined = join(mapped, mixed=len(mapped) > 1) if any(map(len, mapped.values())) else None
+    starts = dict(zip(mapped, accumulate(map(len, mapped.values()), initial=0), strict=False))
+
+    def source(name: str, batch_size: int, limit: int) -> MapSource | StreamSource | None:
+        dataset = datasets[name]
+        if isinstance(dataset, IterableDataset):
+            return StreamSource(StreamBatches(dataset, batch_size), limit)
+        if not len(dataset):
+            return None
+        held_out = HeldOut(len(dataset), batch_size, limit, starts[name])
+        loader: Any = torch.utils.data.DataLoader(
+            joined or (),
+            batch_sampler=RankBatches(held_out, world),  # type: ignore[arg-type]
+            collate_fn=collate,
+            generator=torch.Generator(),  # its own: the global one belongs to training
         )
-    return samples
+        return MapSource(held_out, loader)
+
+    found = []
+    for name, one in wanted.items():
+        batch_size = one.batch_size or options.batch_size or config.train.batch_size
+        parts = {part: source(part, batch_size, one.batches or options.batches) for part in one.sources or datasets}
+        held_out = {part: each for part, each in parts.items() if each is not None}
+        if not held_out:
+            raise UserError(
+                f"data.eval_sources ({', '.join(parts)}) has 0 samples: an evaluation needs 1 or more; give it more "
+                "data, or set eval.every_steps=0"
+            )
+        if cadences[name]:
+            found.append(EvaluationSet(name, held_out, cadences[name]))
+    return found
 
 
 def phase_schedule(config: Config) -> PhaseSchedule:
@@ -179,25 +217,6 @@ def autocast(config: Config, device: torch.device) -> Callable[[], AbstractConte
     if wanted is Precision.float32:
         return nullcontext
     return lambda: torch.autocast(device.type, torch.bfloat16)
-
-
-def loss(config: Config) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """The loss: (model, batch) -> one loss per sample."""
-    node = config.train.loss or {"_target_": "runner.models.loss.next_token_loss"}
-    if not node.get("_target_"):
-        raise UserError("train.loss has no _target_: name a function, or remove train.loss")
-    made = bind("train.loss", node)
-    try:
-        signature = inspect.signature(made.func)
-    except ValueError:  # some functions written in C have none
-        return made
-    try:
-        signature.bind(*made.args, None, None, **made.keywords)
-    except TypeError as error:
-        raise UserError(
-            f"train.loss ({node['_target_']}) cannot be called as loss(model, batch) with its options: {error}"
-        ) from None
-    return made
 
 
 def sampler(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,9 +57,39 @@ def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
         yield
 
 
-def total_norm(model: nn.Module) -> torch.Tensor:
-    """The 2-norm of all gradients, one number on every rank."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients of `parameters`, one number on every rank."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients)
     total: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
     return total
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
+    """Replace the gradients of a model that is not wrapped by their means over all ranks.
+
+    A parameter without a gradient on every rank keeps none; on some, it counts as 0 there.
+    """
+    if world.size == 1:
+        return
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+    used = [p for p, ranks in zip(parameters, world.sum(present).tolist(), strict=True) if ranks]
+    for kind in dict.fromkeys((p.dtype, p.device) for p in used):
+        group = [p for p in used if (p.dtype, p.device) == kind]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in group])
+        parts = torch.split(world.sum(flat).div_(world.size), [p.numel() for p in group])
+        for parameter, part in zip(group, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+@torch.no_grad()
+def copy_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank the floating-point buffers of rank 0 (running statistics), as DistributedDataParallel does."""
+    if world.size == 1:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            if not world.is_main:
+                buffer.zero_()
+            world.sum(buffer)

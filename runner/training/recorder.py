@@ -84,8 +84,10 @@ class RunRecorder:
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write one evaluation's record."""
         self._write(record)
-        self.log.update(eval_loss=record["eval_loss"])
-        self.bar.say(f"step {record['step']}: eval loss {record['eval_loss']:.4f}")
+        results = {name: value for name, value in record.items() if name != "step" and isinstance(value, float)}
+        self.log.update(eval_loss=record.get("eval_loss"))
+        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items())
+        self.bar.say(f"step {record['step']}: {shown}")
 
     def before_save(self) -> bool:
         """Make every record so far durable; False if the disk refuses (then nothing may be committed)."""

@@ -16,12 +16,12 @@ import torch
 from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.config.schedule import unreached_phases
-from runner.config.schema import Config, NonFinite, SamplerKind
+from runner.config.schema import Config, NonFinite, SamplerKind, Strategy
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
-from runner.data.datasets import collate
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.ledger import DataLedger
+from runner.errors import UserError
 from runner.metrics import resume_jsonl
 from runner.metrics.progress import ProgressBar
 from runner.rundir.attempt_log import AttemptLog, insist
@@ -32,13 +32,16 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
 from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
-from runner.training.evaluation import Evaluation, HeldOut, RankBatches
+from runner.training.eval_metrics import build_metrics
+from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
+from runner.training.optimizers import Optimizers
 from runner.training.parallel import wrap
 from runner.training.peers import peer_errors
 from runner.training.recorder import RunRecorder, SilentRecorder
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
+from runner.training.tasks import Task, build_task
 from runner.training.trainer import Trainer
 
 LEASE_CHECK_S = 1.0
@@ -152,9 +155,10 @@ class _Opening:
         device = build.choose_device(config.train.device, self.world)
         make_exact(config, device)
         datasets = build.sources(config)
+        task = build_task(config)
         bare = build.model(config)
         with peer_errors(self.world):  # DDP compares and broadcasts the parameters
-            model = wrap(bare, config.strategy.value, self.world, device)
+            model = self._wrapped(bare, task, device)
         optimizer = build.optimizer(config, model)
         scheduler = build.scheduler(config, optimizer, build.phase_schedule(config))
         build.seed_everything(config.seed, self.world.rank)
@@ -170,18 +174,22 @@ class _Opening:
         _, tokens, _ = restore_train_state(state, scheduler, loader)
         if saved is not None:
             consumption.load_state_dict(saved.order)
+            if task.state is not None and saved.task:
+                task.state.load_state_dict(saved.task)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
             order = build.order_record(config, consumption.sampler, datasets, run_state.batch_shapes)
             insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
         recorder = self._recorder(step, run_state.evaluated, manager)
         compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model
-        forward = Forward(self.world, device, compiled, build.loss(config), build.autocast(config, device))
+        forward = Forward(self.world, device, compiled, task, build.autocast(config, device))
         accum = run_state.batch_shapes[-1].grad_accum_steps
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
         trainer = Trainer(
             world=self.world,
-            train_step=TrainStep(forward, optimizer, scheduler, consumption.names, accum, config.train.clip_norm),
+            train_step=TrainStep(
+                forward, Optimizers(optimizer, scheduler), consumption.names, accum, config.train.clip_norm
+            ),
             loader=loader,
             consumption=consumption,
             evaluation=self._evaluation(forward),
@@ -197,6 +205,18 @@ class _Opening:
             after_first_step=warm_up.start,
         )
         return Session(trainer, recorder, warm_up, self.handler)
+
+    def _wrapped(self, model: torch.nn.Module, task: Task, device: torch.device) -> torch.nn.Module:
+        """The model on its device; a task that takes whole steps calls any part of it, so it is not wrapped for ranks.
+
+        Raises:
+            UserError: such a task with strategy=fsdp.
+        """
+        if task.take_step is None:
+            return wrap(model, self.config.strategy.value, self.world, device)
+        if self.config.strategy is Strategy.fsdp:
+            raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
+        return model.to(device)
 
     def _warn_if_checkpoints_are_gone(self) -> None:
         """A run whose checkpoints were all removed starts again, but not silently."""
@@ -268,21 +288,9 @@ class _Opening:
         return loader, consumption
 
     def _evaluation(self, forward: Forward) -> Evaluation | None:
-        """The held-out loader: plain, unshuffled, from the start each time; each batch on one rank."""
-        config = self.config
-        if not config.eval.every_steps or not config.data.eval_sources:
-            return None
-        datasets = build.sources(config, "eval_sources")
-        dataset = build.join(datasets, mixed=len(datasets) > 1)
-        batch_size = config.eval.batch_size or config.train.batch_size
-        held_out = HeldOut(build.held_out_samples(datasets), batch_size, config.eval.batches)
-        loader = torch.utils.data.DataLoader(
-            dataset,
-            batch_sampler=RankBatches(held_out, self.world),
-            collate_fn=collate,
-            generator=torch.Generator(),  # its own: the global one belongs to training
-        )
-        return Evaluation(forward, loader, held_out, config.eval.every_steps)
+        """The evaluations of held-out data, if any are configured."""
+        sets = build.evaluation_sets(self.config, self.world)
+        return Evaluation(forward, sets, build_metrics(self.config, forward.device)) if sets else None
 
     def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:
         options, lease = self.config.checkpoint, self.lease

@@ -1,44 +1,60 @@
-"""The computation of one training step: micro-batches forward and backward, clipping, optimizer, learning rate."""
+"""One training step: a task's computation over the micro-batches, its updates, and the sums over all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.parallel import accumulating, total_norm
+from runner.training.optimizers import Optimizers
+from runner.training.parallel import accumulating, average_gradients, copy_buffers
 from runner.training.peers import peer_errors
+from runner.training.tasks import Batch, Task, check_name, per_sample
 
-Batch = Any
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+@dataclass(frozen=True)
+class Drawn:
+    """A micro-batch as the loader gave it.
+
+    Attributes:
+        sources: the number of the source of each sample, int64 (B,); None where that is not known.
+    """
+
+    batch: Batch
+    sources: np.ndarray | None = None
 
 
 @dataclass
 class Forward:
-    """Model and loss: a batch -> one loss per sample, on `device` and in the precision of `autocast`."""
+    """The model and what a task computes from it and a batch, on `device` and in the precision of `autocast`."""
 
     world: World
     device: torch.device
     model: nn.Module
-    loss: Loss
+    task: Task
     autocast: Callable[[], AbstractContextManager[Any]]
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """The losses, shape (samples,).
+    def evaluate(self, batch: Batch, model: nn.Module) -> Any:
+        """What the task's evaluation step returns.
+
+        Args:
+            batch: on any device.
+            model: the model, or an average of its weights over the steps.
 
         Raises:
             PeerError: another rank has ended or does not answer.
         """
         batch = to_device(batch, self.device)
         with peer_errors(self.world), self.autocast():
-            return self.loss(self.model, batch)
+            return self.task.evaluation_step(model, batch)
 
 
 @dataclass(frozen=True)
@@ -46,86 +62,271 @@ class StepResult:
     """One step over all ranks.
 
     Attributes:
-        loss: mean over the global batch, before the update.
-        loss_by_source: the same by source; empty unless there are several.
-        grad_norm: 2-norm of all gradients, before clipping.
-        lr: learning rate of the update, of the first parameter group.
-        tokens: tokens of the global batch.
+        values: means over the global batch, before the update, of what the task gave: `loss` and others, by name.
+        by_source: the same by source; empty unless there are several.
+        grad_norms: 2-norm of all gradients before clipping, by optimizer.
+        lrs: learning rate of the update (of the first parameter group), by optimizer.
+        samples: of the global batch.
+        tokens: of the global batch.
+        skipped: an update was not applied: the loss or a gradient is not finite.
+        overflow: only a gradient is not finite, and gradients are scaled: the next steps use a smaller scale.
     """
 
-    loss: float
-    loss_by_source: dict[str, float]
-    grad_norm: float
-    lr: float
+    values: dict[str, float]
+    by_source: dict[str, dict[str, float]]
+    grad_norms: dict[str, float]
+    lrs: dict[str, float]
+    samples: int
     tokens: int
+    skipped: bool
+    overflow: bool = False
 
     @property
-    def finite(self) -> bool:
-        """Whether the update was applied: loss and gradient norm are numbers."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+    def loss(self) -> float:
+        return self.values["loss"]
+
+    @property
+    def grad_norm(self) -> float:
+        return next(iter(self.grad_norms.values()))
 
 
 @dataclass
 class TrainStep:
-    """Computes steps. `sources` are the names behind `dataset_idx` in a batch; `accum` micro-batches make a step."""
+    """Makes steps of `accum` micro-batches each. `sources` are the names behind the numbers of a batch's sources."""
 
     forward: Forward
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    optimizers: Optimizers
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
+    _names: dict[int, list[str]] = field(default_factory=dict)
 
-    def __call__(self, next_batch: Callable[[], Batch]) -> StepResult:
-        """Draw the step's micro-batches and update the model, unless loss or gradients are not finite.
+    def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
+        """Make the step that begins when `index` steps are complete.
+
+        Args:
+            draw: the next micro-batch.
+            index: for the task.
 
         Raises:
+            UserError: the task returned what it must not.
             PeerError: another rank has ended or does not answer.
         """
-        losses, sources, tokens = self._accumulate(next_batch)
-        loss, by_source = self._reduce(losses, sources)
-        lr = float(self.scheduler.get_last_lr()[0])
-        with peer_errors(self.forward.world):
-            norm = total_norm(self.forward.model)
-            result = StepResult(loss, by_source, norm.item(), lr, tokens * self.forward.world.size)
-            if result.finite:
-                if self.clip_norm is not None:
-                    parameters = self.forward.model.parameters()
-                    torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-                self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
-        return result
+        self.forward.model.train()
+        step = Step(self, draw, index)
+        with peer_errors(self.forward.world), self.forward.autocast():
+            (self.forward.task.take_step or self._take_step)(step)
+        return step.result()
 
-    def _accumulate(self, next_batch: Callable[[], Batch]) -> tuple[list[torch.Tensor], list[Any], int]:
-        """Forward and backward over the micro-batches: per-sample losses, their sources, tokens."""
-        losses: list[torch.Tensor] = []
-        sources: list[Any] = []
-        tokens = 0
-        model = self.forward.model.train()
-        for micro in range(self.accum):
-            batch = next_batch()
-            tokens += tokens_in(batch)
-            sources.append(batch.get("dataset_idx") if isinstance(batch, dict) else None)
-            with accumulating(model, last=micro == self.accum - 1):
-                per_sample = self.forward(batch)
-                with peer_errors(self.forward.world):
-                    torch.autograd.backward(per_sample.mean() / self.accum)
-            losses.append(per_sample.detach())
-        return losses, sources, tokens
+    def _take_step(self, step: Step) -> None:
+        for batch in step.batches:
+            step.backward(self.forward.task.training_step(step.model, batch))
+        step.update()
 
-    def _reduce(self, losses: list[torch.Tensor], sources: list[Any]) -> tuple[float, dict[str, float]]:
-        """Mean loss over the global batch, and by source if there are several."""
-        values = torch.cat([loss.reshape(-1) for loss in losses]).double().cpu().numpy()
-        n = max(len(self.sources), 1)
-        if n > 1 and all(source is not None for source in sources):
-            where = torch.cat(sources).numpy()
-        else:
-            n, where = 1, np.zeros(len(values), dtype=np.int64)
-        sums = np.stack([np.bincount(where, values, n), np.bincount(where, minlength=n)])
-        total, count = self.forward.world.sum(torch.from_numpy(sums)).numpy()
-        by_source = {name: float(total[i] / count[i]) for i, name in enumerate(self.sources) if n > 1 and count[i]}
-        return float(total.sum() / count.sum()), by_source
+    def check_names(self, update: int, names: list[str]) -> None:
+        """Check that every rank reduces values of the same names, in every step.
+
+        Raises:
+            UserError: they differ.
+        """
+        if self.forward.world.size == 1:
+            return
+        if update not in self._names:
+            everywhere = self.forward.world.gather(names)
+            if different := [other for other in everywhere if other != everywhere[0]]:
+                self._refuse(everywhere[0], different[0], "on another rank")
+            self._names[update] = names
+        elif names != self._names[update]:
+            self._refuse(self._names[update], names, "in a later step")
+
+    def _refuse(self, names: list[str], others: list[str], where: str) -> None:
+        raise UserError(
+            f"{self.forward.task.name} gave the values {', '.join(names) or 'none'}, and {where} "
+            f"{', '.join(others) or 'none'}: give the same values in every step and on every rank"
+        )
+
+
+class Step:
+    """One training step, as a task's `take_step` sees it.
+
+    Attributes:
+        model: the model, in training mode; with several ranks and updates of its own, not wrapped.
+        index: complete steps before this one.
+        device: of the model.
+    """
+
+    def __init__(self, maker: TrainStep, draw: Callable[[], Drawn], index: int) -> None:
+        self.model = maker.forward.model
+        self.index = index
+        self.device = maker.forward.device
+        self._maker = maker
+        self._draw = draw
+        self._keeps = maker.forward.task.take_step is not None
+        self._drawn: list[Drawn] = []
+        self._current: Drawn | None = None
+        self._left = 0  # micro-batches that are not drawn
+        self._samples = self._tokens = 0
+        self._pending: dict[str, list[tuple[torch.Tensor, np.ndarray | None]]] = {}
+        self._sums: dict[str, np.ndarray] = {}  # by name: sums and counts by source
+        self._grad_norms: dict[str, float] = {}
+        self._skipped = self._overflow = False
+        self._left = maker.accum
+        if self._keeps:
+            copy_buffers(self.model, maker.forward.world)
+
+    @property
+    def batches(self) -> Iterator[Batch]:
+        """The step's micro-batches of this rank, on the device; a task that takes the step may iterate again."""
+        maker, model = self._maker, self.model
+        for number in range(maker.accum):
+            self._current = self._drawn[number] if number < len(self._drawn) else self._next()
+            with accumulating(model, last=number == maker.accum - 1):
+                yield to_device(self._current.batch, self.device)
+        self._current = None
+
+    def _next(self) -> Drawn:
+        drawn = self._draw()
+        self._left -= 1
+        self._tokens += tokens_in(drawn.batch)
+        self._samples += samples_in(drawn.batch) if drawn.sources is None else len(drawn.sources)
+        if self._keeps:
+            self._drawn.append(drawn)
+        return drawn
+
+    def backward(self, outputs: Any, optimizer: str | None = None, retain_graph: bool = False) -> None:
+        """Add the gradient of the mean loss to the gradients, and log all values of `outputs`.
+
+        Args:
+            outputs: losses of shape (B,), or a mapping with `loss` (B,) and further values (B,). While `batches` are
+                iterated, a micro-batch counts as its part of the step.
+            optimizer: only its parameters get gradients; None: all that require one. Its loss is logged as
+                `loss_OPTIMIZER`.
+            retain_graph: as in torch.
+
+        Raises:
+            UserError: wrong shapes, or no such optimizer.
+        """
+        maker, current = self._maker, self._current
+        known = len(current.sources) if current is not None and current.sources is not None else None
+        values = per_sample(maker.forward.task.name, outputs, None if self._keeps else known)
+        loss = values.pop("loss")
+        self.log("loss" if optimizer is None else f"loss_{optimizer}", loss)
+        for name, value in values.items():
+            self.log(name, value)
+        mean = loss.mean() / maker.accum if current is not None else loss.mean()
+        with self._full_precision():
+            inputs = None if optimizer is None else list(maker.optimizers.parameters(optimizer))
+            torch.autograd.backward(maker.optimizers.scale(mean), retain_graph=retain_graph, inputs=inputs)
+
+    def log(self, name: str, values: Any) -> None:
+        """Record the mean over the step and all ranks of `values`, one per sample (B,) or a single number."""
+        check_name(self._maker.forward.task.name, name)
+        tensor = torch.as_tensor(values).detach().reshape(-1)
+        sources = self._current.sources if self._current is not None else None
+        known = sources if sources is not None and len(sources) == len(tensor) else None
+        self._pending.setdefault(name, []).append((tensor, known))
+
+    def update(self, optimizer: str | None = None) -> bool:
+        """Apply the gradients of one optimizer, summed over ranks, and zero them; False if they are not finite.
+
+        Raises:
+            UserError: there are several optimizers, and none is named.
+            PeerError: another rank has ended or does not answer.
+        """
+        maker = self._maker
+        optimizers = maker.optimizers
+        name = optimizers.only() if optimizer is None else optimizer
+        self._reduce(len(self._grad_norms))
+        finite = all(math.isfinite(sums[0].sum()) for key, sums in self._sums.items() if key.startswith("loss"))
+        with self._full_precision():
+            if self._keeps:
+                average_gradients(optimizers.parameters(name), maker.forward.world)
+            norm, applied = optimizers.apply(name, maker.clip_norm, finite)
+        self._grad_norms[name] = norm
+        self._skipped = self._skipped or not applied
+        self._overflow = self._overflow or (finite and not applied and optimizers.scales)
+        return applied
+
+    @contextmanager
+    def _full_precision(self) -> Iterator[None]:
+        """Out of autocast, whose copies of the weights are then made anew: of others, and for another graph."""
+        if not torch.is_autocast_enabled(self.device.type):
+            yield
+            return
+        with torch.autocast(self.device.type, enabled=False):
+            yield
+        torch.clear_autocast_cache()
+
+    def _reduce(self, update: int) -> None:
+        """Sum what was logged since the last update over all ranks."""
+        names = list(self._pending)
+        self._maker.check_names(update, names)
+        if not names:
+            return
+        sources = max(len(self._maker.sources), 1)
+        parts = [part for name in names for part in self._pending[name]]
+        values = torch.cat([tensor.double() for tensor, _ in parts]).cpu().numpy()
+        sums, at = np.zeros((len(names), 2, sources + 1)), 0
+        for number, name in enumerate(names):
+            for tensor, where in self._pending[name]:
+                mine = values[at : at + len(tensor)]
+                at += len(tensor)
+                place = np.full(len(mine), sources) if where is None else where
+                sums[number, 0] += np.bincount(place, mine, sources + 1)
+                sums[number, 1] += np.bincount(place, minlength=sources + 1)
+        summed = self._maker.forward.world.sum(torch.from_numpy(sums)).numpy()
+        for name, part in zip(names, summed, strict=True):
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        self._pending.clear()
+
+    def result(self) -> StepResult:
+        """The means over the step; batches that the task did not ask for are drawn, so that the data go on.
+
+        Raises:
+            UserError: the task made no update, or gave no loss.
+        """
+        maker = self._maker
+        while self._left:
+            self._next()
+        if self._pending:
+            self._reduce(len(self._grad_norms))
+        if not self._grad_norms:
+            raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
+        lrs = maker.optimizers.advance()
+        values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._sums.items()}
+        if "loss" not in values:
+            parts = [value for name, value in values.items() if name.startswith("loss_")]
+            if not parts:
+                raise UserError(f"{maker.forward.task.name} gave no loss: call step.backward, or step.log('loss', …)")
+            values = {"loss": sum(parts), **values}
+        size = maker.forward.world.size
+        return StepResult(
+            values,
+            self._by_source(),
+            self._grad_norms,
+            lrs,
+            self._samples * size,
+            self._tokens * size,
+            self._skipped,
+            self._overflow,
+        )
+
+    def _by_source(self) -> dict[str, dict[str, float]]:
+        names = self._maker.sources
+        if len(names) < 2:
+            return {}
+        return {
+            key: {name: float(sums[0, i] / sums[1, i]) for i, name in enumerate(names) if sums[1, i]}
+            for key, sums in self._sums.items()
+            if sums[1, :-1].any()
+        }
+
+
+def samples_in(batch: Batch) -> int:
+    """Samples in a batch: the length of its first part."""
+    while isinstance(batch, (dict, list, tuple)) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return len(batch)
 
 
 def tokens_in(batch: Batch) -> int:
@@ -144,8 +345,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """`batch` with its tensors on `device` (copied asynchronously from pinned memory)."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        parts = [to_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

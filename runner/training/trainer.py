@@ -8,7 +8,7 @@ step has happened, and a resume executes the same lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,8 @@ from runner.system import clock
 from runner.system.distributed import World
 from runner.training.evaluation import Evaluation
 from runner.training.run_state import RunState
-from runner.training.step import Batch, StepResult, TrainStep
+from runner.training.step import Drawn, StepResult, TrainStep
+from runner.training.tasks import Batch
 
 
 class Recorder(Protocol):
@@ -45,6 +46,8 @@ class Consumption(Protocol):
     def batches(self) -> Iterator[tuple[Batch, BatchRecord | None]]: ...
 
     def consume(self, record: BatchRecord | None) -> None: ...
+
+    def sources(self, record: BatchRecord | None) -> np.ndarray | None: ...
 
     def control(self) -> np.ndarray: ...
 
@@ -73,7 +76,8 @@ class Trainer:
     skip_nonfinite: bool = False
     step: int = 0
     tokens_seen: int = 0
-    eval_loss: float | None = None
+    best_metric: str = "eval_loss"  # which result of an evaluation a checkpoint is judged by
+    results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     clock: Callable[[], float] = clock.monotonic
     after_first_step: Callable[[], None] = lambda: None
     _batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
@@ -122,8 +126,8 @@ class Trainer:
         if self.consumption.enter_step(self.step):
             self._batches = None
         began = self.clock()
-        result = self.train_step(self._next_batch)
-        if not (result.finite or self.skip_nonfinite):
+        result = self.train_step(self._next_batch, self.step)
+        if result.skipped and not (self.skip_nonfinite or result.overflow):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
         self.evaluated = False
@@ -139,22 +143,29 @@ class Trainer:
         """
         if not self.world.run_on_main(self.recorder.before_save):
             return False
-        kept = replace(self.run_state, order=self.consumption.state_dict(), evaluated=self.evaluated)
-        state = build_train_state(self.step, self.tokens_seen, self.train_step.scheduler, self.loader, kept.to_extra())
-        metric = self.eval_loss if self.evaluated else None
+        task = self.train_step.forward.task.state
+        kept = replace(
+            self.run_state,
+            order=self.consumption.state_dict(),
+            evaluated=self.evaluated,
+            task=task.state_dict() if task else {},
+        )
+        schedulers = self.train_step.optimizers.schedulers
+        state = build_train_state(self.step, self.tokens_seen, schedulers, self.loader, kept.to_extra())
+        metric = self.results.get(self.best_metric) if self.evaluated else None
         self._learn_cost()
-        model, optimizer = self.train_step.forward.model, self.train_step.optimizer
+        model, optimizer = self.train_step.forward.model, self.train_step.optimizers.optimizer
         saved: bool = self.manager.save(self.step, model, optimizer, state, metric=metric, wait=wait)
         self.cadence.saved(self.step, self.clock())
         return saved
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self) -> Drawn:
         for _ in range(2):  # an epoch may end here, and the next one begin
             if self._batches is None:
                 self._batches = self.consumption.batches()
             for batch, record in self._batches:
                 self.consumption.consume(record)
-                return batch
+                return Drawn(batch, self.consumption.sources(record))
             self._batches = None
         remedy = f"set train.steps={self.step}, or add" if self.step else "add"
         raise TrainingError(
@@ -166,16 +177,17 @@ class Trainer:
         """The line of metrics.jsonl for the step just made."""
         record: dict[str, Any] = {
             "step": self.step,
-            "loss": result.loss,
-            "lr": result.lr,
+            **result.values,
+            "lr": next(iter(result.lrs.values())),
             "tokens_seen": self.tokens_seen,
             "grad_norm": result.grad_norm,
         }
-        if not result.finite:
+        if len(result.grad_norms) > 1:
+            record |= {"lr_by_optimizer": result.lrs, "grad_norm_by_optimizer": result.grad_norms}
+        if result.skipped:
             record["skipped"] = True
         record |= self.consumption.totals()
-        if result.loss_by_source:
-            record["loss_by_source"] = result.loss_by_source
+        record |= {f"{name}_by_source": means for name, means in result.by_source.items()}
         return record
 
     def _agree(self) -> None:
@@ -189,11 +201,11 @@ class Trainer:
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
         """Evaluate and record; False if a signal came meanwhile (the resumed run evaluates again)."""
-        loss = evaluation.run(self._stop_now)
-        if loss is None:
+        results = evaluation.run(self.step, self._stop_now)
+        if results is None:
             return False
-        self.eval_loss = loss
-        self.recorder.evaluation({"step": self.step, "eval_loss": loss})
+        self.results = results
+        self.recorder.evaluation({"step": self.step, **results})
         return True
 
     def _stop_now(self) -> bool:

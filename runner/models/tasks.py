@@ -1,0 +1,100 @@
+"""The tasks that come with the runner: what a training step and an evaluation compute from a model and a batch.
+
+A task of your own is a class like these, or a function like `runner.models.loss.next_token_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.errors import UserError
+from runner.models.loss import logits_of, token_losses
+
+LABELS = ("label", "labels", "target", "targets", "y")
+NOT_INPUTS = (*LABELS, "dataset_idx")
+
+
+class NextToken:
+    """Language modelling: predict the next token.
+
+    The batch has `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. The model maps token ids (B, T) to
+    logits (B, T, V), or to an object with `logits`.
+    """
+
+    def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean cross entropy over the labels of each sample in nats, float32, shape (B,)."""
+        return token_losses(logits_of(model(batch["input_ids"])), batch["labels"])
+
+    def evaluation_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The loss, and for metrics `preds`, the logits (B, T, V), and `target`, the labels (B, T)."""
+        logits = logits_of(model(batch["input_ids"]))
+        return {"loss": token_losses(logits, batch["labels"]), "preds": logits, "target": batch["labels"]}
+
+
+class Classification:
+    """One class out of several for each sample.
+
+    Args:
+        inputs: the batch's entry that the model is called with; None: the first one that is not the labels. A batch
+            that is a pair is (inputs, labels).
+        labels: the batch's entry with the classes, int64 (B,); None: label, labels, target, targets or y.
+        label_smoothing: as in torch.nn.functional.cross_entropy, 0 to 1; in training only.
+    """
+
+    def __init__(self, inputs: str | None = None, labels: str | None = None, label_smoothing: float = 0.0) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise UserError(f"task.label_smoothing={label_smoothing} must be from 0 to 1")
+        self.inputs, self.labels, self.label_smoothing = inputs, labels, label_smoothing
+
+    def training_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """`loss`, the cross entropy in nats, and `accuracy`, 1 or 0: float32, shape (B,)."""
+        logits, labels = self._outputs(model, batch)
+        return _judged(logits, labels, self.label_smoothing)
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The same, and for metrics `preds`, the logits (B, C), and `target`, the labels (B,)."""
+        logits, labels = self._outputs(model, batch)
+        return {**_judged(logits, labels, 0.0), "preds": logits, "target": labels}
+
+    def _outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits (B, C) and labels (B,).
+
+        Raises:
+            UserError: the batch does not have what is needed.
+        """
+        if isinstance(batch, Sequence) and len(batch) == 2:
+            inputs, labels = batch
+        elif isinstance(batch, Mapping):
+            labels = batch[_entry(batch, "labels", self.labels, [key for key in LABELS if key in batch])]
+            inputs = batch[_entry(batch, "inputs", self.inputs, [key for key in batch if key not in NOT_INPUTS])]
+        else:
+            raise UserError(f"task=classification takes a mapping or a pair as a batch, not a {type(batch).__name__}")
+        logits = logits_of(model(inputs))
+        if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+            raise UserError(
+                f"task=classification: the model returned shape {tuple(logits.shape)} for labels of shape "
+                f"{tuple(labels.shape)}: it must return (B, classes) for labels (B,)"
+            )
+        return logits, labels
+
+
+def _judged(logits: Tensor, labels: Tensor, label_smoothing: float) -> dict[str, Tensor]:
+    loss = F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=label_smoothing)
+    return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float()}
+
+
+def _entry(batch: Mapping[str, Any], role: str, wanted: str | None, candidates: Sequence[str]) -> str:
+    there = ", ".join(map(str, batch))
+    if wanted is not None:
+        if wanted not in batch:
+            raise UserError(
+                f"task.{role}={wanted} is not in the batch, which has {there}: set task.{role} to one of them"
+            )
+        return wanted
+    if not candidates:
+        raise UserError(f"the batch has {there}, none of which is known as {role}: set task.{role} to one of them")
+    return candidates[0]

@@ -1,0 +1,163 @@
+"""A task: what a training step and an evaluation compute, as the user wrote it, and checks of what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runner.checkpoint.state import Stateful
+from runner.config.schema import Config
+from runner.config.targets import bind, instantiate, named
+from runner.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from runner.training.step import Step
+
+Batch = Any
+Compute = Callable[[nn.Module, Batch], Any]
+METHODS = ("training_step", "evaluation_step", "take_step")
+FOR_METRICS = ("preds", "target")
+"""What an evaluation returns under these names goes to the metrics, whatever its shape, and is not averaged itself."""
+RESERVED = ("step", "lr", "samples_seen", "tokens_seen", "grad_norm", "skipped", "digest", "sources")
+"""Keys of a step's record that a task cannot use."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed from a model and a batch.
+
+    Attributes:
+        name: the class or function, for messages.
+        training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,).
+        evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics.
+        take_step: makes whole steps, with their updates; None: forward, backward, one update.
+        state: what is saved and restored with the run; None if the task has no state.
+    """
+
+    name: str
+    training_step: Compute
+    evaluation_step: Compute
+    take_step: Callable[[Step], None] | None = None
+    state: Stateful | None = None
+
+    @staticmethod
+    def of(compute: Compute, name: str = "the loss") -> Task:
+        """A function (model, batch), for training and evaluation alike."""
+        return Task(name, compute, compute)
+
+
+def build_task(config: Config) -> Task:
+    """The task of the config: `train.loss` if that names a function, else `task`.
+
+    Raises:
+        UserError: it cannot be created, or has no method that a task needs.
+    """
+    key, node = ("train.loss", config.train.loss) if config.train.loss else ("task", config.task)
+    if not node.get("_target_"):
+        raise UserError(f"{key} has no _target_: name a function (model, batch), or a class; or choose task=next_token")
+    made = bind(key, node)
+    name = f"{key} ({node['_target_']})"
+    if not inspect.isclass(named(made)):
+        _check_signature(name, made, made.args, made.keywords)
+        return Task.of(made, name)
+    return _task_of(name, instantiate(key, node))
+
+
+def _check_signature(name: str, function: Any, positional: Any = (), keywords: Any = None) -> None:
+    """Check that `function` takes a model and a batch.
+
+    Raises:
+        UserError: it does not.
+    """
+    try:
+        signature = inspect.signature(getattr(function, "func", function))
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*positional, None, None, **(keywords or {}))
+    except TypeError as error:
+        raise UserError(f"{name} cannot be called as (model, batch) with its options: {error}") from None
+
+
+def _task_of(name: str, made: Any) -> Task:
+    if isinstance(made, nn.Module) and next(made.parameters(), None) is not None:
+        raise UserError(f"{name} holds parameters, which no optimizer would train: make them part of the model")
+    found = {method: getattr(made, method, None) for method in METHODS}
+    compute = found["training_step"] or (made if callable(made) else None)
+    if compute is None and found["take_step"] is None:
+        others = [method for method in dir(made) if not method.startswith("_") and callable(getattr(made, method))]
+        close = nearest("training_step", others)
+        raise UserError(f"{name} has no training_step(model, batch){close} and no take_step(step): define one of them")
+    evaluate = found["evaluation_step"] or compute or _no_evaluation(name)
+    for function in (compute, found["evaluation_step"]):
+        if function is not None:
+            _check_signature(f"{name}.{getattr(function, '__name__', '__call__')}", function)
+    stateful = all(callable(getattr(made, method, None)) for method in ("state_dict", "load_state_dict"))
+    return Task(name, compute or evaluate, evaluate, found["take_step"], made if stateful else None)
+
+
+def _no_evaluation(name: str) -> Compute:
+    def refuse(model: nn.Module, batch: Batch) -> Any:
+        raise UserError(f"{name} has no evaluation_step(model, batch): define it, or set eval.every_steps=0")
+
+    return refuse
+
+
+def per_sample(name: str, outputs: Any, samples: int | None) -> dict[str, torch.Tensor]:
+    """The values of each sample in what a task returned, `loss` first: tensors of shape (B,).
+
+    Args:
+        name: the task, for messages.
+        outputs: losses, or a mapping with `loss`. Tensors of more dimensions, and those named in `FOR_METRICS`, are
+            left out.
+        samples: B, if it is known.
+
+    Raises:
+        UserError: there is no loss, or a value is not a tensor of shape (B,).
+    """
+    named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+    if "loss" not in named:
+        there = ", ".join(map(str, named)) or "nothing"
+        raise UserError(f"{name} returned {there} and no 'loss': return one loss per sample, shape (B,), as 'loss'")
+    loss = named["loss"]
+    _check_values(name, "loss", loss, samples)
+    values = {"loss": loss}
+    for key, value in named.items():
+        extra = isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(loss)
+        if key != "loss" and key not in FOR_METRICS and not extra:
+            check_name(name, str(key))
+            _check_values(name, str(key), value, len(loss))
+            values[str(key)] = value.detach()
+    return values
+
+
+def check_name(name: str, key: str) -> None:
+    """Check that a value may have this name among the metrics.
+
+    Args:
+        name: the task, for messages.
+        key: the name.
+
+    Raises:
+        UserError: the runner's own records use it.
+    """
+    if key in RESERVED or key.startswith("eval_") or key.endswith(("_by_source", "_by_optimizer")):
+        raise UserError(f"{name} gave a value named {key!r}, which the runner's own records use: choose another name")
+
+
+def _check_values(name: str, key: str, value: Any, samples: int | None) -> None:
+    wanted = f"return one value per sample, shape ({'B' if samples is None else samples},)"
+    if not isinstance(value, torch.Tensor):
+        raise UserError(f"{name} returned {key} as {type(value).__name__}: {wanted}, as a tensor")
+    if value.ndim != 1 or (samples is not None and len(value) != samples):
+        means = " (with reduction='none', a loss function of torch does)" if value.ndim == 0 else ""
+        raise UserError(f"{name} returned {key} of shape {tuple(value.shape)}: {wanted}{means}")
+    if value.is_complex():
+        raise UserError(f"{name} returned {key} of type {value.dtype}: return real numbers")
+    if key == "loss" and not value.is_floating_point():
+        raise UserError(f"{name} returned loss of type {value.dtype}: return floating-point numbers")
