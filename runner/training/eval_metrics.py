@@ -55,7 +55,7 @@ def _metric(name: str, node: dict[str, Any], device: torch.device) -> Evaluation
         return EvaluationMetric(name, where, made, dict(takes), _arguments(where, made), True)
     metric = instantiate(key, node)
     if not all(callable(getattr(metric, method, None)) for method in ("update", "compute")):
-        if not callable(metric):
+        if isinstance(metric, nn.Module) or not callable(metric):
             raise UserError(f"{where} has no update(...) and compute(): it must have both, or be a function")
         return EvaluationMetric(name, where, metric, dict(takes), _arguments(where, metric), True)
     if isinstance(metric, nn.Module):
@@ -104,7 +104,8 @@ class EvaluationMetric:
     def values(self, outputs: Any, batch: Batch, model: nn.Module, samples: int, device: torch.device) -> torch.Tensor:
         """What the function gives for a batch, shape (B,)."""
         batch = to_device(batch, device)
-        found = self.made(**self._chosen(outputs, batch, {"model": model, "batch": batch, "outputs": outputs}))
+        more = {"model": model, "batch": batch, "outputs": outputs}
+        found = self._call(self.made, self._chosen(outputs, batch, more))
         if not isinstance(found, torch.Tensor) or found.shape != (samples,):
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             raise UserError(f"{self.where} gave {shape}: return one value per sample, shape ({samples},), as a tensor")

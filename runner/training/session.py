@@ -188,7 +188,7 @@ class _Opening:
         trainer = Trainer(
             world=self.world,
             train_step=TrainStep(
-                forward, Optimizers(optimizer, scheduler), consumption.names, accum, config.train.clip_norm
+                forward, Optimizers.of_one(bare, optimizer, scheduler), consumption.names, accum, config.train.clip_norm
             ),
             loader=loader,
             consumption=consumption,

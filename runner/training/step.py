@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.errors import UserError
+from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.optimizers import Optimizers
 from runner.training.parallel import accumulating, average_gradients, copy_buffers
@@ -215,7 +215,7 @@ class Step:
             self.log(name, value)
         mean = loss.mean() / maker.accum if current is not None else loss.mean()
         with self._full_precision():
-            inputs = None if optimizer is None else list(maker.optimizers.parameters(optimizer))
+            inputs = None if optimizer is None else maker.optimizers.parameters(self._named(optimizer))
             torch.autograd.backward(maker.optimizers.scale(mean), retain_graph=retain_graph, inputs=inputs)
 
     def log(self, name: str, values: Any) -> None:
@@ -235,16 +235,16 @@ class Step:
         """
         maker = self._maker
         optimizers = maker.optimizers
-        name = optimizers.only() if optimizer is None else optimizer
+        name = self._named(optimizer)
         self._reduce(len(self._grad_norms))
         finite = all(math.isfinite(sums[0].sum()) for key, sums in self._sums.items() if key.startswith("loss"))
         with self._full_precision():
             if self._keeps:
                 average_gradients(optimizers.parameters(name), maker.forward.world)
-            norm, applied = optimizers.apply(name, maker.clip_norm, finite)
+            norm, applied = optimizers.apply(name, maker.clip_norm, allowed=finite)
         self._grad_norms[name] = norm
         self._skipped = self._skipped or not applied
-        self._overflow = self._overflow or (finite and not applied and optimizers.scales)
+        self._overflow = self._overflow or (finite and not applied and optimizers.scaler is not None)
         return applied
 
     @contextmanager
@@ -256,6 +256,23 @@ class Step:
         with torch.autocast(self.device.type, enabled=False):
             yield
         torch.clear_autocast_cache()
+
+    def _named(self, optimizer: str | None) -> str:
+        """The optimizer that a task means.
+
+        Raises:
+            UserError: there is none of this name, or several and none is named.
+        """
+        task, names = self._maker.forward.task.name, self._maker.optimizers.names
+        if optimizer is None and len(names) == 1:
+            return names[0]
+        if optimizer is None:
+            raise UserError(f"{task} made an update without saying of which optimizer: name one of {', '.join(names)}")
+        if optimizer not in names:
+            raise UserError(
+                f"{task}: no optimizer {optimizer!r}{nearest(optimizer, names)}; optimizers has {', '.join(names)}"
+            )
+        return optimizer
 
     def _reduce(self, update: int) -> None:
         """Sum what was logged since the last update over all ranks."""
@@ -292,7 +309,8 @@ class Step:
             self._reduce(len(self._grad_norms))
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
-        lrs = maker.optimizers.advance()
+        lrs = {name: maker.optimizers.lr(name) for name in maker.optimizers.names}
+        maker.optimizers.schedulers.step()
         values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._sums.items()}
         if "loss" not in values:
             parts = [value for name, value in values.items() if name.startswith("loss_")]

@@ -11,5 +11,7 @@ from torch.multiprocessing.spawn import start_processes
 
 def on_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     """Run `function(rank, *args)` in one process per rank, forked from one that has imported torch."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchmetrics"]
+    )
     start_processes(function, args, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]

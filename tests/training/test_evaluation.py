@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from custom_tasks import Points, PointStream
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import nn
 
+from runner.config.composition import compose
+from runner.config.schema import Config
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training import build
-from runner.training.evaluation import Evaluation, HeldOut, RankBatches
+from runner.training.eval_metrics import build_metrics
+from runner.training.evaluation import Evaluation, HeldOut, RankBatches, StreamSource
 from runner.training.parallel import wrap
 from runner.training.step import Forward
+from runner.training.tasks import Task
 
-CASES = [HeldOut(10, 3, 100), HeldOut(10, 3, 2), HeldOut(2, 1, 8), HeldOut(1, 4, 8)]
-"""Also held-out sets with fewer batches, and fewer samples, than ranks."""
+CPU = torch.device("cpu")
+OWN = ["data=own", "+data.sources.a._target_=custom_tasks.Points"]
 
 
 @given(samples=st.integers(1, 60), batch_size=st.integers(1, 9), limit=st.integers(1, 9), ranks=st.integers(1, 7))
@@ -40,39 +45,158 @@ def test_each_sample_counts_once_and_ranks_take_equally_many_turns(
         batches = list(RankBatches(held_out, world))
         assert len(batches) == len(held_out.turns(world))
         assert all(batches)  # one that does not count is computed as well, and must not be empty
+    # A stream, whose length nobody knows, is dealt out in the same way.
+    numbers = [[number for number, _ in StreamSource(range(samples), limit).turns(world)] for world in worlds]
+    assert sorted(number for mine in numbers for number in mine if number is not None) == list(
+        range(min(samples, limit))
+    )
+    assert len({len(mine) for mine in numbers}) == 1
+
+
+def configured(sizes: dict[str, int], stream: int, *more: str) -> Config:
+    """Held-out sources of these sizes, and a stream."""
+    held_out = [
+        f"+data.eval_sources.{name}={{_target_:custom_tasks.Points,size:{n},seed:{n}}}" for name, n in sizes.items()
+    ]
+    if stream:
+        held_out.append(f"+data.eval_sources.stream={{_target_:custom_tasks.PointStream,size:{stream}}}")
+    return compose([*OWN, *held_out, "eval.every_steps=1", *more]).config
+
+
+METRICS = (
+    "eval.metrics.mae._target_=torchmetrics.MeanAbsoluteError",  # merges over ranks by itself, in another order
+    "eval.metrics.seen._target_=custom_tasks.NoMerge",
+    "eval.metrics.distance._target_=custom_tasks.distance",
+)
+CASES = [
+    ({"a": 10}, 0, ["eval.batch_size=3", "eval.batches=100", *METRICS]),
+    ({"a": 10}, 0, ["eval.batch_size=3", "eval.batches=2"]),
+    ({"a": 2}, 0, ["eval.batch_size=1"]),  # fewer batches than ranks
+    ({"a": 1}, 0, ["eval.batch_size=4"]),  # fewer samples than ranks
+    ({"a": 5, "b": 11}, 7, ["eval.batch_size=2", "eval.sets.few={sources:[b,stream],batches:1}", *METRICS]),
+]
+
+
+def compute(model: nn.Module, batch: Any) -> Any:
+    points = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, (list, tuple)) else batch
+    output = model(points)
+    return {"loss": output.square().mean(1), "preds": output[:, 0], "target": points[:, 0]}
+
+
+def evaluation(config: Config, world: World, strategy: str = "ddp") -> Evaluation:
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(2, 32), nn.Dropout(), nn.Linear(32, 1)), strategy, world, CPU)
+    forward = Forward(world, CPU, model, Task("task", compute, compute), nullcontext)
+    return Evaluation(forward, build.evaluation_sets(config, world), build_metrics(config, CPU))
+
+
+def results(config: Config, world: World | None = None, strategy: str = "ddp") -> dict[str, Any]:
+    found = evaluation(config, world or World(), strategy).run(1, lambda: False)
+    assert found is not None
+    return found
 
 
 def evaluate(rank: int, ranks: int, strategy: str, directory: str) -> None:
     method = f"file://{directory}/rendezvous-{strategy}-{ranks}"
     torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    world, device = World(rank, ranks), torch.device("cpu")
-    torch.manual_seed(0)
-    data = torch.randn(10, 16)
-    model = wrap(nn.Sequential(nn.Linear(16, 32), nn.Dropout(), nn.Linear(32, 1)), strategy, world, device)
-    forward = Forward(world, device, model, lambda model, batch: model(batch).square().mean(1), nullcontext)
-    values = []
-    for held_out in CASES:
-        loader: Any = torch.utils.data.DataLoader(data, batch_sampler=RankBatches(held_out, world))  # type: ignore[arg-type]
-        value = Evaluation(forward, loader, held_out, 1).run(lambda: bool(world.sum(torch.zeros(1))))
-        assert value is not None
-        values.append(value.hex())
-    (Path(directory) / f"{strategy}-{ranks}-{rank}.json").write_text(json.dumps(values))
+    found = [results(configured(*case[:2], *case[2]), World(rank, ranks), strategy) for case in CASES]
+    (Path(directory) / f"{strategy}-{ranks}-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_value_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    shapes = [("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 3)]
+def test_every_result_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    shapes = [("ddp", 1), ("ddp", 2), ("fsdp", 3)]
     for strategy, ranks in shapes:
         on_ranks(evaluate, ranks, ranks, strategy, str(tmp_path))
-    values = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(values) == sum(ranks for _, ranks in shapes)
-    assert all(value == values[0] for value in values)
-    assert len(set(values[0])) == len(CASES)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(found) == sum(ranks for _, ranks in shapes)
+    assert all(each == found[0] for each in found)
+    assert {"eval_loss", "eval_loss_by_source", "eval_few_mae_by_source", "eval_seen_last"} <= found[0][-1].keys()
 
 
-def test_held_out_data_without_samples_are_refused() -> None:
-    assert build.held_out_samples({"a": [], "b": [1, 2]}) == 2
+def test_sources_are_evaluated_together_and_each_by_itself() -> None:
+    """Against a computation of its own, from the samples."""
+    config = configured({"a": 5, "b": 11}, 7, "eval.batch_size=2", "eval.batches=3", *METRICS)
+    found = results(config)
+    model = evaluation(config, World()).forward.model.eval()
+    samples = {"a": Points(5, 5).points[:6], "b": Points(11, 11).points[:6], "stream": PointStream(7).points[:6]}
+    with torch.no_grad():
+        own = {name: compute(model, points) for name, points in samples.items()}
+    losses = {name: one["loss"] for name, one in own.items()}
+    errors = {name: (one["preds"] - one["target"]).abs() for name, one in own.items()}
+    for key, values in (("eval_loss", losses), ("eval_mae", errors), ("eval_distance", errors)):
+        assert found[key] == pytest.approx(torch.cat(list(values.values())).mean().item())
+        assert found[f"{key}_by_source"] == pytest.approx({name: one.mean().item() for name, one in values.items()})
+    assert found["eval_seen_batches"] == 9
+    assert found["eval_seen_batches_by_source"] == {"a": 3, "b": 3, "stream": 3}
+    assert "eval_preds" not in found
+
+
+def test_each_set_has_its_own_cadence_sources_and_size() -> None:
+    config = configured(
+        {"a": 8, "b": 8},
+        0,
+        "eval.every_steps=4",
+        "eval.batch_size=2",
+        "eval.sets.b={sources:[b],every_steps:3,batches:1}",
+    )
+    made = evaluation(config, World())
+    due = {step: sorted(made.run(step, lambda: False) or {}) for step in range(1, 13) if made.due(step)}
+    every, own = ["eval_loss", "eval_loss_by_source"], ["eval_b_loss"]
+    assert due == {3: own, 4: every, 6: own, 8: every, 9: own, 12: [*own, *every]}
+
+
+def test_an_evaluation_leaves_generators_and_modes_alone_and_stops_when_asked() -> None:
+    made = evaluation(configured({"a": 8}, 0, *METRICS), World())
+    made.forward.model.train()
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    assert made.run(1, lambda: True) is None
+    assert made.run(1, lambda: False)
+    assert torch.equal(torch.rand(3), wanted)
+    assert made.forward.model.training
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("{_target_:custom_tasks.Shapeless}", ["eval.metrics.x", "shape (2, 2)", "a number, a vector"]),
+        ("{_target_:custom_tasks.too_short}", ["eval.metrics.x", "()", "one value per sample"]),
+        ("{_target_:torchmetrics.MeanMetric}", ["eval.metrics.x", "'value'", "loss, preds, target", "takes.value"]),
+        ("{_target_:torchmetrics.MeanMetric,takes:{value:los}}", ["eval.metrics.x", "'los'"]),
+        ("{_target_:torchmetrics.MeanMetric,takes:3}", ["eval.metrics.x.takes=3"]),
+        ("{_target_:custom_tasks.Pair}", ["eval.metrics.x"]),
+        ("{_target_:torchmetrics.classification.MulticlassF1Score,num_classes:3}", ["eval.metrics.x", "preds (4,)"]),
+    ],
+)
+def test_a_metric_that_does_not_fit_is_one_line(metric: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        results(configured({"a": 4}, 0, f"eval.metrics.x={metric}"))
+    text = str(error.value)
+    assert len(text.splitlines()) == 1
+    assert all(word in text for word in words), text
+
+
+def test_arguments_can_be_renamed() -> None:
+    found = results(configured({"a": 4}, 0, "eval.metrics.x={_target_:torchmetrics.MeanMetric,takes:{value:loss}}"))
+    assert found["eval_x"] == pytest.approx(found["eval_loss"])
+
+
+def test_held_out_data_that_cannot_be_evaluated_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.eval_sources \(a\) has 0 samples: .*eval.every_steps=0"):
-        build.held_out_samples({"a": []})
+        build.evaluation_sets(configured({"a": 0}, 0), World())
+    with pytest.raises(UserError, match="stream.*gave no samples"):
+        results(
+            compose(
+                [*OWN, "+data.eval_sources.stream={_target_:custom_tasks.PointStream,size:0}", "eval.every_steps=1"]
+            ).config
+        )
+    with pytest.raises(UserError, match="OwnIterator.*its own iterator"):
+        results(
+            compose([*OWN, "+data.eval_sources.stream._target_=custom_tasks.OwnIterator", "eval.every_steps=1"]).config
+        )
+    with pytest.raises(UserError, match="eval.sets.x.sources: no such source 'b'"):
+        configured({"a": 4}, 0, "eval.sets.x={sources:[b]}")

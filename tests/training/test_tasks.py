@@ -1,0 +1,247 @@
+"""A task of the user's: what it returns is recorded exactly, and every mistake that it can make is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from custom_tasks import Adversarial, Pair
+from runner.training.optimizers import Optimizers
+from torch import nn
+
+from runner.config.composition import compose
+from runner.errors import UserError
+from runner.models.tasks import Classification, NextToken
+from runner.system.distributed import World
+from runner.training.optim import LearningRateScheduler
+from runner.training.step import Drawn, Forward, StepResult, TrainStep
+from runner.training.tasks import Task, build_task, per_sample
+
+CPU = torch.device("cpu")
+
+
+def maker(compute: Any, model: nn.Module, sources: list[str] | None = None, accum: int = 1) -> TrainStep:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizers = Optimizers.of_one(model, optimizer, LearningRateScheduler(optimizer, lambda step: 1.0))
+    task = compute if isinstance(compute, Task) else Task.of(compute)
+    return TrainStep(Forward(World(), CPU, model, task, nullcontext), optimizers, sources or [], accum)
+
+
+def stepped(compute: Any, batches: list[Any], where: list[Any] | None = None, **more: Any) -> StepResult:
+    """One step over these micro-batches, whose samples are of the sources `where`."""
+    model = more.pop("model", None) or nn.Linear(3, 2)
+    where = where or [None] * len(batches)
+    drawn = iter(Drawn(batch, source) for batch, source in zip(batches, where, strict=True))
+    return maker(compute, model, accum=len(batches), **more)(lambda: next(drawn))
+
+
+def outputs(**values: Any) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, batch: {"loss": model(batch).square().mean(1), **values}
+
+
+def test_every_value_is_the_mean_over_the_step_and_of_each_source() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 3), torch.randn(4, 3)]
+    sources = [np.array([0, 1, 1, 0]), np.array([1, 1, 1, 1])]
+
+    def compute(model: nn.Module, batch: torch.Tensor) -> Any:
+        return {"loss": model(batch).square().mean(1), "large": batch[:, 0] > 0, "table": batch}
+
+    model = nn.Linear(3, 2)
+    wanted = model(torch.cat(batches)).square().mean(1)
+    result = stepped(compute, batches, sources, model=model, sources=["a", "b"])
+    large = (torch.cat(batches)[:, 0] > 0).double()
+    where = torch.from_numpy(np.concatenate(sources))
+    assert list(result.values) == ["loss", "large"]
+    assert result.loss == pytest.approx(wanted.mean().item())
+    assert result.values["large"] == large.mean()
+    for number, name in enumerate("ab"):
+        assert result.by_source["large"][name] == large[where == number].mean()
+        assert result.by_source["loss"][name] == pytest.approx(wanted[where == number].mean().item())
+
+
+def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    data, whole, split = torch.randn(8, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+    split.load_state_dict(whole.state_dict())
+    one = stepped(outputs(), [data], model=whole)
+    two = stepped(outputs(), list(data.split(2)), model=split)
+    assert one.grad_norm == pytest.approx(two.grad_norm)
+    torch.testing.assert_close(whole.weight, split.weight)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (torch.zeros(()), ["loss of shape ()", "shape (4,)", "reduction='none'"]),
+        (torch.zeros(4, 2), ["loss of shape (4, 2)", "shape (4,)"]),
+        (torch.zeros(3), ["loss of shape (3,)", "shape (4,)"]),
+        (torch.zeros(4, dtype=torch.int64), ["loss of type torch.int64", "floating-point"]),
+        (torch.zeros(4, dtype=torch.complex64), ["complex64", "real"]),
+        (0.5, ["loss as float", "tensor"]),
+        (None, ["loss as NoneType"]),
+        ({"accuracy": torch.zeros(4)}, ["accuracy", "no 'loss'"]),
+        ({}, ["nothing", "no 'loss'"]),
+        ({"loss": torch.zeros(4), "accuracy": torch.zeros(())}, ["accuracy of shape ()", "shape (4,)"]),
+        ({"loss": torch.zeros(4), "accuracy": 0.5}, ["accuracy as float"]),
+        ({"loss": torch.zeros(4), "lr": torch.zeros(4)}, ["'lr'", "another name"]),
+        ({"loss": torch.zeros(4), "eval_x": torch.zeros(4)}, ["'eval_x'", "another name"]),
+    ],
+)
+def test_a_wrong_return_value_is_one_line(returned: Any, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        per_sample("task (my.Task)", returned, 4)
+    text = str(error.value)
+    assert len(text.splitlines()) == 1
+    assert text.startswith("task (my.Task)")
+    assert all(word in text for word in words), text
+
+
+def whole(take_step: Callable[[Any], None]) -> Task:
+    return Task("task (my.Task)", outputs(), outputs(), take_step)
+
+
+def without_update(step: Any) -> None:
+    for batch in step.batches:
+        step.backward(step.model(batch).square().mean(1))
+
+
+def unknown_optimizer(step: Any) -> None:
+    step.update("generater")
+
+
+def without_loss(step: Any) -> None:
+    for parameter in step.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    step.update()
+
+
+@pytest.mark.parametrize(
+    ("take_step", "words"),
+    [
+        (without_update, ["made no update", "step.update()"]),
+        (unknown_optimizer, ["no optimizer 'generater'"]),
+        (without_loss, ["gave no loss", "step.log('loss'"]),
+    ],
+)
+def test_a_wrong_step_is_one_line(take_step: Callable[[Any], None], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        stepped(whole(take_step), [torch.zeros(4, 3)])
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_step_that_asks_for_no_batch_still_consumes_its_own() -> None:
+    """The data order must not depend on what a task does with the batches."""
+    left: Iterator[Drawn] = iter([Drawn(torch.zeros(4, 3)), Drawn(torch.zeros(4, 3)), Drawn(torch.ones(4, 3))])
+
+    def take_step(step: Any) -> None:
+        without_loss_batches = step.model(torch.ones(2, 3)).square().mean(1)
+        step.backward(without_loss_batches)
+        step.update()
+
+    result = maker(whole(take_step), nn.Linear(3, 2), accum=2)(lambda: next(left))
+    assert result.samples == 8
+    assert next(left).batch.sum() == 12
+
+
+def test_a_loss_that_is_not_finite_is_not_applied() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+
+    def compute(model: nn.Module, batch: torch.Tensor) -> Any:
+        return torch.where(batch[:, 0] > 0, float("inf"), model(batch).square().mean(1))
+
+    result = stepped(compute, [torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]])], model=model)
+    assert result.skipped
+    assert not result.overflow
+    assert torch.equal(model.weight, before)
+
+
+def test_alternating_updates_change_their_own_parameters_only() -> None:
+    torch.manual_seed(0)
+    model = Pair()
+    made = {name: torch.optim.SGD(getattr(model, name).parameters(), 0.1) for name in ("generator", "discriminator")}
+    schedulers = {name: LearningRateScheduler(optimizer, lambda step: 1.0) for name, optimizer in made.items()}
+    adversarial = Adversarial()
+    task = Task("task (Adversarial)", adversarial.evaluation_step, adversarial.evaluation_step, adversarial.take_step)
+    step = TrainStep(Forward(World(), CPU, model, task, nullcontext), Optimizers(model, made, schedulers), [], 2)
+    seen: list[tuple[bool, bool]] = []
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def changed(part: str) -> bool:
+        return any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n.startswith(part))
+
+    adversarial.between = lambda: seen.append((changed("generator"), changed("discriminator")))
+    result = step(lambda: Drawn(torch.randn(4, 2)))
+    assert seen == [(False, True)]
+    assert changed("generator")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert result.loss == result.values["loss_generator"] + result.values["loss_discriminator"]
+    assert list(result.grad_norms) == list(result.lrs)[::-1] == ["discriminator", "generator"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task=own", "task._target_=custom_tasks.Misspelt"], ["no training_step(model, batch)", "traning_step"]),
+        (["task=own", "task._target_=custom_tasks.OneArgument"], ["training_step", "(model, batch)"]),
+        (["task=own", "task._target_=custom_tasks.WithParameters"], ["holds parameters", "part of the model"]),
+        (["task=own", "task._target_=custom_tasks.Fine", "+task.bogus=1"], ["task", "takes no arguments"]),
+        (["task=own", "task._target_=custom_tasks.loss", "+task.bogus=1"], ["task", "bogus"]),
+        (["train.loss._target_=custom_tasks.loss", "train.loss.bogus=1"], ["train.loss", "bogus"]),
+        (["task=classification", "task.label_smoothing=2"], ["label_smoothing=2"]),
+    ],
+)
+def test_a_task_that_cannot_be_used_is_one_line_at_the_start(overrides: list[str], words: list[str]) -> None:
+    config = compose(overrides).config
+    with pytest.raises(UserError) as error:
+        build_task(config)
+    text = str(error.value)
+    assert len(text.splitlines()) == 1
+    assert all(word in text for word in words), text
+
+
+def test_a_function_and_a_loss_are_tasks() -> None:
+    model, batch = nn.Linear(3, 2), torch.randn(4, 3)
+    for overrides in (["task=own", "task._target_=custom_tasks.loss"], ["train.loss._target_=custom_tasks.loss"]):
+        task = build_task(compose(overrides).config)
+        assert task.training_step(model, batch).shape == (4,)
+        assert task.evaluation_step(model, batch).shape == (4,)
+
+
+def test_classification_finds_its_entries_or_says_what_is_there() -> None:
+    model = nn.Linear(3, 5)
+    inputs, labels = torch.randn(4, 3), torch.randint(5, (4,))
+    task = Classification()
+    wanted = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+    batches: list[Any] = [
+        (inputs, labels),
+        [inputs, labels],
+        {"image": inputs, "label": labels, "dataset_idx": torch.zeros(4)},
+        {"y": labels, "x": inputs},
+    ]
+    for batch in batches:
+        found = task.evaluation_step(model, batch)
+        assert torch.equal(found["loss"], wanted)
+        assert torch.equal(found["accuracy"], (found["preds"].argmax(1) == labels).float())
+    for batch, words in (
+        ({"image": inputs, "class": labels}, "image, class"),
+        (inputs, "Tensor"),
+        ((inputs, torch.zeros(4, 2)), r"\(4, 2\)"),
+    ):
+        with pytest.raises(UserError, match=words):
+            task.training_step(model, batch)
+    with pytest.raises(UserError, match="task.inputs=picture is not in the batch"):
+        Classification(inputs="picture").training_step(model, {"image": inputs, "label": labels})
+
+
+def test_the_tasks_give_metrics_what_they_need() -> None:
+    tokens = torch.randint(7, (2, 5))
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    found = NextToken().evaluation_step(model, {"input_ids": tokens, "labels": tokens})
+    assert found["preds"].shape == (2, 5, 7)
+    assert torch.equal(found["loss"], NextToken().training_step(model, {"input_ids": tokens, "labels": tokens}))
