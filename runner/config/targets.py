@@ -64,6 +64,16 @@ def bind(key: str, node: dict[str, Any]) -> partial[Any]:
     return made
 
 
+def named(key: str, node: dict[str, Any]) -> Any:
+    """The function or class itself that the config's `key` names by `_target_`.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    bind(key, {"_target_": node.get("_target_")})  # its errors are those of every target
+    return pkgutil.resolve_name(str(node["_target_"]))
+
+
 def _check_booleans(key: str, made: partial[Any]) -> None:
     """Refuse any other value: `no` is a text in an override, and true where a condition asks for it."""
     try:
@@ -118,7 +128,7 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
-    if "_target_" in node:
+    if node.get("_target_") is not None:  # null: the group's typed options hold, or a check names what is missing
         yield key, node["_target_"]
     if node.get("_recursive_", True):
         for name, part in node.items():

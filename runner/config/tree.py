@@ -23,8 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
-from runner.config.frozen import escaped
-from runner.config.schema import Config
+from runner.config.frozen import escaped, schema
 from runner.config.search_path import conf_dir, groups
 from runner.errors import UserError
 
@@ -34,7 +33,7 @@ FROZEN_NAMES = (f"frozen_config_{number}" for number in itertools.count())
 # Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Dictionaries whose keys are names that users choose: a new key needs no `+`.
-OPEN = ("sampler.weights", "sampler.max_epochs", "phases", "data.loader")
+OPEN = ("sampler.weights", "sampler.max_epochs", "phases", "data.loader", "optimizers", "optimizer.groups")
 
 
 class _FurtherDirectories(SearchPathPlugin):
@@ -47,7 +46,7 @@ class _FurtherDirectories(SearchPathPlugin):
             search_path.append("command-line", f"file://{path}")
 
 
-ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="schema", node=schema())
 Plugins.instance().register(_FurtherDirectories)
 
 
@@ -151,7 +150,7 @@ def opened(override: str) -> str:
     if not equals or key.startswith("~"):
         return override
     for prefix in OPEN:
-        if bare == prefix and value.startswith("{"):
+        if bare == prefix and value.startswith(("{", "[")):
             return f"++{bare}={value}"
         if bare.startswith(f"{prefix}."):
             # As one dictionary, so that a new entry gets the type that the schema gives it.

@@ -153,13 +153,13 @@ class _Opening:
         make_exact(config, device)
         datasets = build.sources(config)
         bare = build.model(config)
+        average = build.average(config, bare, self.world, device)
         with peer_errors(self.world):  # DDP compares and broadcasts the parameters
             model = wrap(bare, config.strategy.value, self.world, device)
-        optimizer = build.optimizer(config, model)
-        scheduler = build.scheduler(config, optimizer, build.phase_schedule(config))
+        optimizers = build.optimizers(config, model, device)
         build.seed_everything(config.seed, self.world.rank)
         manager = self._manager(build.fingerprint(config, datasets))
-        state: Mapping[str, Any] = manager.load(model, optimizer) or {}
+        state: Mapping[str, Any] = manager.load(model, optimizers, average.averaged if average else None) or {}
         if not state:
             self._warn_if_checkpoints_are_gone()
         step = int(state["step"]) if state else 0
@@ -167,7 +167,7 @@ class _Opening:
         run_state = self._run_state(saved, step)
         self._warn_if_inexact(device, run_state, saved)
         loader, consumption = self._training_data(datasets, device, run_state, saved, step)
-        _, tokens, _ = restore_train_state(state, scheduler, loader)
+        _, tokens, _ = restore_train_state(state, optimizers, loader)
         if saved is not None:
             consumption.load_state_dict(saved.order)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
@@ -181,10 +181,10 @@ class _Opening:
         warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
         trainer = Trainer(
             world=self.world,
-            train_step=TrainStep(forward, optimizer, scheduler, consumption.names, accum, config.train.clip_norm),
+            train_step=TrainStep(forward, optimizers, consumption.names, accum, config.train.clip_norm, average),
             loader=loader,
             consumption=consumption,
-            evaluation=self._evaluation(forward),
+            evaluation=self._evaluation(replace(forward, model=average.module) if average else forward),
             manager=manager,
             cadence=self._cadence(step),
             recorder=recorder,
@@ -292,6 +292,8 @@ class _Opening:
             keep_last=options.keep_last,
             keep_every_steps=options.keep_every_steps,
             keep_best=options.keep_best,
+            best_metric=options.best.metric,
+            best_mode=options.best.mode.value,
             mode=options.mode.value,
             check_fence=lease.check_fence if lease else None,
             fence=lease.fence if lease else 0,

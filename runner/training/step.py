@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from runner.system.distributed import World
-from runner.training.parallel import accumulating, total_norm
+from runner.training.average import Average
+from runner.training.optimizers import Optimizers
+from runner.training.parallel import SharedBuffers, accumulating
 from runner.training.peers import peer_errors
 
 Batch = Any
@@ -70,11 +72,14 @@ class TrainStep:
     """Computes steps. `sources` are the names behind `dataset_idx` in a batch; `accum` micro-batches make a step."""
 
     forward: Forward
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    optimizers: Optimizers
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
+    average: Average | None = None
+
+    def __post_init__(self) -> None:
+        self._buffers = SharedBuffers(self.forward.world, self.forward.model)
 
     def __call__(self, next_batch: Callable[[], Batch]) -> StepResult:
         """Draw the step's micro-batches and update the model, unless loss or gradients are not finite.
@@ -84,18 +89,14 @@ class TrainStep:
         """
         losses, sources, tokens = self._accumulate(next_batch)
         loss, by_source = self._reduce(losses, sources)
-        lr = float(self.scheduler.get_last_lr()[0])
+        (name, *_), lr = self.optimizers.names, self.optimizers.lr()
         with peer_errors(self.forward.world):
-            norm = total_norm(self.forward.model)
-            result = StepResult(loss, by_source, norm.item(), lr, tokens * self.forward.world.size)
-            if result.finite:
-                if self.clip_norm is not None:
-                    parameters = self.forward.model.parameters()
-                    torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-                self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
-        return result
+            norm, _ = self.optimizers.apply(name, self.clip_norm, allowed=math.isfinite(loss))
+            self._buffers.synchronize()
+            if self.average is not None:
+                self.average.update(self.forward.model)
+        self.optimizers.schedulers.step()
+        return StepResult(loss, by_source, norm, lr, tokens * self.forward.world.size)
 
     def _accumulate(self, next_batch: Callable[[], Batch]) -> tuple[list[torch.Tensor], list[Any], int]:
         """Forward and backward over the micro-batches: per-sample losses, their sources, tokens."""
@@ -110,7 +111,7 @@ class TrainStep:
             with accumulating(model, last=micro == self.accum - 1):
                 per_sample = self.forward(batch)
                 with peer_errors(self.forward.world):
-                    torch.autograd.backward(per_sample.mean() / self.accum)
+                    torch.autograd.backward(self.optimizers.scale(per_sample.mean() / self.accum))
             losses.append(per_sample.detach())
         return losses, sources, tokens
 

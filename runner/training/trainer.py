@@ -7,6 +7,7 @@ step has happened, and a resume executes the same lines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -123,7 +124,8 @@ class Trainer:
             self._batches = None
         began = self.clock()
         result = self.train_step(self._next_batch)
-        if not (result.finite or self.skip_nonfinite):
+        overflow = self.train_step.optimizers.scaler is not None and math.isfinite(result.loss)
+        if not (result.finite or self.skip_nonfinite or overflow):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
         self.evaluated = False
@@ -140,11 +142,13 @@ class Trainer:
         if not self.world.run_on_main(self.recorder.before_save):
             return False
         kept = replace(self.run_state, order=self.consumption.state_dict(), evaluated=self.evaluated)
-        state = build_train_state(self.step, self.tokens_seen, self.train_step.scheduler, self.loader, kept.to_extra())
+        state = build_train_state(self.step, self.tokens_seen, self.train_step.optimizers, self.loader, kept.to_extra())
         metric = self.eval_loss if self.evaluated else None
         self._learn_cost()
-        model, optimizer = self.train_step.forward.model, self.train_step.optimizer
-        saved: bool = self.manager.save(self.step, model, optimizer, state, metric=metric, wait=wait)
+        model, optimizers = self.train_step.forward.model, self.train_step.optimizers
+        average = self.train_step.average
+        averaged = {} if average is None else {"averaged": average.averaged}
+        saved: bool = self.manager.save(self.step, model, optimizers, state, metric=metric, wait=wait, **averaged)
         self.cadence.saved(self.step, self.clock())
         return saved
 

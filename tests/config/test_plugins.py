@@ -33,7 +33,7 @@ def test_a_users_dataset_model_loss_and_optimizer_are_instantiated(composer: Com
     assert {name: len(source) for name, source in sources.items()} == {"slow": 256, "fast": 64}
     model = build.model(config)
     assert type(model).__name__ == "Perceptron"
-    assert isinstance(build.optimizer(config, model), torch.optim.RMSprop)
+    assert isinstance(build.optimizers(config, model)["optimizer"], torch.optim.RMSprop)
     batch = {"x": torch.zeros(4, 1), "y": torch.ones(4, 1)}
     assert build.loss(config)(model, batch).shape == (4,)
 

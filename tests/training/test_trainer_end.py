@@ -14,6 +14,7 @@ from runner.errors import TrainingError
 from runner.system.distributed import World
 from runner.training.consumption import UntrackedConsumption
 from runner.training.evaluation import Evaluation, HeldOut
+from runner.training.optimizers import Optimizers
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
 from runner.training.trainer import Trainer
@@ -88,7 +89,7 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
     loader = Loader([BATCH] * 8)
     return Trainer(
         world=World(),
-        train_step=TrainStep(forward, optimizer, scheduler, sources=[]),
+        train_step=TrainStep(forward, Optimizers.of_one(model, optimizer, scheduler), sources=[]),
         loader=loader,
         consumption=UntrackedConsumption(loader),
         evaluation=Evaluation(forward, batches, HeldOut(2 * eval_batches, 2, eval_batches), every_steps=4),
