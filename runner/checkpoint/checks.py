@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from runner.checkpoint.reader import CheckpointReader
-from runner.checkpoint.staging import MODEL, Tensors, collect
-from runner.checkpoint.state import OptimizerState, TrainState
+from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, Tensors, collect
+from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState, TrainState
 from runner.errors import CheckpointError
 
 _MAX_NAMED = 3
@@ -64,26 +63,33 @@ def _joined(differences: list[str]) -> str:
 
 
 def check_fit(
-    reader: CheckpointReader, state: TrainState, model: nn.Module, optimizer: Optimizer | None, where: str
+    reader: CheckpointReader,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: OptimizerLike | None,
+    averaged: Averaged | None,
+    where: str,
 ) -> None:
-    """Compare a checkpoint with the model and the optimizer that are to be loaded from it.
+    """Compare a checkpoint with the model, the optimizer and the averaged weights that are to be loaded from it.
 
     Raises:
         CheckpointError: naming what differs.
     """
-    collected = collect(model, optimizer)
+    collected = collect(model, optimizer, averaged)
     check_model(reader, collected.nested["model"], where)
+    if averaged is not None or optimizer is not None:  # without either, only weights are wanted
+        check_average(reader, collected.nested.get("ema"), where)
     if collected.optimizer is not None:
         check_optimizer(state.optimizer, collected.optimizer, where)
 
 
-def check_model(reader: CheckpointReader, tensors: Tensors, where: str) -> None:
+def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: str = MODEL) -> None:
     """Compare the names, shapes and dtypes of the saved tensors with the model's.
 
     Raises:
         CheckpointError: naming what differs.
     """
-    saved = reader.names(MODEL)
+    saved = reader.names(prefix)
     differences = [f"it lacks {name!r}" for name in tensors if name not in saved]
     differences += [f"it has {name!r}, which the model lacks" for name in saved if name not in tensors]
     for name, tensor in tensors.items():
@@ -97,6 +103,25 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str) -> None:
         raise CheckpointError(
             f"{where} is of another model: {_joined(differences)}; use the model settings it was saved with, {_REMEDY}"
         )
+
+
+def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str) -> None:
+    """Compare the saved averaged weights with those of this run, whose `tensors` are None if it has none.
+
+    Raises:
+        CheckpointError: only one of the two has them, or they differ.
+    """
+    saved = AVERAGE_COUNT in reader.entries
+    if saved and tensors is None:
+        raise CheckpointError(
+            f"{where} has averaged weights, and this run has none: set train.ema_decay as it was, {_REMEDY}"
+        )
+    if tensors is not None and not saved:
+        raise CheckpointError(
+            f"{where} has no averaged weights, and this run has train.ema_decay: set it to null, {_REMEDY}"
+        )
+    if tensors is not None:
+        check_model(reader, tensors, where, AVERAGE)
 
 
 def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where: str) -> None:

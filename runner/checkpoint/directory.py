@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.checkpoint import manifest as manifests
-from runner.checkpoint.manifest import CorruptionError, Manifest
+from runner.checkpoint.manifest import BEST_METRIC, CorruptionError, Manifest
 from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
@@ -390,12 +390,16 @@ class Retention:
     Attributes:
         keep_last: this many newest ones.
         keep_every_steps: also every multiple of this step.
-        keep_best: also this many with the lowest metric.
+        keep_best: also this many with the best value of `best_metric`.
+        best_metric: the metric that they are judged by; what was saved with another one is not.
+        best_mode: `min` or `max`; NaN is never the best.
     """
 
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_best: int = 0
+    best_metric: str = BEST_METRIC
+    best_mode: str = "min"
 
     def to_delete(self, found: Iterable[Candidate]) -> list[Candidate]:
         """The intact ones among `found` that need not be kept, oldest first."""
@@ -403,13 +407,17 @@ class Retention:
         kept = {c.path for c in intact[-max(self.keep_last, 1) :]}
         if self.keep_every_steps:
             kept |= {c.path for c in intact if c.step % self.keep_every_steps == 0}
-        kept |= {c.path for c in self._best(intact)}
+        kept |= {c.path for c in self.best(intact)[: self.keep_best]}
         return [c for c in intact if c.path not in kept]
 
-    def _best(self, intact: list[Candidate]) -> list[Candidate]:
-        judged = [(c.manifest.metric, c.step, c) for c in intact if c.manifest and c.manifest.metric is not None]
-        numbers = [entry for entry in judged if entry[0] == entry[0]]  # without NaN
-        return [c for _, _, c in sorted(numbers, key=lambda entry: entry[:2])[: self.keep_best]]
+    def best(self, intact: Iterable[Candidate]) -> list[Candidate]:
+        """Those that were judged by the metric, the best first; of equal ones the oldest first."""
+        judged = [
+            (-m.metric if self.best_mode == "max" else m.metric, c.step, c)
+            for c in intact
+            if (m := c.manifest) and m.metric is not None and m.metric == m.metric and m.metric_name == self.best_metric
+        ]
+        return [c for _, _, c in sorted(judged, key=lambda entry: entry[:2])]
 
 
 def loose_modes(path: Path) -> str | None:

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import nn
-from torch.optim import Optimizer
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
 from runner.checkpoint.background import Background
 from runner.checkpoint.checks import check_fit
 from runner.checkpoint.directory import Fence, Info, Retention
+from runner.checkpoint.manifest import BEST_METRIC, BEST_MODES
 from runner.checkpoint.reading import in_one_line
 from runner.checkpoint.restore import load_tensors
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.checkpoint.selection import open_checkpoint, select
-from runner.checkpoint.state import StateDict, TrainState
+from runner.checkpoint.state import Averaged, OptimizerLike, StateDict, TrainState
 from runner.errors import SupersededError, UserError
 from runner.system import clock
 from runner.system.distributed import World, current_ranks
@@ -52,7 +52,9 @@ class TrainStateManager:
             are not compared.
         keep_last: how many of the newest to keep; see `Retention`.
         keep_every_steps: also keep every multiple of this step.
-        keep_best: also keep this many with the lowest metric.
+        keep_best: also keep this many with the best metric.
+        best_metric: the name of that metric; a run that changes it keeps none for the metric that it had.
+        best_mode: whether the lowest (`min`) or the highest (`max`) is the best; NaN never is.
         mode: `async` copies in memory and writes in the background, one save at a time; `sync` returns after the
             commit.
         check_fence: called on rank 0 before every change; raises SupersededError if a newer attempt holds the lease.
@@ -70,11 +72,13 @@ class TrainStateManager:
         keep_last: int = 3,
         keep_every_steps: int | None = None,
         keep_best: int = 0,
+        best_metric: str = BEST_METRIC,
+        best_mode: str = "min",
         mode: str = "async",
         check_fence: Callable[[], None] | None = None,
         fence: int = 0,
     ) -> None:
-        _check_settings(keep_last, keep_every_steps, keep_best, mode)
+        _check_settings(keep_last, keep_every_steps, keep_best, best_mode, mode)
         self.directory = Path(directory)
         self.last_save: SaveCost | None = None
         self.last_error: str | None = None
@@ -82,7 +86,7 @@ class TrainStateManager:
         self._fingerprint = dict(fingerprint or {})
         self._fence = Fence(fence, check_fence or (lambda: None))
         self._world = World(*current_ranks()).with_own_group(PEER_TIMEOUT_S)
-        retention = Retention(keep_last, keep_every_steps, keep_best)
+        retention = Retention(keep_last, keep_every_steps, keep_best, best_metric, best_mode)
         self._saver = Saver(self.directory, self._world, self._fingerprint, retention, self._fence)
         self._background = Background()
         self._superseded: SupersededError | None = None
@@ -97,9 +101,10 @@ class TrainStateManager:
         self,
         step: int,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerLike | None,
         train_state: Mapping[str, Any],
         *,
+        averaged: Averaged | None = None,
         metric: float | None = None,
         wait: bool = False,
     ) -> bool:
@@ -114,7 +119,8 @@ class TrainStateManager:
             model: the model.
             optimizer: its optimizer, if it has one.
             train_state: from `build_train_state`; each rank passes its own.
-            metric: what "best" is judged by; lower is better.
+            averaged: the average of its weights, if it has one: an AveragedModel of torch.optim.swa_utils.
+            metric: what "best" is judged by, the value of `best_metric`.
             wait: return after the commit (before exiting, for example).
 
         Returns:
@@ -130,7 +136,7 @@ class TrainStateManager:
         if step in self._committed:
             return True
         in_background = self._asynchronous and not wait
-        pending = self._saver.stage(step, model, optimizer, train_state, metric, copy=in_background)
+        pending = self._saver.stage(step, model, optimizer, train_state, metric, averaged=averaged, copy=in_background)
         self.last_save = SaveCost(step=step, stall_s=clock.perf_counter() - begun, write_s=0.0, bytes=0)
         if in_background:
             self._background.submit(lambda: self._write(pending, begun))
@@ -165,8 +171,10 @@ class TrainStateManager:
         """
         return checkpoint_dir.newest(self.directory)
 
-    def load(self, model: nn.Module, optimizer: Optimizer | None = None) -> StateDict | None:
-        """Load the newest checkpoint that verifies into `model` and `optimizer`, in place.
+    def load(
+        self, model: nn.Module, optimizer: OptimizerLike | None = None, averaged: Averaged | None = None
+    ) -> StateDict | None:
+        """Load the newest checkpoint that verifies into `model`, `optimizer` and `averaged`, in place.
 
         Corrupt ones of higher steps are set aside as `….corrupt`.
 
@@ -180,14 +188,16 @@ class TrainStateManager:
         """
         self.wait()
         with in_one_line(self.directory):
-            found = self._restore(model, optimizer)
+            found = self._restore(model, optimizer, averaged)
         if found is None:
             return None
         info, state = found
         self._committed.add(info.step)
         return replace(state, optimizer=None, model_extra=None, version=None).to_dict()
 
-    def _restore(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[Info, TrainState] | None:
+    def _restore(
+        self, model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None
+    ) -> tuple[Info, TrainState] | None:
         world = self._world
         world.run_on_main(self._saver.sweep)
         info = select(self.directory, world, self._fence)
@@ -195,8 +205,8 @@ class TrainStateManager:
             return None
         state, reader = world.run_on_all(lambda: open_checkpoint(info, self._fingerprint))
         with reader:
-            world.run_on_all(lambda: check_fit(reader, state, model, optimizer, f"checkpoint {info.path}"))
-            world.run_on_all(lambda: load_tensors(reader, state, model, optimizer))
+            world.run_on_all(lambda: check_fit(reader, state, model, optimizer, averaged, f"checkpoint {info.path}"))
+            world.run_on_all(lambda: load_tensors(reader, state, model, optimizer, averaged))
         return info, state
 
     def _write(self, pending: PendingSave, begun: float) -> None:
@@ -243,12 +253,14 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _check_settings(keep_last: int, keep_every_steps: int | None, keep_best: int, mode: str) -> None:
+def _check_settings(keep_last: int, keep_every_steps: int | None, keep_best: int, best_mode: str, mode: str) -> None:
     if keep_last < 1:
         raise UserError(f"checkpoint.keep_last={keep_last}: set 1 or more; the newest one is always kept")
     if keep_every_steps is not None and keep_every_steps < 1:
         raise UserError(f"checkpoint.keep_every_steps={keep_every_steps}: set 1 or more, or null for none")
     if keep_best < 0:
         raise UserError(f"checkpoint.keep_best={keep_best}: set 0 or more")
+    if best_mode not in BEST_MODES:
+        raise UserError(f"checkpoint.best.mode={best_mode!r}: set 'min' or 'max'")
     if mode not in ("async", "sync"):
         raise UserError(f"checkpoint.mode={mode!r}: set 'async' or 'sync'")

@@ -22,6 +22,9 @@ TRAIN_STATE = "train_state.pt"
 VERSION = 1
 """Format version of checkpoints; this code reads no other."""
 
+BEST_METRIC = "eval_loss"
+BEST_MODES = ("min", "max")
+
 BLOCK_BYTES = 1 << 20
 """How much is hashed, read or written at once: little enough to stay in the CPU's cache."""
 
@@ -51,7 +54,9 @@ class Manifest:
         version: format version.
         fence: fencing number of the attempt that wrote it.
         fingerprint: what a run must agree in to load it (JSON values).
-        metric: what "best" is judged by; lower is better.
+        metric: what "best" is judged by.
+        metric_name: what that is, a key of an evaluation's record.
+        metric_mode: one of `BEST_MODES`: whether the lowest or the highest is the best.
         world_size: number of ranks that saved it.
         created: seconds since 1970, for display only.
     """
@@ -62,6 +67,8 @@ class Manifest:
     fence: int = 0
     fingerprint: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
+    metric_name: str = BEST_METRIC
+    metric_mode: str = BEST_MODES[0]
     world_size: int = 1
     created: float = 0.0
 
@@ -134,6 +141,8 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise CorruptionError(f"{NAME} has created {manifest.created!r:.80}, which must be seconds since 1970")
     if manifest.metric is not None and type(manifest.metric) not in (int, float):
         raise CorruptionError(f"{NAME} has the metric {manifest.metric!r:.80}, which must be a number")
+    if not isinstance(manifest.metric_name, str) or manifest.metric_mode not in BEST_MODES:
+        raise CorruptionError(f"{NAME} has the metric {manifest.metric_name!r:.80} by {manifest.metric_mode!r:.80}")
     metric = None if manifest.metric is None else float(manifest.metric)
     return replace(manifest, created=float(manifest.created), metric=metric)
 

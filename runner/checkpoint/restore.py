@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from runner.checkpoint.reader import CheckpointReader, Entry
-from runner.checkpoint.staging import MODEL, OPTIMIZER, Tensors, bare, local, model_state, parameter_names, plain_name
-from runner.checkpoint.state import OptimizerState, TrainState
+from runner.checkpoint.staging import (
+    AVERAGE,
+    AVERAGE_COUNT,
+    MODEL,
+    OPTIMIZER,
+    Tensors,
+    bare,
+    local,
+    model_state,
+    parameter_names,
+    plain_name,
+)
+from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState, TrainState
 
 
 def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
@@ -24,11 +34,21 @@ def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
         reader.read_into(name, part, offsets)
 
 
-def load_tensors(reader: CheckpointReader, state: TrainState, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Fill `model` and `optimizer`, for which `check_fit` has passed, in place."""
+def load_tensors(
+    reader: CheckpointReader,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: OptimizerLike | None,
+    averaged: Averaged | None = None,
+) -> None:
+    """Fill `model`, `optimizer` and the averaged weights, for which `check_fit` has passed, in place."""
     load_model(reader, model, model_state(model)[0], state.model_extra)
     if optimizer is not None and state.optimizer is not None:
         load_optimizer(reader, model, optimizer, state.optimizer)
+    if averaged is not None:
+        for name, tensor in model_state(averaged.module)[0].items():
+            fill(reader, AVERAGE + name, tensor)
+        fill(reader, AVERAGE_COUNT, averaged.n_averaged)
 
 
 def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, extra: Mapping[str, Any] | None) -> None:
@@ -48,7 +68,7 @@ def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, ext
         inner.load_state_dict({originals[name]: value for name, value in extra.items()}, strict=False)
 
 
-def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: OptimizerLike, saved: OptimizerState) -> None:
     """Replace the optimizer's state and the options of its groups.
 
     Parameters without saved state (never used, frozen) have none afterwards. A state tensor of its parameter's shape

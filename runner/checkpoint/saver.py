@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
@@ -20,7 +19,7 @@ from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retent
 from runner.checkpoint.manifest import TRAIN_STATE, VERSION, Manifest
 from runner.checkpoint.reader import METADATA
 from runner.checkpoint.staging import HostBuffers, Tensors, collect, snapshot
-from runner.checkpoint.state import TrainState
+from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
 from runner.system import clock, files
 from runner.system.distributed import World
@@ -95,10 +94,11 @@ class Saver:
         self,
         step: int,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerLike | None,
         train_state: Mapping[str, Any],
         metric: float | None,
         *,
+        averaged: Averaged | None = None,
         copy: bool,
     ) -> PendingSave:
         """Plan the save and snapshot the train state.
@@ -109,6 +109,7 @@ class Saver:
             optimizer: its optimizer, if it has one.
             train_state: from `build_train_state`.
             metric: what "best" is judged by.
+            averaged: the average of its weights, if it has one.
             copy: copy the tensors too, so that training may continue before `commit`.
 
         Raises:
@@ -120,7 +121,7 @@ class Saver:
             raise CheckpointError(
                 f"the train state passed to save is of step {state.step}, not {step}: pass build_train_state({step}, …)"
             )
-        collected = collect(model, optimizer)
+        collected = collect(model, optimizer, averaged)
         signature = writer.signature_of(collected.tensors)
         if self._plan is None or self._plan.signature != signature:
             self._plan = writer.make_plan(collected, signature, self._world)
@@ -226,6 +227,8 @@ class Saver:
             fence=self._fence.number,
             fingerprint=self._fingerprint,
             metric=None if pending.metric is None else float(pending.metric),
+            metric_name=self._retention.best_metric,
+            metric_mode=self._retention.best_mode,
             world_size=self._world.size,
             created=clock.wall(),
         )

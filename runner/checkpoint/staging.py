@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from runner.checkpoint.state import OptimizerState
+from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState
 from runner.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
+AVERAGE = "ema."
+AVERAGE_COUNT = "ema_updates"
+"""Flat name of the number of updates of the averaged weights."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -32,7 +34,8 @@ class Collected:
 
     Attributes:
         tensors: all tensors, by flat name.
-        nested: the same in the form torch.distributed.checkpoint expects, {"model": ..., "optimizer": ...}.
+        nested: the same in the form torch.distributed.checkpoint expects, {"model": ..., "optimizer": ...}; with
+            averaged weights also {"ema": ...}.
         model_extra: entries of the model's state dict that are not tensors; None if there are none.
         optimizer: what the optimizer holds besides tensors; None without an optimizer.
     """
@@ -64,7 +67,12 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
     return tensors, extra
 
 
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+def class_name(optimizer: OptimizerLike) -> str:
+    """The class of an optimizer, or what one that holds several calls itself."""
+    return str(getattr(optimizer, "class_name", type(optimizer).__name__))
+
+
+def parameter_names(model: nn.Module, optimizer: OptimizerLike) -> dict[torch.Tensor, str]:
     """The name of each of the optimizer's parameters.
 
     Raises:
@@ -75,14 +83,14 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor
         for parameter in group["params"]:
             if parameter not in names:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not in "
+                    f"{class_name(optimizer)} holds a parameter of shape {tuple(parameter.shape)} that is not in "
                     f"the model and so cannot be saved; make it a parameter of {type(bare(model)).__name__}"
                 )
     return names
 
 
-def collect(model: nn.Module, optimizer: Optimizer | None) -> Collected:
-    """References to all tensors of `model` and `optimizer`, and what they hold besides.
+def collect(model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None = None) -> Collected:
+    """References to all tensors of `model`, `optimizer` and the averaged weights, and what they hold besides.
 
     Raises:
         CheckpointError: the optimizer holds a parameter that is not in the model.
@@ -92,10 +100,15 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> Collected:
     collected = Collected(flat, {"model": tensors}, extra or None)
     if optimizer is not None:
         _collect_optimizer(collected, optimizer, parameter_names(model, optimizer))
+    if averaged is not None:
+        average, _ = model_state(averaged.module)
+        collected.nested |= {"ema": average, AVERAGE_COUNT: averaged.n_averaged}
+        flat |= {AVERAGE + name: tensor for name, tensor in average.items()}
+        flat[AVERAGE_COUNT] = averaged.n_averaged
     return collected
 
 
-def _collect_optimizer(collected: Collected, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Mapping[torch.Tensor, str]) -> None:
     state: dict[str, Tensors] = {}
     values: dict[str, dict[str, Any]] = {}
     on_cpu = []
@@ -115,7 +128,7 @@ def _collect_optimizer(collected: Collected, optimizer: Optimizer, names: Mappin
     ]
     collected.nested["optimizer"] = {"state": state}
     # Sorted: a resume on several ranks fills the state in another order.
-    collected.optimizer = OptimizerState(type(optimizer).__name__, groups, values, sorted(on_cpu))
+    collected.optimizer = OptimizerState(class_name(optimizer), groups, values, sorted(on_cpu))
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -28,12 +28,29 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+class OptimizerLike(Protocol):
+    """What a checkpoint needs of an optimizer: torch's own, or several behind one (then with a `class_name`)."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, Any]: ...
+
+
+class Averaged(Protocol):
+    """What a checkpoint needs of an average of the weights: torch.optim.swa_utils.AveragedModel has it."""
+
+    module: Any
+    n_averaged: torch.Tensor
+
+
 @dataclass(frozen=True)
 class OptimizerState:
     """What an optimizer holds besides tensors; parameters are named as in the model.
 
     Attributes:
-        class_name: the optimizer's class.
+        class_name: the optimizer's class; names and classes of several.
         param_groups: the options of each group, and the names of its parameters as `params`.
         values: entries of the state that are not tensors, by parameter and key.
         on_cpu: `<parameter>.<key>` of each tensor that is on the CPU, wherever its parameter is.

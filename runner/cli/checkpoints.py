@@ -51,7 +51,12 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--prune", action="store_true", help="delete leftovers, corrupt ones and all but the newest (see --keep-last)"
     )
-    what.add_argument("--export", type=Path, metavar="FILE", help="write the model's weights as a .safetensors file")
+    what.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the model's weights (their average with train.ema_decay) as a .safetensors file",
+    )
     what.add_argument(
         "--diff",
         nargs=2,
@@ -59,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
         help="compare two, each a step of RUN or the path of a checkpoint; exit status 1 if they differ",
     )
     made.add_argument("--step", type=int, help="with --export: this step instead of the newest valid one")
+    made.add_argument("--raw", action="store_true", help="with --export: the weights themselves, not their average")
     made.add_argument("--keep-last", type=int, metavar="N", help="with --prune: how many to keep (default: 1)")
     made.add_argument("--dry-run", action="store_true", help="with --prune: only print what would be deleted")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -73,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     """
     for flag, given, owner, wanted in (
         ("--step", options.step is not None, "--export", options.export is not None),
+        ("--raw", options.raw, "--export", options.export is not None),
         ("--keep-last", options.keep_last is not None, "--prune", options.prune),
         ("--dry-run", options.dry_run, "--prune", options.prune),
     ):
@@ -86,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     if options.prune:
         return prune(directory, 1 if options.keep_last is None else options.keep_last, options.dry_run, options.json)
     if options.export is not None:
-        return export(directory, options.export, options.step, options.json)
+        return export(directory, options.export, options.step, options.raw, options.json)
     return show(directory, options.verify, options.json)
 
 
@@ -111,7 +118,9 @@ def checkpoints_of(path: Path) -> Path:
 def show(directory: Path, verify: bool, as_json: bool) -> int:
     """List all checkpoints; with `verify`, after reading every byte."""
     found = list(reversed(checkpoint_dir.scan(directory)))
-    rows = [_row(entry, verify) for entry in found if isinstance(entry, Candidate)]
+    candidates = [entry for entry in found if isinstance(entry, Candidate)]
+    best = _best(candidates)
+    rows = [{**_row(entry, verify), "best": entry.path == best} for entry in candidates]
     others = {
         "not_used": [f"{entry.path.name} ({entry.reason})" for entry in found if isinstance(entry, Stranger)],
         "set_aside": [path.name for path in checkpoint_dir.set_aside_earlier(directory)],
@@ -123,6 +132,15 @@ def show(directory: Path, verify: bool, as_json: bool) -> int:
     else:
         _print_list(directory, rows, others, warning, verify)
     return int(ExitStatus.FAILED) if any(row["corruption"] or row["error"] for row in rows) else 0
+
+
+def _best(candidates: list[Candidate]) -> Path | None:
+    """The best checkpoint by the metric and the mode of the newest one that has a metric."""
+    judged = [entry.manifest for entry in candidates if entry.manifest and entry.manifest.metric is not None]
+    if not judged:
+        return None
+    by = Retention(best_metric=judged[0].metric_name, best_mode=judged[0].metric_mode)
+    return next((entry.path for entry in by.best(candidates)), None)
 
 
 def _row(candidate: Candidate, verify: bool) -> dict[str, Any]:
@@ -145,6 +163,8 @@ def _row(candidate: Candidate, verify: bool) -> dict[str, Any]:
         **row,
         "bytes": manifest.size,
         "metric": manifest.metric,
+        "metric_name": manifest.metric_name,
+        "metric_mode": manifest.metric_mode,
         "ranks": manifest.world_size,
         "fence": manifest.fence,
         "version": manifest.version,
@@ -164,7 +184,8 @@ def _print_list(
         column.justify = "right"
     for row in rows:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"])) if row.get("created") else ""
-        metric = "" if row.get("metric") is None else f"{row['metric']:.4f}"
+        metric = "" if row.get("metric") is None else f"{row['metric_name']} {row['metric']:.4f}"
+        metric += f" (best: {row['metric_mode']})" if row["best"] else ""
         if row["corruption"]:
             state = Text(f"corrupt: {row['corruption']}", style="red")
         elif row["error"]:
@@ -218,8 +239,8 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
 # Export
 
 
-def export(directory: Path, target: Path, step: int | None, as_json: bool) -> int:
-    """Write the model's tensors, by name, to a safetensors file.
+def export(directory: Path, target: Path, step: int | None, raw: bool, as_json: bool) -> int:
+    """Write the model's tensors, by name, to a safetensors file; the averaged ones if there are any, unless `raw`.
 
     Raises:
         UserError: the file name is wrong, or there is no such step.
@@ -227,14 +248,15 @@ def export(directory: Path, target: Path, step: int | None, as_json: bool) -> in
     from safetensors.torch import save
 
     from runner.checkpoint import reader
-    from runner.checkpoint.staging import MODEL
+    from runner.checkpoint.staging import AVERAGE, MODEL
     from runner.system import files
 
     if target.suffix != ".safetensors":
         raise UserError(f"--export {target}: the file name must end in .safetensors")
     chosen = newest(directory) if step is None else choose(directory, str(step))
     assert chosen.manifest is not None
-    weights = dict(reader.tensors(chosen.path, chosen.manifest, MODEL))
+    averaged = {} if raw else dict(reader.tensors(chosen.path, chosen.manifest, AVERAGE))
+    weights = averaged or dict(reader.tensors(chosen.path, chosen.manifest, MODEL))
     try:
         files.write_atomic(target, save(weights, {"step": str(chosen.step), "format": "pt"}))
     except OSError as error:
@@ -243,9 +265,11 @@ def export(directory: Path, target: Path, step: int | None, as_json: bool) -> in
         ) from error
     values = sum(tensor.numel() for tensor in weights.values())
     if as_json:
-        print(json.dumps({"file": str(target), "step": chosen.step, "tensors": len(weights), "values": values}))
+        counts = {"tensors": len(weights), "values": values, "averaged": bool(averaged)}
+        print(json.dumps({"file": str(target), "step": chosen.step, **counts}))
     else:
-        print(f"wrote {len(weights)} tensors with {values:,} values of step {chosen.step} to {target}")
+        kind = "averaged tensors" if averaged else "tensors"
+        print(f"wrote {len(weights)} {kind} with {values:,} values of step {chosen.step} to {target}")
     return 0
 
 

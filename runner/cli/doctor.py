@@ -144,18 +144,23 @@ def measure_save(config: Config, folder: Path) -> tuple[int, float]:
     import torch
 
     from runner.checkpoint import TrainStateManager, build_train_state
+    from runner.system.distributed import World
     from runner.training import build
 
     model = build.model(config)
-    optimizer = build.optimizer(config, model)
+    average = build.average(config, model, World(), torch.device("cpu"))
+    averaged = average.averaged if average else None
+    optimizers = build.optimizers(config, model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    for name in optimizers.names:
+        optimizers[name].step()
     with _temporary(folder) as here:
         manager = TrainStateManager(here, fingerprint={}, keep_last=1, keep_every_steps=None, keep_best=0, mode="sync")
         for step in (1, 2):  # the first save imports what it needs, once per attempt
             started = clock.perf_counter()
-            manager.save(step, model, optimizer, build_train_state(step, 0, None, None, {}), wait=True)
+            state = build_train_state(step, 0, None, None, {})
+            manager.save(step, model, optimizers, state, averaged=averaged, wait=True)
             seconds = clock.perf_counter() - started
         saved = [Path(directory) / name for directory, _, names in files.walk(here) for name in names]
         return sum(path.stat().st_size for path in saved), seconds

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
+from runner.config.own_target import Replaceable, option_errors
 from runner.errors import UserError, nearest
 
 MAX_COUNT = 2**40  # of steps and the like: beyond what a machine can do, and far from any overflow
@@ -91,6 +93,7 @@ class PhaseSchedule:
         if errors := list(_phase_errors(phases, base)):
             raise ScheduleError("\n".join(errors))
         ordered = sorted(phases.items(), key=lambda item: item[1].start_step)
+        self.by_name = dict(phases)
         self._starts = [phase.start_step for _, phase in ordered]
         self._states = [PhaseState(base, float(temperature), 1.0, None)]
         for name, phase in ordered:
@@ -161,13 +164,16 @@ class Decay(Enum):
 
 
 @dataclass
-class SchedulerConfig:
-    """The config group `scheduler`; see `LearningRate`. `total_steps` None stands for `train.steps`."""
+class SchedulerConfig(Replaceable):
+    """The config group `scheduler`; see `LearningRate`. `total_steps` None stands for `train.steps`.
+
+    With `_target_` it is a function (step, **options) -> factor, or a class of torch.optim.lr_scheduler.
+    """
 
     decay: Decay = Decay.cosine
-    warmup_steps: int = 20
+    warmup_steps: int | None = 20
     total_steps: int | None = None
-    min_ratio: float = 0.1
+    min_ratio: float | None = 0.1
     decay_steps: int | None = None
 
 
@@ -271,13 +277,82 @@ def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
     Raises:
         ScheduleError: options are out of range.
     """
-    total, warmup = options.total_steps, options.warmup_steps
+    total, warmup = options.total_steps, options.warmup_steps or 0
     if total is None:
         total, warmup = steps, min(warmup, max(steps - 1, 0))
-    return LearningRate(options.decay.value, total, warmup, options.min_ratio, options.decay_steps)
+    return LearningRate(options.decay.value, total, warmup, options.min_ratio or 0.0, options.decay_steps)
 
 
-def learning_rate_factor(rate: LearningRate, phases: PhaseSchedule) -> Callable[[int], float]:
+TORCH_SCHEDULERS = "torch.optim.lr_scheduler."
+PLATEAU = (
+    "needs a metric at every step, which no evaluation has: name another class of torch.optim.lr_scheduler, "
+    "or a function (step, **options) -> factor"
+)
+
+
+def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
+    """A line if a phase scales the learning rate, which a class of torch's at the config's `key` sets by itself."""
+    scaling = [name for name, phase in phases.items() if phase.lr_scale != 1]
+    if not scaling:
+        return None
+    return (
+        f"phases.{scaling[0]}.lr_scale={phases[scaling[0]].lr_scale} does not work with a class of torch at "
+        f"{key}._target_: remove it, or name a function (step, **options) -> factor there"
+    )
+
+
+def scheduler_errors(key: str, options: SchedulerConfig, steps: int, phases: Mapping[str, Phase]) -> Iterator[str]:
+    """A line for each error of a scheduler at the config's `key`, as far as nothing need be imported to see it."""
+    yield from option_errors(key, options)
+    target = options.target
+    if target is None:
+        try:
+            learning_rate(options, max(steps, 1))
+        except ScheduleError as error:
+            yield from str(error).replace("scheduler.", f"{key}.").splitlines()
+    elif target == f"{TORCH_SCHEDULERS}ReduceLROnPlateau":
+        yield f"{key}._target_={target} {PLATEAU}"
+    elif target.startswith(TORCH_SCHEDULERS) and (line := lr_scales_refused(key, phases)):
+        yield line
+
+
+def to_scheduler(key: str, node: Mapping[str, Any]) -> SchedulerConfig:
+    """The options of a scheduler that a plain dictionary at the config's `key` describes.
+
+    Raises:
+        ScheduleError: an option has a value of another kind.
+    """
+    names = {each.name for each in fields(SchedulerConfig)}
+    typed = {name: value for name, value in node.items() if name in names}
+    errors = []
+    for name, value in typed.items():
+        if name == "decay":
+            if value not in Decay.__members__:
+                errors.append(f"{key}.decay={value!r}{nearest(str(value), CURVES)} must be one of {', '.join(CURVES)}")
+            else:
+                typed[name] = Decay[value]
+        elif name == "_target_":
+            if value is not None and not isinstance(value, str):
+                errors.append(f"{key}._target_={value} must be the dotted name of a function or class")
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, _SCHEDULER_TYPES[name])):
+            kind = "a number" if name == "min_ratio" else "a whole number"
+            errors.append(f"{key}.{name}={value} must be {kind} or null")
+    if errors:
+        raise ScheduleError("\n".join(errors))
+    made = SchedulerConfig(**typed)
+    made.options.update({name: value for name, value in node.items() if name not in names})
+    return made
+
+
+_SCHEDULER_TYPES: dict[str, Any] = {
+    "warmup_steps": int,
+    "total_steps": int,
+    "min_ratio": int | float,
+    "decay_steps": int,
+}
+
+
+def learning_rate_factor(rate: Callable[[int], float], phases: PhaseSchedule) -> Callable[[int], float]:
     """Step index -> factor of the base learning rate, the phase's `lr_scale` included."""
 
     def factor(step: int) -> float:

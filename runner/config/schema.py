@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from runner.config.optimizers import is_finite, optimizer_errors
 from runner.config.schedule import (
     MAX_COUNT,
-    MAX_FACTOR,
     Phase,
     PhaseSchedule,
     ScheduleError,
     SchedulerConfig,
-    learning_rate,
+    scheduler_errors,
     weight_errors,
 )
 from runner.errors import nearest
@@ -34,6 +34,7 @@ class SamplerKind(Enum):
 
 class Precision(Enum):
     float32 = "float32"
+    float16 = "float16"  # with gradient scaling
     bfloat16 = "bfloat16"
     auto = "auto"  # bfloat16 where the device has it, float32 elsewhere
 
@@ -46,6 +47,11 @@ class NonFinite(Enum):
 class Strategy(Enum):
     ddp = "ddp"
     fsdp = "fsdp"
+
+
+class Best(Enum):
+    min = "min"
+    max = "max"
 
 
 # A config uses the members' names, and `async` is a keyword, which a class statement cannot define.
@@ -71,6 +77,7 @@ class TrainConfig:
     global_batch_size: int | None = None
     clip_norm: float | None = 1.0
     precision: Precision = Precision.auto
+    ema_decay: float | None = None
     compile: bool = False
     device: str = "auto"
     deterministic: bool = False
@@ -121,12 +128,19 @@ class SamplerConfig:
 
 
 @dataclass
+class BestConfig:
+    metric: str = "eval_loss"
+    mode: Best = Best.min
+
+
+@dataclass
 class CheckpointConfig:
     every_steps: int | None = 100
     every_minutes: float | None = None
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_best: int = 0
+    best: BestConfig = field(default_factory=BestConfig)
     mode: SaveMode = ASYNC
     adaptive: bool = False
     min_interval_s: float = 10.0
@@ -146,6 +160,7 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     strategy: Strategy = Strategy.ddp
     launcher: dict[str, Any] = field(default_factory=dict)
@@ -168,6 +183,7 @@ def config_errors(config: Config) -> list[str]:
         *_shipped_class_errors(config),
         *_missing_target_errors(config),
         *_eval_set_errors(config),
+        *optimizer_errors(config.optimizer, config.optimizers, config.train.steps, config.phases),
         *_sampler_errors(config),
         *_schedule_errors(config),
     ]
@@ -202,7 +218,7 @@ def _number_errors(config: Config) -> Iterator[str]:
     for key, value, least, most in ranges:
         if value is not None and not least <= value <= most:  # nan compares false
             allowed = f"{_bound(most)} or less" if value > most else f"{least:g} or more"
-            yield f"{key}={value} must be {'' if _is_finite(value) else 'finite and '}{allowed}"
+            yield f"{key}={value} must be {'' if is_finite(value) else 'finite and '}{allowed}"
     for key, number, most in (
         ("train.clip_norm", train.clip_norm, math.inf),
         ("checkpoint.every_minutes", checkpoint.every_minutes, MAX_SECONDS),
@@ -211,6 +227,8 @@ def _number_errors(config: Config) -> Iterator[str]:
         if number is not None and not (math.isfinite(number) and 0 < number <= most):
             limit = "" if most == math.inf else f", {_bound(most)} or less"
             yield f"{key}={number} must be a finite number above 0{limit}"
+    if train.ema_decay is not None and not 0 < train.ema_decay < 1:
+        yield f"train.ema_decay={train.ema_decay} must be a number between 0 and 1, such as 0.999, or null"
 
 
 def _bound(value: float) -> str:
@@ -237,14 +255,18 @@ def _range_errors(config: Config) -> Iterator[str]:
     batch, whole = config.train.batch_size, config.train.global_batch_size
     if whole is not None and batch >= 1 and whole % batch:
         yield f"train.global_batch_size={whole} must be a multiple of train.batch_size={batch}"
+    if not (metric := config.checkpoint.best.metric).strip() or not metric.isprintable():
+        yield f"checkpoint.best.metric={metric!r} must be a key of an evaluation's record, such as eval_loss"
+    if config.train.precision is Precision.float16 and config.strategy is Strategy.fsdp:
+        yield "train.precision=float16 does not work with strategy=fsdp: use bfloat16, or strategy=ddp"
     device = config.train.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         yield f"train.device={device!r} must be auto, cpu, cuda or cuda:N{nearest(device, ['auto', 'cpu', 'cuda'])}"
 
 
 def _shipped_class_errors(config: Config) -> Iterator[str]:
-    """Options of the model and optimizers that come with this package; others check theirs when they are created."""
-    model, optimizer = config.model, config.optimizer
+    """Options of the model that comes with this package; others check theirs when they are created."""
+    model = config.model
     if model.get("_target_") == "runner.models.gpt.GPT":
         sizes = {key: model.get(key, 1) for key in ("vocab_size", "sequence_length", "layers", "heads", "width")}
         wrong = [
@@ -256,28 +278,12 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
         for key in ("bias", "tie_weights"):
             if not isinstance(flag := model.get(key, True), bool):
                 yield f"model.{key}={flag} must be true or false"
-        if not _is_finite(dropout := model.get("dropout", 0.0)) or not 0 <= dropout < 1:
+        if not is_finite(dropout := model.get("dropout", 0.0)) or not 0 <= dropout < 1:
             yield f"model.dropout={dropout} must be a number from 0 to below 1"
-    if optimizer.get("_target_") in ("runner.training.optim.AdamW", "torch.optim.AdamW", "torch.optim.SGD"):
-        for key in ("lr", "weight_decay", "eps", "momentum"):
-            if not _is_finite(value := optimizer.get(key, 0.0)) or value < 0:
-                yield f"optimizer.{key}={value} must be a finite number, 0 or more"
-            elif value > MAX_FACTOR:
-                yield f"optimizer.{key}={value} must be {MAX_FACTOR:g} or less"
-        betas = optimizer.get("betas", [0.0, 0.0])
-        if not isinstance(betas, list) or len(betas) != 2 or not all(_is_finite(b) and 0 <= b < 1 for b in betas):
-            yield f"optimizer.betas={betas} must be a list of two numbers from 0 to below 1"
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
 
 
 def _missing_target_errors(config: Config) -> Iterator[str]:
@@ -289,8 +295,6 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
         )
     if not config.model.get("_target_"):
         yield "model._target_ is missing: choose a model, for example model=gpt"
-    if not config.optimizer.get("_target_"):
-        yield "optimizer._target_ is missing: choose an optimizer, for example optimizer=adamw"
     for group, nodes in (("data.sources", config.data.sources), ("data.eval_sources", config.data.eval_sources)):
         for name, node in nodes.items():
             if not isinstance(node, dict) or not node.get("_target_"):
@@ -357,7 +361,4 @@ def _schedule_errors(config: Config) -> Iterator[str]:
         PhaseSchedule(config.phases, weights)
     except ScheduleError as error:
         yield from str(error).splitlines()
-    try:
-        learning_rate(config.scheduler, max(config.train.steps, 1))
-    except ScheduleError as error:
-        yield from str(error).splitlines()
+    yield from scheduler_errors("scheduler", config.scheduler, config.train.steps, config.phases)

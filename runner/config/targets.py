@@ -64,11 +64,14 @@ def bind(key: str, node: dict[str, Any]) -> partial[Any]:
     return made
 
 
-def named(made: Callable[..., Any]) -> Callable[..., Any]:
-    """The class or function that a config names, without the arguments that `bind` gave it."""
-    while isinstance(made, partial):
-        made = made.func
-    return made
+def named(key: str, node: dict[str, Any]) -> Any:
+    """The function or class itself that the config's `key` names by `_target_`.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    bind(key, {"_target_": node.get("_target_")})  # its errors are those of every target
+    return pkgutil.resolve_name(str(node["_target_"]))
 
 
 def _check_booleans(key: str, made: partial[Any]) -> None:
@@ -125,7 +128,7 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
-    if "_target_" in node:
+    if node.get("_target_") is not None:  # null: the group's typed options hold, or a check names what is missing
         yield key, node["_target_"]
     if node.get("_recursive_", True):
         for name, part in node.items():

@@ -23,8 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
-from runner.config.frozen import escaped
-from runner.config.schema import Config
+from runner.config.frozen import escaped, schema
 from runner.config.search_path import conf_dir, groups
 from runner.errors import UserError
 
@@ -42,6 +41,8 @@ OPEN = (
     "train.loss",
     "eval.metrics",
     "eval.sets",
+    "optimizers",
+    "optimizer.groups",
 )
 
 
@@ -55,7 +56,7 @@ class _FurtherDirectories(SearchPathPlugin):
             search_path.append("command-line", f"file://{path}")
 
 
-ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="schema", node=schema())
 Plugins.instance().register(_FurtherDirectories)
 
 
@@ -159,7 +160,7 @@ def opened(override: str) -> str:
     if not equals or key.startswith("~"):
         return override
     for prefix in OPEN:
-        if bare == prefix and value.startswith("{"):
+        if bare == prefix and value.startswith(("{", "[")):
             return f"++{bare}={value}"
         if bare.startswith(f"{prefix}."):
             # As one dictionary, so that a new entry gets the type that the schema gives it.

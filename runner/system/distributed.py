@@ -130,6 +130,15 @@ class World:
                 dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def send_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """The values of rank `source` in `tensor` on every rank, in place; on any device that training uses."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with _peer_errors():
+                dist.broadcast(tensor, src=source, group=self._group)
+        return tensor
+
     def broadcast(self, value: T, source: int = 0) -> T:
         """The value of rank `source` on every rank (anything picklable; only ever sent between ranks of one job)."""
         if self.size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from runner.config.schedule import PhaseSchedule, learning_rate, learning_rate_factor
+from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
+from runner.config.schedule import PhaseSchedule
 from runner.config.schema import Config, EvalSetConfig, Precision, SamplerKind, source_weights
 from runner.config.targets import instantiate
 from runner.data.datasets import MixtureDataset, collate
@@ -23,8 +25,11 @@ from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
 from runner.system.distributed import World
+from runner.training import parameters
+from runner.training.average import Average
 from runner.training.evaluation import EvaluationSet, HeldOut, MapSource, RankBatches, StreamBatches, StreamSource
-from runner.training.optim import AdamW, LearningRateScheduler, decay_groups
+from runner.training.optimizers import Optimizers
+from runner.training.schedulers import make_scheduler
 
 
 def choose_device(wanted: str, world: World) -> torch.device:
@@ -113,7 +118,7 @@ def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
         return []
     datasets = sources(config, "eval_sources", streams=True)
     mapped = {name: dataset for name, dataset in datasets.items() if not isinstance(dataset, IterableDataset)}
-    joined = join(mapped, mixed=len(mapped) > 1) if any(map(len, mapped.values())) else None
+    joined: Any = join(mapped, mixed=len(mapped) > 1) if any(map(len, mapped.values())) else None
     starts = dict(zip(mapped, accumulate(map(len, mapped.values()), initial=0), strict=False))
 
     def source(name: str, batch_size: int, limit: int) -> MapSource | StreamSource | None:
@@ -124,8 +129,8 @@ def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
             return None
         held_out = HeldOut(len(dataset), batch_size, limit, starts[name])
         loader: Any = torch.utils.data.DataLoader(
-            joined or (),
-            batch_sampler=RankBatches(held_out, world),  # type: ignore[arg-type]
+            joined,
+            batch_sampler=RankBatches(held_out, world),
             collate_fn=collate,
             generator=torch.Generator(),  # its own: the global one belongs to training
         )
@@ -179,33 +184,76 @@ def batch_shape(config: Config, world: World) -> tuple[int, int]:
 
 
 def model(config: Config) -> nn.Module:
-    """The model, with the same initial weights on every rank."""
+    """The model, with the same initial weights on every rank, and without gradients where a group freezes it.
+
+    Raises:
+        UserError: it cannot be created, or the parameters that the optimizers name are not its own.
+    """
     seed_everything(config.seed)
     module = instantiate("model", config.model)
     if not isinstance(module, nn.Module):
         target, found = config.model["_target_"], type(module).__name__
         raise UserError(f"model._target_={target} must create a torch.nn.Module, not a {found}")
+    parameters.freeze(module, config.optimizer, config.optimizers)
     return module
 
 
-def optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the parameters of `module`; our AdamW does not decay norms, biases and embeddings."""
-    node = dict(config.optimizer)
-    if isinstance(betas := node.get("betas"), list):  # torch refuses whole numbers among them
-        node["betas"] = tuple(float(beta) for beta in betas)
-    if node["_target_"] == f"{AdamW.__module__}.{AdamW.__qualname__}":
-        params: Any = decay_groups(module, float(node.get("weight_decay", 0.01)))
-    else:
-        params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not params:
-            raise UserError(f"model {config.model['_target_']} has no parameter that requires a gradient")
-    return instantiate("optimizer", node, params)  # type: ignore[no-any-return]
+def optimizers(config: Config, module: nn.Module, device: torch.device | None = None) -> Optimizers:
+    """The optimizers over the parameters of `module`, their schedules, and the scaling of gradients.
+
+    Args:
+        module: from `model`, wrapped as it is trained.
+        device: where it is trained; by default the CPU.
+
+    Raises:
+        UserError: an optimizer or scheduler cannot be created, or a group has an option that its optimizer has not.
+    """
+    nodes, several = optimizer_nodes(config.optimizer, config.optimizers), config.optimizers
+    named = parameters.named_parameters(module)
+    parts = parameters.owned(several, named) if several else dict.fromkeys(nodes, named)
+    made, schedulers = {}, {}
+    for name, node in nodes.items():
+        key = key_of(name, several)
+        made[name] = _optimizer(key, node, module, parts[name])
+        where, options = scheduler_of(key, node if several else {}, config.scheduler)
+        schedulers[name] = make_scheduler(where, options, made[name], config.train.steps, phase_schedule(config))
+    kind = (device or torch.device("cpu")).type
+    scaler = torch.amp.GradScaler(kind) if config.train.precision is Precision.float16 else None
+    return Optimizers(module, made, schedulers, scaler)
 
 
-def scheduler(config: Config, optimizer: torch.optim.Optimizer, phases: PhaseSchedule) -> LearningRateScheduler:
-    """Learning rate by step: warmup, decay and the phases' lr_scale."""
-    rate = learning_rate(config.scheduler, config.train.steps)
-    return LearningRateScheduler(optimizer, learning_rate_factor(rate, phases))
+def _optimizer(
+    key: str, node: dict[str, Any], module: nn.Module, members: parameters.Parameters
+) -> torch.optim.Optimizer:
+    """One optimizer; our AdamW does not decay norms, biases and embeddings."""
+    options = parameters.with_tuples(
+        {name: value for name, value in node.items() if name not in (OWN_KEYS if key != SINGLE else ("groups",))}
+    )
+    groups = parameters.Group.all_of(key, node)
+    decay = float(node.get("weight_decay", 0.01)) if node["_target_"] == OURS else None
+    params = parameters.param_groups(key, module, members, groups, decay)
+    made = instantiate(key, options, params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"{key}._target_={node['_target_']} must create a torch.optim.Optimizer, not {made!r:.60}")
+    parameters.check_options(groups, made)
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{key}._target_={node['_target_']} calls the model several times in an update, which a run that may be "
+            "killed does not support: choose another optimizer"
+        )
+    return made
+
+
+def average(config: Config, module: nn.Module, world: World, device: torch.device) -> Average | None:
+    """The average of the weights of `module`, which is not wrapped yet; None without `train.ema_decay`.
+
+    Raises:
+        UserError: the model cannot be copied.
+    """
+    if config.train.ema_decay is None:
+        return None
+    return Average(module.to(device), config.train.ema_decay, config.strategy.value, world, device)
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -216,7 +264,8 @@ def autocast(config: Config, device: torch.device) -> Callable[[], AbstractConte
         wanted = Precision.bfloat16 if native else Precision.float32
     if wanted is Precision.float32:
         return nullcontext
-    return lambda: torch.autocast(device.type, torch.bfloat16)
+    dtype = torch.float16 if wanted is Precision.float16 else torch.bfloat16
+    return lambda: torch.autocast(device.type, dtype)
 
 
 def sampler(

@@ -51,7 +51,7 @@ def _metric(name: str, node: dict[str, Any], device: torch.device) -> Evaluation
     node = {option: value for option, value in node.items() if option != "takes"}
     made: Any = bind(key, node)
     where = f"{key} ({node['_target_']})"
-    if not inspect.isclass(named(made)):
+    if not inspect.isclass(named(key, node)):
         return EvaluationMetric(name, where, made, dict(takes), _arguments(where, made), True)
     metric = instantiate(key, node)
     if not all(callable(getattr(metric, method, None)) for method in ("update", "compute")):

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 
 from runner.checkpoint import get_rng_state, set_rng_state
 from runner.data.datasets import collate
@@ -152,16 +151,11 @@ class EvaluationSet:
 
 @dataclass
 class Evaluation:
-    """All sets, and the metrics that are computed of each.
-
-    Attributes:
-        averaged: evaluated in place of the model, if there is an average of its weights.
-    """
+    """All sets, and the metrics that are computed of each."""
 
     forward: Forward
     sets: Sequence[EvaluationSet]
     metrics: Sequence[EvaluationMetric] = ()
-    averaged: nn.Module | None = None
 
     def due(self, step: int) -> bool:
         """Whether to evaluate any set after `step` complete steps."""
@@ -177,25 +171,24 @@ class Evaluation:
             UserError: the task or a metric does not fit; or a stream is empty.
         """
         results: dict[str, Any] = {}
-        with self._undisturbed() as model:
+        with self._undisturbed():
             for each in self.sets:
                 if not each.due(step):
                     continue
-                found = _Pass(self.forward, model, each, self.metrics).run(stop)
+                found = _Pass(self.forward, each, self.metrics).run(stop)
                 if found is None:
                     return None
                 results |= found
         return results
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[nn.Module]:
-        """The model to evaluate, in evaluation mode; random generators and modes are put back."""
+    def _undisturbed(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients; random generators and the mode are put back."""
         rng = get_rng_state()
-        model = self.forward.model if self.averaged is None else self.averaged
-        model.eval()
+        self.forward.model.eval()
         try:
             with torch.no_grad():
-                yield model
+                yield
         finally:
             self.forward.model.train()
             set_rng_state(rng)
@@ -206,7 +199,6 @@ class _Pass:
     """One evaluation of one set."""
 
     forward: Forward
-    model: nn.Module
     of: EvaluationSet
     metrics: Sequence[EvaluationMetric]
     _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, samples
@@ -220,7 +212,7 @@ class _Pass:
             for number, batch in data.turns(self.forward.world):
                 if stop():
                     return None
-                outputs = self.forward.evaluate(batch, self.model)
+                outputs = self.forward.evaluate(batch)
                 values = self._values(outputs, batch)
                 if number is not None:
                     parts.append(
@@ -238,7 +230,7 @@ class _Pass:
         for metric in self.metrics:
             if metric.is_per_sample:
                 values[metric.name] = metric.values(
-                    outputs, batch, self.model, len(values["loss"]), self.forward.device
+                    outputs, batch, self.forward.model, len(values["loss"]), self.forward.device
                 )
         return values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -79,7 +79,9 @@ def _without_profiler(step: Callable[..., Any]) -> Callable[..., Any]:
 _WRAPPED_STEP = _without_profiler(torch.optim.AdamW.step)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, among: Collection[nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
     """Parameter groups with weight decay for matrices only, not for biases, norms and embeddings.
 
     Decay is meant for weights whose scale hardly affects the loss; pulling norms and biases to 0 changes the function,
@@ -88,6 +90,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Args:
         model: only parameters that require a gradient are included; a tied embedding counts as an embedding.
         weight_decay: that of the matrices, 0 or more.
+        among: only these of its parameters; None: all.
 
     Raises:
         UserError: a negative weight_decay, or nothing to train.
@@ -95,7 +98,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     if not weight_decay >= 0:
         raise UserError(f"optimizer.weight_decay={weight_decay} must be 0 or more")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [p for p in (model.parameters() if among is None else among) if p.requires_grad]
     if not trained:
         raise UserError(f"model {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]

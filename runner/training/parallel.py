@@ -38,7 +38,7 @@ def wrap(model: nn.Module, strategy: str, world: World, device: torch.device) ->
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        forward_sync_buffers=False,
+        forward_sync_buffers=False,  # see SharedBuffers
         find_unused_parameters=True,
     )
 
@@ -83,13 +83,41 @@ def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
             parameter.grad = part.view_as(parameter)
 
 
-@torch.no_grad()
-def copy_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank the floating-point buffers of rank 0 (running statistics), as DistributedDataParallel does."""
-    if world.size == 1:
-        return
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            if not world.is_main:
-                buffer.zero_()
-            world.sum(buffer)
+class SharedBuffers:
+    """The persistent buffers of a model, such as running statistics of a batch norm, with equal values on all ranks.
+
+    A rank updates them from its own samples, and a checkpoint holds those of rank 0. Sent from there after every step,
+    they are the same whether or not the run was killed. (DistributedDataParallel would do so in the forward pass, but
+    not in all micro-batches of a step, and too late for an evaluation without it.)
+
+    Args:
+        world: the ranks.
+        model: with or without wrappers; what is not saved is not sent.
+    """
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world = world
+        self._places = [
+            (module, name)
+            for module in (model.modules() if world.size > 1 else ())
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+
+    def synchronize(self) -> None:
+        """Send those of rank 0 to all ranks; nothing happens without buffers, or with one rank.
+
+        Raises:
+            PeerError: another rank has ended or does not answer.
+        """
+        # Looked up again each time: a module may replace a buffer instead of changing it.
+        found = {id(b): b for module, name in self._places if (b := module._buffers[name]) is not None}
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for buffer in found.values():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for same in kinds.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            parts = torch.split(self._world.send_tensor(flat), [buffer.numel() for buffer in same])
+            with torch.no_grad():
+                for buffer, part in zip(same, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))

@@ -35,7 +35,6 @@ from runner.training.consumption import ElasticConsumption, SeededConsumption, T
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
-from runner.training.optimizers import Optimizers
 from runner.training.parallel import wrap
 from runner.training.peers import peer_errors
 from runner.training.recorder import RunRecorder, SilentRecorder
@@ -157,13 +156,13 @@ class _Opening:
         datasets = build.sources(config)
         task = build_task(config)
         bare = build.model(config)
+        average = build.average(config, bare, self.world, device)
         with peer_errors(self.world):  # DDP compares and broadcasts the parameters
             model = self._wrapped(bare, task, device)
-        optimizer = build.optimizer(config, model)
-        scheduler = build.scheduler(config, optimizer, build.phase_schedule(config))
+        optimizers = build.optimizers(config, model, device)
         build.seed_everything(config.seed, self.world.rank)
         manager = self._manager(build.fingerprint(config, datasets))
-        state: Mapping[str, Any] = manager.load(model, optimizer) or {}
+        state: Mapping[str, Any] = manager.load(model, optimizers, average.averaged if average else None) or {}
         if not state:
             self._warn_if_checkpoints_are_gone()
         step = int(state["step"]) if state else 0
@@ -171,7 +170,7 @@ class _Opening:
         run_state = self._run_state(saved, step)
         self._warn_if_inexact(device, run_state, saved)
         loader, consumption = self._training_data(datasets, device, run_state, saved, step)
-        _, tokens, _ = restore_train_state(state, scheduler, loader)
+        _, tokens, _ = restore_train_state(state, optimizers, loader)
         if saved is not None:
             consumption.load_state_dict(saved.order)
             if task.state is not None and saved.task:
@@ -187,12 +186,10 @@ class _Opening:
         warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
         trainer = Trainer(
             world=self.world,
-            train_step=TrainStep(
-                forward, Optimizers.of_one(bare, optimizer, scheduler), consumption.names, accum, config.train.clip_norm
-            ),
+            train_step=TrainStep(forward, optimizers, consumption.names, accum, config.train.clip_norm, average),
             loader=loader,
             consumption=consumption,
-            evaluation=self._evaluation(forward),
+            evaluation=self._evaluation(replace(forward, model=average.module) if average else forward),
             manager=manager,
             cadence=self._cadence(step),
             recorder=recorder,
@@ -300,6 +297,8 @@ class _Opening:
             keep_last=options.keep_last,
             keep_every_steps=options.keep_every_steps,
             keep_best=options.keep_best,
+            best_metric=options.best.metric,
+            best_mode=options.best.mode.value,
             mode=options.mode.value,
             check_fence=lease.check_fence if lease else None,
             fence=lease.fence if lease else 0,

@@ -14,8 +14,9 @@ from torch import nn
 
 from runner.errors import UserError, nearest
 from runner.system.distributed import World
+from runner.training.average import Average
 from runner.training.optimizers import Optimizers
-from runner.training.parallel import accumulating, average_gradients, copy_buffers
+from runner.training.parallel import SharedBuffers, accumulating, average_gradients
 from runner.training.peers import peer_errors
 from runner.training.tasks import Batch, Task, check_name, per_sample
 
@@ -42,19 +43,15 @@ class Forward:
     task: Task
     autocast: Callable[[], AbstractContextManager[Any]]
 
-    def evaluate(self, batch: Batch, model: nn.Module) -> Any:
+    def evaluate(self, batch: Batch) -> Any:
         """What the task's evaluation step returns.
-
-        Args:
-            batch: on any device.
-            model: the model, or an average of its weights over the steps.
 
         Raises:
             PeerError: another rank has ended or does not answer.
         """
         batch = to_device(batch, self.device)
         with peer_errors(self.world), self.autocast():
-            return self.task.evaluation_step(model, batch)
+            return self.task.evaluation_step(self.model, batch)
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,11 @@ class TrainStep:
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
+    average: Average | None = None
     _names: dict[int, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._buffers = SharedBuffers(self.forward.world, self.forward.model)
 
     def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
         """Make the step that begins when `index` steps are complete.
@@ -116,7 +117,13 @@ class TrainStep:
         step = Step(self, draw, index)
         with peer_errors(self.forward.world), self.forward.autocast():
             (self.forward.task.take_step or self._take_step)(step)
-        return step.result()
+        result = step.result()
+        with peer_errors(self.forward.world):
+            self._buffers.synchronize()
+            if self.average is not None:
+                self.average.update(self.forward.model)
+        self.optimizers.schedulers.step()
+        return result
 
     def _take_step(self, step: Step) -> None:
         for batch in step.batches:
@@ -171,8 +178,6 @@ class Step:
         self._grad_norms: dict[str, float] = {}
         self._skipped = self._overflow = False
         self._left = maker.accum
-        if self._keeps:
-            copy_buffers(self.model, maker.forward.world)
 
     @property
     def batches(self) -> Iterator[Batch]:
@@ -305,12 +310,11 @@ class Step:
         maker = self._maker
         while self._left:
             self._next()
-        if self._pending:
+        if self._pending or self._keeps:  # also where another rank has logged something
             self._reduce(len(self._grad_norms))
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
         lrs = {name: maker.optimizers.lr(name) for name in maker.optimizers.names}
-        maker.optimizers.schedulers.step()
         values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._sums.items()}
         if "loss" not in values:
             parts = [value for name, value in values.items() if name.startswith("loss_")]

@@ -62,7 +62,7 @@ def build_task(config: Config) -> Task:
         raise UserError(f"{key} has no _target_: name a function (model, batch), or a class; or choose task=next_token")
     made = bind(key, node)
     name = f"{key} ({node['_target_']})"
-    if not inspect.isclass(named(made)):
+    if not inspect.isclass(named(key, node)):
         _check_signature(name, made, made.args, made.keywords)
         return Task.of(made, name)
     return _task_of(name, instantiate(key, node))

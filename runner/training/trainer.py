@@ -150,12 +150,13 @@ class Trainer:
             evaluated=self.evaluated,
             task=task.state_dict() if task else {},
         )
-        schedulers = self.train_step.optimizers.schedulers
-        state = build_train_state(self.step, self.tokens_seen, schedulers, self.loader, kept.to_extra())
+        model, optimizers = self.train_step.forward.model, self.train_step.optimizers
+        state = build_train_state(self.step, self.tokens_seen, optimizers, self.loader, kept.to_extra())
         metric = self.results.get(self.best_metric) if self.evaluated else None
         self._learn_cost()
-        model, optimizer = self.train_step.forward.model, self.train_step.optimizers.optimizer
-        saved: bool = self.manager.save(self.step, model, optimizer, state, metric=metric, wait=wait)
+        average = self.train_step.average
+        averaged = {} if average is None else {"averaged": average.averaged}
+        saved: bool = self.manager.save(self.step, model, optimizers, state, metric=metric, wait=wait, **averaged)
         self.cadence.saved(self.step, self.clock())
         return saved
 

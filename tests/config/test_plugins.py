@@ -17,6 +17,7 @@ from runner.config.composition import Composer
 from runner.config.targets import instantiate
 from runner.errors import UserError
 from runner.training import build
+from runner.training.tasks import build_task
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "plugin"
 
@@ -33,9 +34,9 @@ def test_a_users_dataset_model_loss_and_optimizer_are_instantiated(composer: Com
     assert {name: len(source) for name, source in sources.items()} == {"slow": 256, "fast": 64}
     model = build.model(config)
     assert type(model).__name__ == "Perceptron"
-    assert isinstance(build.optimizer(config, model), torch.optim.RMSprop)
+    assert isinstance(build.optimizers(config, model)["optimizer"], torch.optim.RMSprop)
     batch = {"x": torch.zeros(4, 1), "y": torch.ones(4, 1)}
-    assert build.loss(config)(model, batch).shape == (4,)
+    assert build_task(config).training_step(model, batch).shape == (4,)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def test_only_booleans_pass_where_a_class_declares_them(composer: Composer, valu
         instantiate("optimizer", node, parameters)
     assert instantiate("optimizer", {**node, "nesterov": True}, parameters).defaults["nesterov"] is True
     config = composer.compose(["experiment=waves", "+train.loss.bogus=3"]).config
-    with pytest.raises(UserError, match=r"cannot be called as loss\(model, batch\) with its options: .*'bogus'"):
-        build.loss(config)
+    with pytest.raises(UserError, match=r"cannot be called as \(model, batch\) with its options: .*'bogus'"):
+        build_task(config)
 
 
 def test_arguments_are_plain_values_and_inner_nodes_are_instantiated() -> None:

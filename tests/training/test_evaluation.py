@@ -188,15 +188,15 @@ def test_arguments_can_be_renamed() -> None:
 def test_held_out_data_that_cannot_be_evaluated_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.eval_sources \(a\) has 0 samples: .*eval.every_steps=0"):
         build.evaluation_sets(configured({"a": 0}, 0), World())
-    with pytest.raises(UserError, match="stream.*gave no samples"):
+    with pytest.raises(UserError, match=r"stream.*gave no samples"):
         results(
             compose(
                 [*OWN, "+data.eval_sources.stream={_target_:custom_tasks.PointStream,size:0}", "eval.every_steps=1"]
             ).config
         )
-    with pytest.raises(UserError, match="OwnIterator.*its own iterator"):
+    with pytest.raises(UserError, match=r"OwnIterator.*its own iterator"):
         results(
             compose([*OWN, "+data.eval_sources.stream._target_=custom_tasks.OwnIterator", "eval.every_steps=1"]).config
         )
-    with pytest.raises(UserError, match="eval.sets.x.sources: no such source 'b'"):
+    with pytest.raises(UserError, match=r"eval.sets.x.sources: no such source 'b'"):
         configured({"a": 4}, 0, "eval.sets.x={sources:[b]}")

@@ -23,9 +23,11 @@ from contextlib import nullcontext
 from runner.errors import PeerError
 from runner.system.distributed import World
 from runner.training.optim import AdamW, LearningRateScheduler
+from runner.training.optimizers import Optimizers
 from runner.training.parallel import wrap
 from runner.training.peers import report_failure, reported_failure
-from runner.training.step import Forward, TrainStep
+from runner.training.step import Drawn, Forward, TrainStep
+from runner.training.tasks import Task
 
 class Failing(torch.autograd.Function):
     @staticmethod
@@ -63,9 +65,10 @@ try:
     model = wrap(torch.nn.Linear(3, 3), "ddp", world, torch.device("cpu"))
     optimizer = AdamW(model.parameters(), 0.1)
     scheduler = LearningRateScheduler(optimizer, lambda step: 1.0)
-    step = TrainStep(Forward(world, torch.device("cpu"), model, loss, nullcontext), optimizer, scheduler, [])
+    forward = Forward(world, torch.device("cpu"), model, Task.of(loss), nullcontext)
+    step = TrainStep(forward, Optimizers.of_one(model, optimizer, scheduler), [])
     for _ in range(5):
-        step(lambda: torch.ones(2, 3))
+        step(lambda: Drawn(torch.ones(2, 3)))
 except PeerError as error:
     result = {"error": "PeerError", "report": reported_failure(world)}
 except Exception as error:

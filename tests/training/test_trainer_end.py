@@ -13,9 +13,11 @@ from runner.checkpoint.cadence import Cadence
 from runner.errors import TrainingError
 from runner.system.distributed import World
 from runner.training.consumption import UntrackedConsumption
-from runner.training.evaluation import Evaluation, HeldOut
+from runner.training.evaluation import Evaluation, EvaluationSet, HeldOut, MapSource
+from runner.training.optimizers import Optimizers
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
+from runner.training.tasks import Task
 from runner.training.trainer import Trainer
 
 BATCH = (torch.ones(2, 3), torch.ones(2, 1))
@@ -82,16 +84,17 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
         World(),
         torch.device("cpu"),
         model,
-        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1),
+        Task.of(lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1)),
         nullcontext,
     )
+    held_out = MapSource(HeldOut(2 * eval_batches, 2, eval_batches), batches)
     loader = Loader([BATCH] * 8)
     return Trainer(
         world=World(),
-        train_step=TrainStep(forward, optimizer, scheduler, sources=[]),
+        train_step=TrainStep(forward, Optimizers.of_one(model, optimizer, scheduler), sources=[]),
         loader=loader,
         consumption=UntrackedConsumption(loader),
-        evaluation=Evaluation(forward, batches, HeldOut(2 * eval_batches, 2, eval_batches), every_steps=4),
+        evaluation=Evaluation(forward, [EvaluationSet("", {"a": held_out}, every_steps=4)]),
         manager=Manager(),
         cadence=Cadence(100, None, start_step=0, now=0.0),
         recorder=Recorder(),

@@ -1,0 +1,50 @@
+"""Groups of the config with typed options that a function or class of the user's own may replace by `_target_`.
+
+Without `_target_` such a group has its typed options and no others. With one, further keys beside it are options of
+what it names. A group joins by subclassing `Replaceable`; nothing else needs to know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from runner.errors import nearest
+
+
+@dataclass
+class Replaceable:
+    """Base of a typed group; `options` has the further keys, which only `_target_` makes use of."""
+
+    _target_: str | None = None
+
+    def __post_init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    @property
+    def target(self) -> str | None:
+        return self._target_
+
+    def node(self, parameters: Collection[str]) -> dict[str, Any]:
+        """The node for `targets.bind`: the further keys, and typed options that the target has as parameters.
+
+        A typed option that is null is not passed, so that the target's own default holds.
+        """
+        typed = {each.name: getattr(self, each.name) for each in fields(self) if each.name in parameters}
+        plain = {name: value.name if isinstance(value, Enum) else value for name, value in typed.items()}
+        set_ones = {name: value for name, value in plain.items() if value is not None}
+        return {**set_ones, **self.options, "_target_": self._target_}
+
+
+def option_errors(key: str, group: Replaceable) -> Iterator[str]:
+    """A line for each further key of the config's `key` that nothing makes use of."""
+    if group.target is not None:
+        return
+    known = [each.name for each in fields(group) if each.name != "_target_"]
+    for name, value in group.options.items():
+        yield (
+            f"{key}.{name}={value}: no such option in {key}{nearest(name, known)}; there are {', '.join(known)}, and "
+            f"options of a function or class that {key}._target_ names"
+        )

@@ -1,0 +1,101 @@
+"""The learning-rate scheduler of an optimizer: a shipped schedule, a function of the user's, or a class of torch's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from runner.config.schedule import (
+    PLATEAU,
+    PhaseSchedule,
+    SchedulerConfig,
+    learning_rate,
+    learning_rate_factor,
+    lr_scales_refused,
+)
+from runner.config.targets import bind, named
+from runner.errors import TrainingError, UserError
+from runner.training.optim import LearningRateScheduler
+
+
+def make_scheduler(
+    key: str, options: SchedulerConfig, optimizer: Optimizer, steps: int, phases: PhaseSchedule
+) -> LRScheduler:
+    """The scheduler that the config's `key` describes.
+
+    Args:
+        key: for messages.
+        options: a shipped schedule, or `_target_`: a function (step, **options) -> factor of the base learning rate, a
+            class whose instances are such functions, or a class of torch.optim.lr_scheduler.
+        optimizer: its groups have the base learning rates.
+        steps: of the run.
+        phases: whose lr_scale multiplies the factor.
+
+    Raises:
+        UserError: the target cannot be used, refuses its options, or sets the learning rate beside a phase.
+    """
+    if options.target is None:
+        return LearningRateScheduler(optimizer, learning_rate_factor(learning_rate(options, steps), phases))
+    target = named(key, {"_target_": options.target})
+    made = bind(key, options.node(_parameters_of(target)))
+    if inspect.isclass(target) and issubclass(target, LRScheduler):
+        if issubclass(target, ReduceLROnPlateau):
+            raise UserError(f"{key}._target_={options.target} {PLATEAU}")
+        if line := lr_scales_refused(key, phases.by_name):
+            raise UserError(line)
+        return _called(key, options.target, made, optimizer)  # type: ignore[no-any-return]
+    function: Callable[[int], Any] = made
+    if inspect.isclass(target):
+        function = _called(key, options.target, made)
+        if not callable(function):
+            raise UserError(
+                f"{key}._target_={options.target} is neither a function (step) -> factor nor a class of such, nor a "
+                "class of torch.optim.lr_scheduler"
+            )
+    factor = _checked(key, options.target, function)
+    factor(0)
+    return LearningRateScheduler(optimizer, learning_rate_factor(factor, phases))
+
+
+def _parameters_of(target: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(target).parameters)
+    except (ValueError, TypeError):  # some written in C have none
+        return []
+
+
+def _called(key: str, target: str, made: partial[Any], *arguments: Any) -> Any:
+    try:
+        return made(*arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key} ({target}): {error}: check the options under {key}") from error
+
+
+def _checked(key: str, target: str, function: Callable[[int], Any]) -> Callable[[int], float]:
+    """`function`, whose values are checked."""
+    try:
+        inspect.signature(function).bind(0)
+    except ValueError:  # some functions written in C have none
+        pass
+    except TypeError as error:
+        raise UserError(f"{key} ({target}) cannot be called as factor(step) with its options: {error}") from None
+
+    def factor(step: int) -> float:
+        value = function(step)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise TrainingError(
+                f"{key} ({target}) returned {value!r:.60} at step {step}: a factor must be a finite number, 0 or more"
+            )
+        return number
+
+    return factor
