@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.data.order.batch_shape import BatchShape
@@ -20,6 +20,8 @@ class RunState:
         threads: CPU threads of torch: their number decides how sums are split.
         batch_shapes: how the steps so far were divided among ranks and micro-batches.
         data_plan: the part of the config that determines the data order (see `runner.training.build.data_plan`).
+        callbacks: state of each callback that has one, by name.
+        dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
     """
 
     order: dict[str, Any]
@@ -27,6 +29,8 @@ class RunState:
     threads: int
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    dropped_callbacks: dict[str, str] = field(default_factory=dict)
 
     def to_extra(self) -> dict[str, Any]:
         """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
@@ -36,6 +40,8 @@ class RunState:
             "threads": self.threads,
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "data_plan": self.data_plan,
+            "callbacks": self.callbacks,
+            "dropped_callbacks": self.dropped_callbacks,
         }
 
     @classmethod
@@ -56,5 +62,11 @@ class RunState:
         except TypeError as error:
             raise CheckpointError(f"batch_shapes in the train state: {error}; use another checkpoint") from error
         return cls(
-            dict(extra["order"]), bool(extra["evaluated"]), int(extra["threads"]), shapes, dict(extra["data_plan"])
+            order=dict(extra["order"]),
+            evaluated=bool(extra["evaluated"]),
+            threads=int(extra["threads"]),
+            batch_shapes=shapes,
+            data_plan=dict(extra["data_plan"]),
+            callbacks=dict(extra["callbacks"]),
+            dropped_callbacks=dict(extra["dropped_callbacks"]),
         )

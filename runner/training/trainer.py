@@ -8,7 +8,8 @@ step has happened, and a resume executes the same lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,10 @@ from runner.data.loading.protocols import BatchRecord
 from runner.errors import TrainingError
 from runner.system import clock
 from runner.system.distributed import World
+from runner.training.callbacks import Callbacks
 from runner.training.evaluation import Evaluation
+from runner.training.profiler import Profiler
+from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Batch, StepResult, TrainStep
 
@@ -76,6 +80,9 @@ class Trainer:
     eval_loss: float | None = None
     clock: Callable[[], float] = clock.monotonic
     after_first_step: Callable[[], None] = lambda: None
+    callbacks: Callbacks = field(default_factory=Callbacks.none)
+    meter: StepMeter = field(default_factory=lambda: StepMeter(torch.device("cpu")))
+    profiler: Profiler = field(default_factory=lambda: Profiler(None, Path(), torch.device("cpu")))
     _batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
     _stop_agreed: bool = False
     _save_agreed: bool = False
@@ -92,8 +99,10 @@ class Trainer:
             TrainingError: a non-finite loss, or the data ended.
             SupersededError: a newer attempt holds the lease.
             PeerError: another rank has ended or does not answer.
+            CallbackError: a callback raised, and the run is to stop then.
         """
         started_at = self.step
+        self.callbacks.start(self.step)
         self._agree()  # a signal may have come while the session was opened
         while True:
             self.check_fence()
@@ -108,7 +117,10 @@ class Trainer:
                 if leaving and not saved and not self._stop_agreed:
                     raise TrainingError(self._unsaved())
             if leaving:
-                return self.step >= steps and not interrupted and saved
+                finished = self.step >= steps and not interrupted and saved
+                if finished:
+                    self.callbacks.end(self.step)
+                return finished
             self.advance()
             if self.step == started_at + 1:
                 self.after_first_step()
@@ -122,14 +134,17 @@ class Trainer:
         if self.consumption.enter_step(self.step):
             self._batches = None
         began = self.clock()
-        result = self.train_step(self._next_batch)
+        self.profiler.begin(self.step + 1)
+        result = self.train_step(self.meter.begin(self._next_batch))
         if not (result.finite or self.skip_nonfinite):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
         self.evaluated = False
         self.tokens_seen += result.tokens
         self._agree()
-        self.recorder.step(self._record(result), self.clock() - began, result.tokens)
+        record = self.callbacks.step_end(self.step, self._record(result))
+        self.recorder.step(record, self.clock() - began, result.tokens)
+        self.profiler.end(self.step)
 
     def save(self, wait: bool) -> bool:
         """Make metrics durable, then commit a checkpoint of this boundary; False if it is known to have failed.
@@ -140,12 +155,15 @@ class Trainer:
         if not self.world.run_on_main(self.recorder.before_save):
             return False
         kept = replace(self.run_state, order=self.consumption.state_dict(), evaluated=self.evaluated)
+        kept = self.callbacks.keep(kept)
         state = build_train_state(self.step, self.tokens_seen, self.train_step.scheduler, self.loader, kept.to_extra())
         metric = self.eval_loss if self.evaluated else None
         self._learn_cost()
         model, optimizer = self.train_step.forward.model, self.train_step.optimizer
         saved: bool = self.manager.save(self.step, model, optimizer, state, metric=metric, wait=wait)
         self.cadence.saved(self.step, self.clock())
+        if saved:
+            self.callbacks.saved(self.step)
         return saved
 
     def _next_batch(self) -> Batch:
@@ -193,7 +211,7 @@ class Trainer:
         if loss is None:
             return False
         self.eval_loss = loss
-        self.recorder.evaluation({"step": self.step, "eval_loss": loss})
+        self.recorder.evaluation(self.callbacks.evaluated(self.step, {"step": self.step, "eval_loss": loss}))
         return True
 
     def _stop_now(self) -> bool:
