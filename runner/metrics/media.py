@@ -8,11 +8,12 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from runner.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 IMAGES = (
     "a matplotlib figure, a PIL image, PNG bytes, or an array or tensor of shape (height, width), "
@@ -75,6 +76,8 @@ def png(image: Any) -> bytes:
 
 def _pixels(image: Any) -> np.ndarray:
     """uint8 of shape (height, width, channels), from an array or a tensor."""
+    import numpy as np
+
     is_tensor = callable(getattr(image, "detach", None))
     pixels: Any = image
     if is_tensor:
@@ -94,6 +97,8 @@ def _pixels(image: Any) -> np.ndarray:
 
 def _encoded(pixels: np.ndarray) -> bytes:
     """PNG (ISO/IEC 15948), without a filter."""
+    import numpy as np
+
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
     lines = np.zeros((height, 1 + width * channels), np.uint8)  # each line begins with its filter's number

@@ -74,7 +74,7 @@ def create(name: str, node: dict[str, Any]) -> Hook:
         raise UserError(f"{key} ({node['_target_']}): {_one_line(error)}{_line_of(error, None)}") from error
     what = f"{key} ({node['_target_']})"
     for wrong in sorted(attribute for attribute in dir(callback) if attribute.startswith("on_")):
-        if wrong not in METHODS:
+        if wrong not in METHODS and callable(getattr(callback, wrong, None)):
             raise UserError(
                 f"{what} has the method {wrong}, which is never called{nearest(wrong, METHODS)}: the methods are "
                 f"{', '.join(METHODS)}; rename it, so that it does not begin with on_, if it is none of them"
