@@ -47,6 +47,12 @@ class CheckpointError(UserError):
     status = ExitStatus.FAILED
 
 
+class CallbackError(UserError):
+    """A callback raised, and the config asks to stop then."""
+
+    status = ExitStatus.FAILED
+
+
 class FileError(UserError):
     """A file cannot be read or written."""
 

@@ -44,6 +44,11 @@ class NonFinite(Enum):
     skip = "skip"
 
 
+class CallbackFailure(Enum):
+    drop = "drop"
+    stop = "stop"
+
+
 class Strategy(Enum):
     ddp = "ddp"
     fsdp = "fsdp"
@@ -83,6 +88,8 @@ class TrainConfig:
     deterministic: bool = False
     peer_timeout_s: float = 60.0
     on_nonfinite: NonFinite = NonFinite.stop
+    on_callback_error: CallbackFailure = CallbackFailure.drop
+    profile: str | None = None
     loss: dict[str, Any] = field(default_factory=dict)
 
 
@@ -165,6 +172,7 @@ class Config:
     strategy: Strategy = Strategy.ddp
     launcher: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 # With more, torch crashes when it starts them.
@@ -180,6 +188,7 @@ def config_errors(config: Config) -> list[str]:
     return [
         *_number_errors(config),
         *_range_errors(config),
+        *_profile_errors(config.train),
         *_shipped_class_errors(config),
         *_missing_target_errors(config),
         *_eval_set_errors(config),
@@ -264,6 +273,22 @@ def _range_errors(config: Config) -> Iterator[str]:
         yield f"train.device={device!r} must be auto, cpu, cuda or cuda:N{nearest(device, ['auto', 'cpu', 'cuda'])}"
 
 
+def profiled_steps(text: str) -> tuple[int, int] | None:
+    """(first, last) of `train.profile=first:last`; None if it is written otherwise."""
+    found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _profile_errors(train: TrainConfig) -> Iterator[str]:
+    if train.profile is None:
+        return
+    steps = profiled_steps(train.profile)
+    if steps is None:
+        yield f"train.profile={train.profile} must be first:last, two step numbers such as 20:25 (in quotes in a file)"
+    elif not 1 <= steps[0] <= steps[1] <= train.steps:
+        yield f"train.profile={train.profile} must be first:last with 1 <= first <= last <= train.steps={train.steps}"
+
+
 def _shipped_class_errors(config: Config) -> Iterator[str]:
     """Options of the model that comes with this package; others check theirs when they are created."""
     model = config.model
@@ -301,9 +326,10 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
                 yield f"{group}.{name} has no _target_: name the class of the dataset"
     if config.data.loader and not config.data.loader.get("_target_"):
         yield "data.loader has no _target_: name the class of your loader"
-    for name, node in config.logger.items():
-        if node is not None and not (isinstance(node, dict) and node.get("_target_")):
-            yield f"logger.{name} has no _target_: name the class of the logger, or set null to drop it"
+    for group, what, nodes in (("logger", "logger", config.logger), ("callbacks", "callback", config.callbacks)):
+        for name, node in nodes.items():
+            if node is not None and not (isinstance(node, dict) and node.get("_target_")):
+                yield f"{group}.{name} has no _target_: name the class of the {what}, or set null to drop it"
 
 
 def _eval_set_errors(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from runner.errors import SupersededError, UserError
+from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -62,7 +63,7 @@ class ExternalWriter(ABC):
         self.run = run
         self.step = step
         self._report = report
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUE_RECORDS)
+        self._queue: queue.Queue[dict[str, Any] | Media | None] = queue.Queue(QUEUE_RECORDS)
         self._thread: threading.Thread | None = None
         self._broken = False
 
@@ -82,8 +83,18 @@ class ExternalWriter(ABC):
     def end(self) -> None:
         """Send everything and close."""
 
+    def show(self, media: Media) -> None:  # noqa: B027 a library without images and texts needs no method
+        """Log an image or a text; by default it is in the run directory only."""
+
     def write(self, record: dict[str, Any]) -> None:
         """Pass `record` to the thread, which is started with the first one."""
+        self._send(record)
+
+    def media(self, media: Media) -> None:
+        """Pass an image or a text to the thread."""
+        self._send(media)
+
+    def _send(self, record: dict[str, Any] | Media) -> None:
         if self._broken:
             return
         if self._thread is None:
@@ -107,7 +118,7 @@ class ExternalWriter(ABC):
         if thread.is_alive():
             self._report(f"logger {self.name} did not finish within {CLOSE_TIMEOUT_S:g} s: its last records are lost")
 
-    def _put(self, record: dict[str, Any] | None) -> None:
+    def _put(self, record: dict[str, Any] | Media | None) -> None:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -119,7 +130,9 @@ class ExternalWriter(ABC):
             self.open()
             while not self._broken and (record := self._queue.get()) is not None:
                 self._check_guard()
-                if record:
+                if isinstance(record, Media):
+                    self.show(record)
+                elif record:
                     self.log(int(record["step"]), scalars(record))
                 else:
                     self.sync()

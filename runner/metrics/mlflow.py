@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.metrics.external import ExternalWriter
+from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
@@ -70,6 +71,10 @@ class MLflow(ExternalWriter):
         self._waiting += [self._metric(key, value, now, step) for key, value in fresh.items()]
         if len(self._waiting) >= BATCH or clock.monotonic() - self._sent_at > EVERY_S:
             self.sync()
+
+    def show(self, media: Media) -> None:
+        folder = media.name.rpartition("/")[0]
+        self._client.log_artifact(self._id, str(media.path), folder or None)
 
     def sync(self) -> None:
         while self._waiting:

@@ -41,8 +41,15 @@ class ProgressBar:
         self._bar: Any = None
         self._task: Any = None
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """`step` steps are complete; `loss` is the loss of the last one."""
+    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float = 0.0) -> None:
+        """`step` steps are complete.
+
+        Args:
+            step: their number.
+            loss: of the last one.
+            tokens_per_s: the current speed.
+            data_wait: the share of the time spent waiting for data, shown with the last step.
+        """
         now = self._clock()
         if self._began is None:
             self._began = (step, now)
@@ -50,12 +57,13 @@ class ProgressBar:
         if not last and now - self._shown_at < (REFRESH_EVERY_S if self._terminal else LINE_EVERY_S):
             return
         self._shown_at = now
-        left = duration(self._seconds_left(step, now))
+        rest = f"data wait {data_wait:.0%}" if last else f"{duration(self._seconds_left(step, now))} left"
+        text = f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {rest}"
         if self._terminal:
             with contextlib.suppress(OSError):
-                self._draw(step, f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
+                self._draw(step, text)
         else:
-            self._print(f"step {step}/{self.total}  loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
+            self._print(f"step {step}/{self.total}  {text}")
 
     def say(self, message: str) -> None:
         """Print one line that stays."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.metrics.external import ExternalWriter
+from runner.metrics.media import Media, size_of
 from runner.system import clock
 
 
@@ -35,6 +36,26 @@ class TensorBoard(ExternalWriter):
     def log(self, step: int, values: dict[str, float]) -> None:
         entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._writer.add_event(self._event(step=step, wall_time=clock.wall(), summary=self._summary(value=entries)))
+
+    def show(self, media: Media) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+        if isinstance(media.content, bytes):
+            width, height = size_of(media.content)
+            image = Summary.Image(width=width, height=height, encoded_image_string=media.content)
+            entry = Summary.Value(tag=media.name, image=image)
+        else:  # as torch's SummaryWriter.add_text has it
+            shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+            indented = "".join(f"    {line}\n" for line in media.content.splitlines())  # Markdown, to be shown as it is
+            entry = Summary.Value(
+                tag=f"{media.name}/text_summary",
+                metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+                tensor=TensorProto(dtype="DT_STRING", string_val=[indented.encode()], tensor_shape=shape),
+            )
+        summary = self._summary(value=[entry])
+        self._writer.add_event(self._event(step=media.step, wall_time=clock.wall(), summary=summary))
 
     def sync(self) -> None:
         self._writer.flush()

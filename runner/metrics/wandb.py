@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import secrets
 from collections.abc import Callable
 from typing import Any
 
 from runner.metrics.external import ExternalWriter
+from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,16 @@ class WandB(ExternalWriter):
     def log(self, step: int, values: dict[str, float]) -> None:
         if step >= self._next:
             self._logged.log(values, step=step)
+
+    def show(self, media: Media) -> None:
+        import wandb
+
+        if media.step >= self._next:
+            if isinstance(media.content, bytes):
+                shown = wandb.Image(str(media.path))
+            else:
+                shown = wandb.Html(f"<pre>{html.escape(media.content)}</pre>", inject=False)
+            self._logged.log({media.name: shown}, step=media.step)
 
     def sync(self) -> None:
         """W&B sends by itself."""

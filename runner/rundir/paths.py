@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def timings(self) -> Path:
-        """What depends on the machine: tokens/s, the cost of saves. Never compared between runs."""
+        """What depends on the machine: speed, where the time goes, the cost of saves. Never compared between runs."""
         return self.path / "timings.jsonl"
 
     @property
@@ -141,6 +141,21 @@ class RunDir:
     def local_log(self) -> Path:
         """Standard output and error of a run that a sweep started on this machine."""
         return self.logs / "local.out"
+
+    @property
+    def artifacts(self) -> Path:
+        """Images and texts that callbacks logged, NAME-STEP.png and NAME-STEP.txt."""
+        return self.path / "artifacts"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of `train.profile`: one file per attempt and rank."""
+        return self.path / "profile"
+
+    @property
+    def callback_errors(self) -> Path:
+        """The tracebacks of callbacks that raised."""
+        return self.path / "callback_errors.txt"
 
     @property
     def loggers(self) -> Path:

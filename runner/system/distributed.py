@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -241,13 +242,24 @@ def lost_peer(error: RuntimeError) -> PeerError:
     )
 
 
+class _Waited(threading.local):
+    seconds = 0.0
+
+
+waited = _Waited()
+"""`seconds`: how long this thread has been in collectives of `World` so far, which includes waiting for other ranks."""
+
+
 @contextmanager
 def _peer_errors() -> Iterator[None]:
-    """Errors of a collective (torch's are all RuntimeErrors) as PeerError."""
+    """Around a collective: it is timed, and its errors (torch's are all RuntimeErrors) are PeerErrors."""
+    began = clock.perf_counter()
     try:
         yield
     except RuntimeError as error:
         raise lost_peer(error) from error
+    finally:
+        waited.seconds += clock.perf_counter() - began
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

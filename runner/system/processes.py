@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import socket
 import subprocess
 import time
@@ -55,6 +56,11 @@ def this_process() -> dict[str, Any]:
         "machine_id": files.read_small("/etc/machine-id"),
         "pid_namespace": files.read_link("/proc/self/ns/pid"),
     }
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had resident so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 end_now = os._exit

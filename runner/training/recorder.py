@@ -8,13 +8,16 @@ step are durable.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from runner.errors import FileError
 from runner.metrics import JsonlWriter, Writer
+from runner.metrics.media import Media
 from runner.rundir.attempt_log import AttemptLog, insist
-from runner.system import clock
+from runner.system import clock, files
+from runner.training.resources import StepMeter
 
 TIMINGS_EVERY_STEPS = 10
 
@@ -22,7 +25,7 @@ TIMINGS_EVERY_STEPS = 10
 class Bar(Protocol):
     """A progress display."""
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None: ...
+    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float) -> None: ...
 
     def say(self, message: str) -> None: ...
 
@@ -44,6 +47,12 @@ class SilentRecorder:
     def cadence(self, explanation: str) -> None:
         pass
 
+    def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
+        pass
+
+    def media(self, media: Media) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -57,6 +66,7 @@ class RunRecorder:
     writers: list[Writer]
     bar: Bar
     log: AttemptLog
+    meter: StepMeter
     last_save: Callable[[], dict[str, Any] | None]
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _seconds: float = 0.0
@@ -75,8 +85,9 @@ class RunRecorder:
         self._write(record)
         self._seconds += seconds
         self._tokens += tokens
+        self.meter.end(seconds)
         speed = self._tokens / self._seconds if self._seconds else 0.0
-        self.bar.update(record["step"], record["loss"], speed)
+        self.bar.update(record["step"], record["loss"], speed, self.meter.data_wait)
         self.log.update(step=record["step"], loss=record["loss"], tokens_per_s=round(speed, 1))
         if record["step"] % TIMINGS_EVERY_STEPS == 0:
             self._write_timing(record["step"], speed)
@@ -107,6 +118,26 @@ class RunRecorder:
             self._interval = interval
             self.bar.say(explanation)
         self.log.update(cadence=explanation)
+
+    def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
+        """What callbacks logged at a moment that depends on kills: a line of the timings, and the loggers."""
+        with suppress(OSError):  # as with every timing
+            self.timings.write({"step": step, "time": clock.wall(), "callback": moment, **values})
+        for writer in self.writers:
+            writer.write({"step": step, **values})
+
+    def media(self, media: Media) -> None:
+        """Write the file of an image or a text, and let the loggers show it that can."""
+        content = media.content.encode() if isinstance(media.content, str) else media.content
+        try:
+            files.make_dirs(media.path.parent)
+            files.write_atomic(media.path, content, durable=False, guard=self.log.run.guard)
+        except OSError as error:
+            self.warn(f"{media.path} could not be written ({error.strerror or error}): it is lost")
+            return
+        for writer in self.writers:
+            if hasattr(writer, "media"):  # a writer of the user's own may have no place for it
+                writer.media(media)
 
     def warn(self, message: str) -> None:
         """An error that training survives: into the status and onto the screen."""
@@ -145,18 +176,20 @@ class RunRecorder:
             self._waiting.pop(0)
 
     def _write_timing(self, step: int, speed: float) -> None:
-        record: dict[str, Any] = {"step": step, "time": clock.wall(), "tokens_per_s": speed}
+        record: dict[str, Any] = {"step": step, "time": clock.wall()}
         save = self.last_save()
         if save and save.get("step") != self._reported_save:
             self._reported_save = save.get("step")
             record["save"] = save
         self._seconds = self._tokens = 0
+        figures = {"tokens_per_s": speed, **self.meter.take()}
+        record |= figures
         try:
             self.timings.write(record)
         except OSError:
             return  # measured again ten steps later
         for writer in self.writers:
-            writer.write({"step": step, "tokens_per_s": speed, **_flat_save(record.get("save"))})
+            writer.write({"step": step, **figures, **_flat_save(record.get("save"))})
 
 
 def _flat_save(save: dict[str, Any] | None) -> dict[str, Any]:

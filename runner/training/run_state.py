@@ -21,6 +21,8 @@ class RunState:
         batch_shapes: how the steps so far were divided among ranks and micro-batches.
         task: state of the task; empty if it has none.
         data_plan: the part of the config that determines the data order (see `runner.training.build.data_plan`).
+        callbacks: state of each callback that has one, by name.
+        dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
     """
 
     order: dict[str, Any]
@@ -29,6 +31,8 @@ class RunState:
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
     task: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    dropped_callbacks: dict[str, str] = field(default_factory=dict)
 
     def to_extra(self) -> dict[str, Any]:
         """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
@@ -39,6 +43,8 @@ class RunState:
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "data_plan": self.data_plan,
             "task": self.task,
+            "callbacks": self.callbacks,
+            "dropped_callbacks": self.dropped_callbacks,
         }
 
     @classmethod
@@ -65,4 +71,6 @@ class RunState:
             batch_shapes=shapes,
             data_plan=dict(extra["data_plan"]),
             task=dict(extra["task"]),
+            callbacks=dict(extra["callbacks"]),
+            dropped_callbacks=dict(extra["dropped_callbacks"]),
         )

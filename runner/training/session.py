@@ -16,7 +16,7 @@ import torch
 from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.config.schedule import unreached_phases
-from runner.config.schema import Config, NonFinite, SamplerKind, Strategy
+from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, profiled_steps
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
 from runner.data.order.batch_shape import BatchShape, append_shape
@@ -31,13 +31,16 @@ from runner.system import clock
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
+from runner.training.callbacks import Callbacks
 from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
 from runner.training.parallel import wrap
 from runner.training.peers import peer_errors
+from runner.training.profiler import Profiler
 from runner.training.recorder import RunRecorder, SilentRecorder
+from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
 from runner.training.tasks import Task, build_task
@@ -98,6 +101,7 @@ class Session:
             return self.trainer.run(steps)
         finally:
             self.trainer.manager.settle()
+            self.trainer.profiler.close()
             self.close()
             if self.warm_up.is_alive():
                 self.warm_up.join()  # an import cannot be cut off by the end of the interpreter
@@ -178,7 +182,10 @@ class _Opening:
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
             order = build.order_record(config, consumption.sampler, datasets, run_state.batch_shapes)
             insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
-        recorder = self._recorder(step, run_state.evaluated, manager)
+        callbacks = Callbacks.open(config, self.world, self.run, bare, device, saved)
+        meter = StepMeter(device)
+        recorder = self._recorder(step, run_state.evaluated, manager, meter)
+        callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model
         forward = Forward(self.world, device, compiled, task, build.autocast(config, device))
         accum = run_state.batch_shapes[-1].grad_accum_steps
@@ -200,6 +207,9 @@ class _Opening:
             step=step,
             tokens_seen=tokens,
             after_first_step=warm_up.start,
+            callbacks=callbacks,
+            meter=meter,
+            profiler=self._profiler(step, device),
         )
         return Session(trainer, recorder, warm_up, self.handler)
 
@@ -304,7 +314,17 @@ class _Opening:
             fence=lease.fence if lease else 0,
         )
 
-    def _recorder(self, step: int, evaluated: bool, manager: TrainStateManager) -> RunRecorder | SilentRecorder:
+    def _profiler(self, step: int, device: torch.device) -> Profiler:
+        """Of the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
+        steps = profiled_steps(self.config.train.profile or "")
+        if steps is None or steps[1] <= step:
+            return Profiler(None, self.run.profile, device)
+        attempt = self.world.broadcast(self.log.record["attempt"] if self.log else 0)
+        return Profiler(steps, self.run.profile / f"attempt{attempt}-rank{self.world.rank}.json", device)
+
+    def _recorder(
+        self, step: int, evaluated: bool, manager: TrainStateManager, meter: StepMeter | None = None
+    ) -> RunRecorder | SilentRecorder:
         """Truncate the metrics to `step` and open them.
 
         Raises:
@@ -333,6 +353,7 @@ class _Opening:
             ],
             bar=ProgressBar(self.config.train.steps),
             log=self.log,
+            meter=meter or StepMeter(torch.device("cpu")),
             last_save=lambda: dict(manager.last_save) if manager.last_save else None,
         )
         if self.handler is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,10 @@ from runner.data.loading.protocols import BatchRecord
 from runner.errors import TrainingError
 from runner.system import clock
 from runner.system.distributed import World
+from runner.training.callbacks import Callbacks
 from runner.training.evaluation import Evaluation
+from runner.training.profiler import Profiler
+from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Drawn, StepResult, TrainStep
 from runner.training.tasks import Batch
@@ -80,6 +84,9 @@ class Trainer:
     results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     clock: Callable[[], float] = clock.monotonic
     after_first_step: Callable[[], None] = lambda: None
+    callbacks: Callbacks = field(default_factory=Callbacks.none)
+    meter: StepMeter = field(default_factory=lambda: StepMeter(torch.device("cpu")))
+    profiler: Profiler = field(default_factory=lambda: Profiler(None, Path(), torch.device("cpu")))
     _batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
     _stop_agreed: bool = False
     _save_agreed: bool = False
@@ -96,8 +103,10 @@ class Trainer:
             TrainingError: a non-finite loss, or the data ended.
             SupersededError: a newer attempt holds the lease.
             PeerError: another rank has ended or does not answer.
+            CallbackError: a callback raised, and the run is to stop then.
         """
         started_at = self.step
+        self.callbacks.start(self.step)
         self._agree()  # a signal may have come while the session was opened
         while True:
             self.check_fence()
@@ -112,7 +121,10 @@ class Trainer:
                 if leaving and not saved and not self._stop_agreed:
                     raise TrainingError(self._unsaved())
             if leaving:
-                return self.step >= steps and not interrupted and saved
+                finished = self.step >= steps and not interrupted and saved
+                if finished:
+                    self.callbacks.end(self.step)
+                return finished
             self.advance()
             if self.step == started_at + 1:
                 self.after_first_step()
@@ -126,14 +138,17 @@ class Trainer:
         if self.consumption.enter_step(self.step):
             self._batches = None
         began = self.clock()
-        result = self.train_step(self._next_batch, self.step)
+        self.profiler.begin(self.step + 1)
+        result = self.train_step(self.meter.begin(self._next_batch), self.step)
         if result.skipped and not (self.skip_nonfinite or result.overflow):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
         self.evaluated = False
         self.tokens_seen += result.tokens
         self._agree()
-        self.recorder.step(self._record(result), self.clock() - began, result.tokens)
+        record = self.callbacks.step_end(self.step, self._record(result))
+        self.recorder.step(record, self.clock() - began, result.tokens)
+        self.profiler.end(self.step)
 
     def save(self, wait: bool) -> bool:
         """Make metrics durable, then commit a checkpoint of this boundary; False if it is known to have failed.
@@ -150,6 +165,7 @@ class Trainer:
             evaluated=self.evaluated,
             task=task.state_dict() if task else {},
         )
+        kept = self.callbacks.keep(kept)
         model, optimizers = self.train_step.forward.model, self.train_step.optimizers
         state = build_train_state(self.step, self.tokens_seen, optimizers, self.loader, kept.to_extra())
         metric = self.results.get(self.best_metric) if self.evaluated else None
@@ -158,6 +174,8 @@ class Trainer:
         averaged = {} if average is None else {"averaged": average.averaged}
         saved: bool = self.manager.save(self.step, model, optimizers, state, metric=metric, wait=wait, **averaged)
         self.cadence.saved(self.step, self.clock())
+        if saved:
+            self.callbacks.saved(self.step)
         return saved
 
     def _next_batch(self) -> Drawn:
@@ -206,7 +224,7 @@ class Trainer:
         if results is None:
             return False
         self.results = results
-        self.recorder.evaluation({"step": self.step, **results})
+        self.recorder.evaluation(self.callbacks.evaluated(self.step, {"step": self.step, **results}))
         return True
 
     def _stop_now(self) -> bool:

@@ -266,6 +266,7 @@ def test_every_key_of_the_schema_has_a_kind_and_a_type() -> None:
     assert {field.name for field in fields(Config)} == set(Composer().compose([]).plain)
     kinds: dict[str, Any] = {
         "train.steps": "free", "launcher.partition": "free", "logger": "free", "eval.batches": "free",
+        "callbacks": "free", "callbacks.mine.every": "free", "train.profile": "free", "train.on_callback_error": "free",
         "data.num_workers": "free", "data.sources.code.cache_dir": "free", "train.batch_size": "shape",
         "train.global_batch_size": "shape", "sampler.weights.code": "data", "phases": "data",
         "data.sources.code.source": "data", "seed": "fixed", "model.width": "fixed", "optimizer.lr": "fixed",
@@ -286,6 +287,8 @@ class TestIdentity:
             "train.steps=1000",
             "launcher=slurm",
             "logger=none",
+            "+callbacks.mine._target_=builtins.dict",
+            "train.profile=3:4",
             "checkpoint.every_steps=7",
             "checkpoint=adaptive",
             "eval.every_steps=0",

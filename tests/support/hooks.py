@@ -1,0 +1,128 @@
+"""Callbacks that a user might write, well and badly."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Drawing:
+    """Draws from every generator, seeds them, runs the model, keeps a state, and logs at each moment."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    def _draw(self) -> float:
+        np.random.standard_normal()
+        drawn = random.random() + float(np.random.random()) + torch.rand(()).item() + torch.randn(3).sum().item()
+        torch.manual_seed(7)
+        return drawn
+
+    def on_start(self, context: Any) -> None:
+        assert not context.model.training
+        context.log("started", self._draw())
+
+    def on_step_end(self, context: Any) -> None:
+        assert context.model.training
+        assert not torch.is_grad_enabled()
+        self.calls += 1
+        if context.step % 3 == 0:
+            context.model.eval()
+        context.log("drawn", self._draw())
+        context.log("calls", self.calls)
+
+    def on_evaluation(self, context: Any) -> None:
+        self.calls += 100
+        assert "eval_loss" in context.metrics
+        tokens = torch.randint(0, 250, (1, 8), device=context.device)
+        context.log("eval_drawn", self._draw() + context.model(tokens).float().mean().item())
+        context.log_text("texts/drawn", f"{tokens.tolist()}\n")
+        context.log_image("drawn", torch.rand(3, 4, 5))
+
+    def on_save(self, context: Any) -> None:
+        context.log("saved_at", context.step)
+        self._draw()
+
+    def on_end(self, context: Any) -> None:
+        (context.run_dir / "ended").write_text(f"{context.step} {context.config['train']['on_callback_error']}")
+
+    def state_dict(self) -> dict[str, Any]:
+        np.random.random()
+        return {"calls": self.calls, "tensor": torch.tensor([self.calls])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["tensor"].item() == state["calls"]
+        self.calls = state["calls"]
+
+
+class RaisesAt:
+    """Raises after one step."""
+
+    def __init__(self, step: int, moment: str = "on_step_end", rank: int | None = None) -> None:
+        self.step, self.rank = step, rank
+        if moment != "on_step_end":
+            setattr(self, moment, self.on_step_end)
+
+    def on_step_end(self, context: Any) -> None:
+        context.log("steps", context.step)
+        if context.step == self.step and self.rank in (None, int(os.environ.get("RANK", "0"))):
+            raise ValueError("no\nluck")
+
+
+class Logs:
+    """Logs one thing after the first step."""
+
+    def __init__(self, name: Any = "x", value: Any = 1.0, how: str = "log") -> None:
+        self.name, self.value, self.how = name, value, how
+
+    def on_step_end(self, context: Any) -> None:
+        if context.step == 1:
+            getattr(context, self.how)(self.name, self.value)
+
+
+class Keeps:
+    """Has a state of numpy's."""
+
+    def on_step_end(self, context: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [np.zeros(3)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Half:
+    def on_end(self, context: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Nothing:
+    """No callback."""
+
+
+class Misspelt:
+    def on_stepend(self, context: Any) -> None: ...
+
+
+class Abbreviated:
+    def on_eval(self, context: Any) -> None: ...
+
+
+class NoContext:
+    def on_end(self) -> None: ...
+
+
+class Unmade:
+    def __init__(self) -> None:
+        raise KeyError("nothing")
+
+    def on_end(self, context: Any) -> None: ...
