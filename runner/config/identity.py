@@ -21,6 +21,7 @@ FREE_KEYS = (
     "checkpoint.",
     "eval.",
     "train.steps",
+    "train.epochs",
     "train.device",
     "train.peer_timeout_s",
     "data.num_workers",

@@ -65,7 +65,8 @@ class RunConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 300
+    steps: int | None = None
+    epochs: float | None = None
     batch_size: int = 16
     grad_accum_steps: int | None = None
     global_batch_size: int | None = None
@@ -81,7 +82,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    every_steps: int = 100
+    every_steps: int | None = None
     batches: int = 8
     batch_size: int | None = None
 
@@ -140,7 +141,32 @@ class Config:
     launcher: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def known_steps(self) -> int | None:
+        """How many steps the run has; None if `train.epochs` decides it and the data are not open yet."""
+        if self.train.steps is None and self.train.epochs is None:
+            return DEFAULT_STEPS
+        return self.train.steps
 
+    @property
+    def steps(self) -> int:
+        """How many steps the run has; call it only where it is known, as within an attempt whose data are open."""
+        assert self.known_steps is not None
+        return self.known_steps
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations, where `steps` is known; 0: never."""
+        if not self.data.eval_sources:
+            return 0
+        if self.eval.every_steps is not None:
+            return self.eval.every_steps
+        return next((interval for interval in EVALUATION_INTERVALS if interval <= self.steps), 0)
+
+
+DEFAULT_STEPS = 300
+# If eval.every_steps is not set: the first one that the run is long enough for.
+EVALUATION_INTERVALS = (100, 10)
 # With more, torch crashes when it starts them.
 MAX_THREADS = 1024
 MAX_BATCH = 2**31
@@ -155,9 +181,13 @@ def config_errors(config: Config) -> list[str]:
         *_number_errors(config),
         *_range_errors(config),
         *_shipped_class_errors(config),
+        *_path_errors(config),
         *_missing_target_errors(config),
+        *_length_of_sample_errors(config),
         *_sampler_errors(config),
-        *_schedule_errors(config),
+        *_evaluation_errors(config),
+        *_epochs_errors(config),
+        *length_errors(config),
     ]
 
 
@@ -192,6 +222,7 @@ def _number_errors(config: Config) -> Iterator[str]:
             allowed = f"{_bound(most)} or less" if value > most else f"{least:g} or more"
             yield f"{key}={value} must be {'' if _is_finite(value) else 'finite and '}{allowed}"
     for key, number, most in (
+        ("train.epochs", train.epochs, MAX_COUNT),
         ("train.clip_norm", train.clip_norm, math.inf),
         ("checkpoint.every_minutes", checkpoint.every_minutes, MAX_SECONDS),
         ("sampler.temperature", config.sampler.temperature, math.inf),
@@ -236,7 +267,9 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
     if model.get("_target_") == "runner.models.gpt.GPT":
         sizes = {key: model.get(key, 1) for key in ("vocab_size", "sequence_length", "layers", "heads", "width")}
         wrong = [
-            f"model.{key}={size} must be a whole number, 1 or more" for key, size in sizes.items() if not _is_size(size)
+            f"model.{key}={size} must be a whole number, {'1 or more' if not _is_size(size) else '2**40 or less'}"
+            for key, size in sizes.items()
+            if not _is_size(size) or size > MAX_COUNT
         ]
         yield from wrong
         if not wrong and "width" in model and sizes["width"] % sizes["heads"]:
@@ -255,6 +288,21 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
         betas = optimizer.get("betas", [0.0, 0.0])
         if not isinstance(betas, list) or len(betas) != 2 or not all(_is_finite(b) and 0 <= b < 1 for b in betas):
             yield f"optimizer.betas={betas} must be a list of two numbers from 0 to below 1"
+
+
+def _path_errors(config: Config) -> Iterator[str]:
+    """Paths of the datasets that come with this package; held-out sources often have those of the training data."""
+    reported: list[Any] = []
+    for group, nodes in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+        for name, node in nodes.items():
+            target = node.get("_target_") if isinstance(node, dict) else None
+            if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
+                continue
+            paths = node.get("paths")
+            listed = paths if isinstance(paths, list) else [paths]
+            if paths not in reported and not (listed and all(isinstance(path, str) and path for path in listed)):
+                reported.append(paths)
+                yield f"data.{group}.{name}.paths={paths} must be a path, or a list of paths: a/b, or [a,b]"
 
 
 def _is_size(value: Any) -> bool:
@@ -318,14 +366,94 @@ def source_weights(config: Config) -> dict[str, float]:
     return {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
 
 
+def _length_of_sample_errors(config: Config) -> Iterator[str]:
+    """Samples longer than the model that comes with this package can read; others report it themselves."""
+    most = config.model.get("sequence_length", 0)
+    if config.model.get("_target_") != "runner.models.gpt.GPT" or not _is_size(most):
+        return
+    found: dict[str, Any] = {}
+    for group, nodes in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+        for name, node in nodes.items():
+            length = node.get("sequence_length", 0) if isinstance(node, dict) else 0
+            if _is_size(length) and length > most:
+                shared = length == config.data.sequence_length
+                found["data.sequence_length" if shared else f"data.{group}.{name}.sequence_length"] = length
+    for key, length in found.items():
+        yield (
+            f"{key}={length} must be {most} or less, which is model.sequence_length: shorten the samples, or remove "
+            "model.sequence_length, which then follows data.sequence_length"
+        )
+
+
+def _evaluation_errors(config: Config) -> Iterator[str]:
+    """An evaluation that was asked for and cannot happen, whatever the number of steps."""
+    every, best = config.eval.every_steps, config.checkpoint.keep_best
+    if every is not None and every > 0 and not config.data.eval_sources:
+        yield (
+            f"eval.every_steps={every}: an evaluation needs held-out data: add data.eval_sources.NAME, or set "
+            "eval.every_steps=null"
+        )
+    elif best > 0 and not config.data.eval_sources:
+        yield (
+            f"checkpoint.keep_best={best} needs evaluations: add data.eval_sources.NAME, or set checkpoint.keep_best=0"
+        )
+    elif best > 0 and every == 0:
+        yield (
+            f"checkpoint.keep_best={best} needs evaluations, and eval.every_steps=0 means none: set "
+            "eval.every_steps=null, or checkpoint.keep_best=0"
+        )
+
+
+def _epochs_errors(config: Config) -> Iterator[str]:
+    """`train.epochs` beside `train.steps`, or for data without a length."""
+    train = config.train
+    if train.epochs is None:
+        return
+    if train.steps is not None:
+        yield (
+            f"train.steps={train.steps} and train.epochs={train.epochs:g} both set the length of the run: keep one, "
+            "and set the other to null"
+        )
+    if config.data.loader:
+        yield (
+            f"train.epochs={train.epochs:g} needs data with a length, and data.loader may be a stream without one: "
+            "set train.epochs=null and train.steps=N"
+        )
+
+
+def length_errors(config: Config) -> list[str]:
+    """The errors that depend on the number of steps, as far as it is known (`Config.known_steps`); one line each."""
+    return [*_schedule_errors(config), *_interval_errors(config)]
+
+
+def _interval_errors(config: Config) -> Iterator[str]:
+    """Evaluations that the run ends before."""
+    steps, every, best = config.known_steps or 0, config.eval.every_steps, config.checkpoint.keep_best
+    if steps < 1 or not config.data.eval_sources:
+        return
+    if every is not None and every > steps:
+        yield (
+            f"eval.every_steps={every} must be {steps} or less, the steps of this run: nothing would be evaluated; "
+            "0 is for no evaluation, null for the default"
+        )
+    elif every is None and best > 0 and not config.evaluation_interval:
+        yield (
+            f"checkpoint.keep_best={best} needs evaluations, and a run of {steps} steps has none unless asked for: "
+            f"set eval.every_steps={steps} or less, or checkpoint.keep_best=0"
+        )
+
+
 def _schedule_errors(config: Config) -> Iterator[str]:
     """Errors of the phases and of the learning rate, as their own classes report them."""
     weights = source_weights(config)
     try:
-        PhaseSchedule(config.phases, weights)
+        if all(isinstance(weight, int | float) for weight in weights.values()):  # others are reported already
+            PhaseSchedule(config.phases, weights)
     except ScheduleError as error:
         yield from str(error).splitlines()
+    total = config.scheduler.total_steps if config.scheduler.total_steps is not None else config.known_steps
     try:
-        learning_rate(config.scheduler, max(config.train.steps, 1))
+        if total is not None:
+            learning_rate(config.scheduler, max(total, 1))
     except ScheduleError as error:
         yield from str(error).splitlines()

@@ -14,7 +14,7 @@ REFRESH_EVERY_S = 0.1
 
 
 class ProgressBar:
-    """Shows step, loss, tokens/s and the remaining time.
+    """Shows step, loss, tokens/s (samples/s where there are no tokens) and the remaining time.
 
     On a terminal this is a bar, redrawn at most ten times a second; elsewhere (a log file, a scheduler's output) it is
     a line for the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn before
@@ -41,7 +41,7 @@ class ProgressBar:
         self._bar: Any = None
         self._task: Any = None
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+    def update(self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None = None) -> None:
         """`step` steps are complete; `loss` is the loss of the last one."""
         now = self._clock()
         if self._began is None:
@@ -50,12 +50,13 @@ class ProgressBar:
         if not last and now - self._shown_at < (REFRESH_EVERY_S if self._terminal else LINE_EVERY_S):
             return
         self._shown_at = now
-        left = duration(self._seconds_left(step, now))
+        speed = f"{quantity(samples_per_s)} samples/s" if tokens_per_s is None else f"{quantity(tokens_per_s)} tokens/s"
+        text = f"loss {loss:.4f}  {speed}  {duration(self._seconds_left(step, now))} left"
         if self._terminal:
             with contextlib.suppress(OSError):
-                self._draw(step, f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
+                self._draw(step, text)
         else:
-            self._print(f"step {step}/{self.total}  loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {left} left")
+            self._print(f"step {step}/{self.total}  {text}")
 
     def say(self, message: str) -> None:
         """Print one line that stays."""

@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def timings(self) -> Path:
-        """What depends on the machine: tokens/s, the cost of saves. Never compared between runs."""
+        """What depends on the machine: samples/s, tokens/s, the cost of saves. Never compared between runs."""
         return self.path / "timings.jsonl"
 
     @property

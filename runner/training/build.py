@@ -166,7 +166,7 @@ def optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
 
 def scheduler(config: Config, optimizer: torch.optim.Optimizer, phases: PhaseSchedule) -> LearningRateScheduler:
     """Learning rate by step: warmup, decay and the phases' lr_scale."""
-    rate = learning_rate(config.scheduler, config.train.steps)
+    rate = learning_rate(config.scheduler, config.steps)
     return LearningRateScheduler(optimizer, learning_rate_factor(rate, phases))
 
 
@@ -269,7 +269,7 @@ def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes:
     """What `runner inspect` needs to know about the data order."""
     sizes = {name: len(part) for name, part in datasets.items()}
     shape: dict[str, Any] = {
-        "steps": config.train.steps,
+        "steps": config.steps,
         "tokens_per_sample": tokens_per_sample(datasets),
         "batch_shapes": tuple(shapes),
     }

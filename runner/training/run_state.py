@@ -20,6 +20,7 @@ class RunState:
         threads: CPU threads of torch: their number decides how sums are split.
         batch_shapes: how the steps so far were divided among ranks and micro-batches.
         data_plan: the part of the config that determines the data order (see `runner.training.build.data_plan`).
+        samples_seen: samples trained on so far, over all ranks.
     """
 
     order: dict[str, Any]
@@ -27,6 +28,7 @@ class RunState:
     threads: int
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
+    samples_seen: int
 
     def to_extra(self) -> dict[str, Any]:
         """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
@@ -36,6 +38,7 @@ class RunState:
             "threads": self.threads,
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "data_plan": self.data_plan,
+            "samples_seen": self.samples_seen,
         }
 
     @classmethod
@@ -56,5 +59,10 @@ class RunState:
         except TypeError as error:
             raise CheckpointError(f"batch_shapes in the train state: {error}; use another checkpoint") from error
         return cls(
-            dict(extra["order"]), bool(extra["evaluated"]), int(extra["threads"]), shapes, dict(extra["data_plan"])
+            order=dict(extra["order"]),
+            evaluated=bool(extra["evaluated"]),
+            threads=int(extra["threads"]),
+            batch_shapes=shapes,
+            data_plan=dict(extra["data_plan"]),
+            samples_seen=int(extra["samples_seen"]),
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from runner.system.distributed import World
+from runner.training.counting import Count, count_over_ranks, samples_in, tokens_in
 from runner.training.parallel import accumulating, total_norm
 from runner.training.peers import peer_errors
 
@@ -50,14 +51,16 @@ class StepResult:
         loss_by_source: the same by source; empty unless there are several.
         grad_norm: 2-norm of all gradients, before clipping.
         lr: learning rate of the update, of the first parameter group.
-        tokens: tokens of the global batch.
+        samples: samples of the global batch.
+        tokens: tokens of the global batch; None if the data have none.
     """
 
     loss: float
     loss_by_source: dict[str, float]
     grad_norm: float
     lr: float
-    tokens: int
+    samples: int
+    tokens: int | None
 
     @property
     def finite(self) -> bool:
@@ -75,6 +78,7 @@ class TrainStep:
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
+    stated_tokens: Sequence[int] = ()  # see `runner.training.counting`
 
     def __call__(self, next_batch: Callable[[], Batch]) -> StepResult:
         """Draw the step's micro-batches and update the model, unless loss or gradients are not finite.
@@ -82,12 +86,13 @@ class TrainStep:
         Raises:
             PeerError: another rank has ended or does not answer.
         """
-        losses, sources, tokens = self._accumulate(next_batch)
+        losses, sources, counts = self._accumulate(next_batch)
         loss, by_source = self._reduce(losses, sources)
+        samples, tokens = count_over_ranks(self.forward.world, counts)
         lr = float(self.scheduler.get_last_lr()[0])
         with peer_errors(self.forward.world):
             norm = total_norm(self.forward.model)
-            result = StepResult(loss, by_source, norm.item(), lr, tokens * self.forward.world.size)
+            result = StepResult(loss, by_source, norm.item(), lr, samples, tokens)
             if result.finite:
                 if self.clip_norm is not None:
                     parameters = self.forward.model.parameters()
@@ -97,22 +102,22 @@ class TrainStep:
         self.scheduler.step()
         return result
 
-    def _accumulate(self, next_batch: Callable[[], Batch]) -> tuple[list[torch.Tensor], list[Any], int]:
-        """Forward and backward over the micro-batches: per-sample losses, their sources, tokens."""
+    def _accumulate(self, next_batch: Callable[[], Batch]) -> tuple[list[torch.Tensor], list[Any], list[Count]]:
+        """Forward and backward over the micro-batches: per-sample losses, their sources, their counts."""
         losses: list[torch.Tensor] = []
         sources: list[Any] = []
-        tokens = 0
+        counts: list[Count] = []
         model = self.forward.model.train()
         for micro in range(self.accum):
             batch = next_batch()
-            tokens += tokens_in(batch)
+            counts.append((samples_in(batch), tokens_in(batch, self.stated_tokens)))
             sources.append(batch.get("dataset_idx") if isinstance(batch, dict) else None)
             with accumulating(model, last=micro == self.accum - 1):
                 per_sample = self.forward(batch)
                 with peer_errors(self.forward.world):
                     torch.autograd.backward(per_sample.mean() / self.accum)
             losses.append(per_sample.detach())
-        return losses, sources, tokens
+        return losses, sources, counts
 
     def _reduce(self, losses: list[torch.Tensor], sources: list[Any]) -> tuple[float, dict[str, float]]:
         """Mean loss over the global batch, and by source if there are several."""
@@ -126,18 +131,6 @@ class TrainStep:
         total, count = self.forward.world.sum(torch.from_numpy(sums)).numpy()
         by_source = {name: float(total[i] / count[i]) for i, name in enumerate(self.sources) if n > 1 and count[i]}
         return float(total.sum() / count.sum()), by_source
-
-
-def tokens_in(batch: Batch) -> int:
-    """Tokens in a batch: its labels if it has any, else its samples."""
-    if isinstance(batch, dict):
-        labels = batch.get("labels")
-        if isinstance(labels, torch.Tensor):
-            return labels.numel()
-        batch = next(iter(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        batch = batch[0]
-    return len(batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

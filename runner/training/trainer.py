@@ -28,7 +28,7 @@ from runner.training.step import Batch, StepResult, TrainStep
 class Recorder(Protocol):
     """Where records go; only rank 0 has one that writes."""
 
-    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None: ...
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None: ...
 
     def evaluation(self, record: dict[str, Any]) -> None: ...
 
@@ -67,11 +67,12 @@ class Trainer:
     manager: Any
     cadence: Cadence
     recorder: Recorder
-    run_state: RunState  # of the resumed checkpoint; `order` and `evaluated` are brought up to date at a save
+    run_state: RunState  # of the resumed checkpoint; what changes in it is brought up to date at a save
     stop: Callable[[], bool]
     check_fence: Callable[[], None]
     skip_nonfinite: bool = False
     step: int = 0
+    samples_seen: int = 0
     tokens_seen: int = 0
     eval_loss: float | None = None
     clock: Callable[[], float] = clock.monotonic
@@ -127,9 +128,10 @@ class Trainer:
             raise TrainingError(self._nonfinite(result))
         self.step += 1
         self.evaluated = False
-        self.tokens_seen += result.tokens
+        self.samples_seen += result.samples
+        self.tokens_seen += result.tokens or 0
         self._agree()
-        self.recorder.step(self._record(result), self.clock() - began, result.tokens)
+        self.recorder.step(self._record(result), self.clock() - began, result.samples, result.tokens)
 
     def save(self, wait: bool) -> bool:
         """Make metrics durable, then commit a checkpoint of this boundary; False if it is known to have failed.
@@ -139,7 +141,8 @@ class Trainer:
         """
         if not self.world.run_on_main(self.recorder.before_save):
             return False
-        kept = replace(self.run_state, order=self.consumption.state_dict(), evaluated=self.evaluated)
+        order, seen = self.consumption.state_dict(), self.samples_seen
+        kept = replace(self.run_state, order=order, evaluated=self.evaluated, samples_seen=seen)
         state = build_train_state(self.step, self.tokens_seen, self.train_step.scheduler, self.loader, kept.to_extra())
         metric = self.eval_loss if self.evaluated else None
         self._learn_cost()
@@ -158,7 +161,7 @@ class Trainer:
             self._batches = None
         remedy = f"set train.steps={self.step}, or add" if self.step else "add"
         raise TrainingError(
-            f"the data ended at step {self.step}, after {self.tokens_seen} tokens: {remedy} data "
+            f"the data ended at step {self.step}, after {self.samples_seen} samples: {remedy} data "
             "(more sources, a higher sampler.max_epochs, a smaller train.batch_size)"
         )
 
@@ -168,7 +171,8 @@ class Trainer:
             "step": self.step,
             "loss": result.loss,
             "lr": result.lr,
-            "tokens_seen": self.tokens_seen,
+            "samples_seen": self.samples_seen,
+            **({} if result.tokens is None else {"tokens_seen": self.tokens_seen}),
             "grad_norm": result.grad_norm,
         }
         if not result.finite:
