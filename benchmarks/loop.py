@@ -61,7 +61,7 @@ def by_hand(config: Config) -> Callable[[], None]:
 def ours(config: Config, run: RunDir, save_every: int | None = None) -> tuple[Callable[[], None], Session]:
     """One step of the runner's loop with its metrics, status, digest and TensorBoard, and saves if asked for."""
     run.path.mkdir()
-    log = AttemptLog.begin(run, LocalJob().identity(), config.train.steps, lambda record: "killed")
+    log = AttemptLog.begin(run, LocalJob().identity(), config.steps, lambda record: "killed")
     session = Session.open(run, config, World(), log, None)
     trainer = session.trainer
 

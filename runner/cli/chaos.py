@@ -88,12 +88,12 @@ class _Command:
         self.kills = options.kills or max(DEFAULT_KILLS, len(kinds))
         self.extra, self.settings = required_settings(composed.config, self.kills)
         self.config = composer.compose([*options.overrides, *self.extra]).config
-        evaluates = bool(self.config.eval.every_steps and self.config.data.eval_sources)
+        evaluates = self.config.evaluation_interval > 0
         triggers = {
             kind: [name for name in KINDS[kind].triggers_for(self.local) if name != "evaluation" or evaluates]
             for kind in kinds
         }
-        self.plan: list[PlannedFault] = make_plan(triggers, self.kills, self.config.train.steps, options.seed)
+        self.plan: list[PlannedFault] = make_plan(triggers, self.kills, self.config.steps, options.seed)
         self.left_out = [kind for kind in kinds if kind not in {fault.kind for fault in self.plan}]
         self.name = composed.run_dir.name
         self.root = (options.root or composed.run_dir.parent / "chaos" / self.name).absolute()
@@ -118,9 +118,9 @@ class _Command:
             self.root,
             self.target,
             self._display,
-            steps=config.train.steps,
-            save_every=config.checkpoint.every_steps or config.train.steps,
-            eval_every=config.eval.every_steps,
+            steps=config.steps,
+            save_every=config.checkpoint.every_steps or config.steps,
+            eval_every=config.evaluation_interval,
             seed=self.options.seed,
         )
 

@@ -140,9 +140,14 @@ def required_settings(config: Config, faults: int) -> tuple[list[str], list[str]
     """Overrides that the drill needs, and a sentence for each one that changes the configuration.
 
     Raises:
-        UserError: the run is too short.
+        UserError: the run is too short, or its length is not known.
     """
-    steps, options = config.train.steps, config.checkpoint
+    steps, options = config.known_steps, config.checkpoint
+    if steps is None:
+        raise UserError(
+            f"train.epochs={config.train.epochs:g}: a drill plans its faults by steps: "
+            "set train.epochs=null and train.steps=N"
+        )
     if steps < MIN_STEPS:
         raise UserError(f"train.steps={steps}: must be {MIN_STEPS} or more, to leave room for faults")
     overrides, notes = [f"run.lease_timeout_s={LEASE_TIMEOUT_S}"], []

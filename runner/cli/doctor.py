@@ -121,16 +121,21 @@ def examine_disk(folder: Path) -> Finding:
 
 
 def checkpoints_kept(config: Config) -> int:
-    """The largest number of checkpoints on disk at a time, the one being written included."""
+    """The largest number of checkpoints on disk at a time, the one being written included.
+
+    If the length of the run is not known, without those that `keep_every_steps` adds.
+    """
     options = config.checkpoint
-    milestones = config.train.steps // options.keep_every_steps if options.keep_every_steps else 0
+    milestones = (config.known_steps or 0) // options.keep_every_steps if options.keep_every_steps else 0
     return options.keep_last + options.keep_best + milestones + 1
 
 
 def examine_space(config: Config, folder: Path, count: int) -> Finding:
     """Whether the checkpoints that will be kept, of `count` bytes each, fit on the disk."""
     kept, free = checkpoints_kept(config), shutil.disk_usage(folder).free
-    text = f"{kept} checkpoints need {size(kept * count)}, {size(free)} are free on {folder}"
+    unknown = config.checkpoint.keep_every_steps is not None and config.known_steps is None
+    count_text = f"{'at least ' if unknown else ''}{kept} checkpoints"
+    text = f"{count_text} need {size(kept * count)}, {size(free)} are free on {folder}"
     if kept * count <= free:
         return Finding("ok", text)
     return Finding("error", text, "keep fewer (checkpoint.keep_last, keep_every_steps) or choose another run.root")

@@ -38,6 +38,7 @@ Settings (key=value; --cfg job lists them all, the files in conf/ explain them)
   run.dir                  the run directory; default: outputs/<run.name>-<hash of the config>
   run.name                 the readable part of its name
   train.steps              total number of optimizer steps
+  train.epochs             passes over the data, instead of steps
   train.batch_size         sequences per forward pass and rank
   train.grad_accum_steps   forward passes per optimizer step
   data.num_workers         processes that load data

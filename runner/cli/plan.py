@@ -14,7 +14,7 @@ from runner.config.identity import ConfigChange, differences
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import finished_at, incomplete_records, status_of
+from runner.rundir.attempt_log import finished_at, incomplete_records, is_finished, status_of
 from runner.rundir.lease import describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
@@ -114,13 +114,13 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
 
 
 def _is_finished(job: Composed) -> bool:
-    """Whether the run has all the steps of this config.
+    """Whether the run has all the steps, or epochs, of this config.
 
     Raises:
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    return run.config.exists() and finished_at(run) >= job.config.train.steps
+    return run.config.exists() and is_finished(run, job.config.known_steps, job.config.train.epochs)
 
 
 def _unreadable(job: Composed) -> str | None:

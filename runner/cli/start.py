@@ -20,7 +20,7 @@ from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir import provenance
-from runner.rundir.attempt_log import finished_at, last_step
+from runner.rundir.attempt_log import is_finished, last_step
 from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
@@ -224,7 +224,7 @@ def _show(planned: Sequence[PlannedRun]) -> None:
     for run in planned:
         say(f"{shown(run.job.run_dir)}: {run.summary}")
         for change in run.changes if run.starts else []:
-            if change.kind != "free" or change.key == "train.steps":
+            if change.kind != "free" or change.key in ("train.steps", "train.epochs"):
                 say(f"  {change}")
 
 
@@ -270,7 +270,7 @@ def _follow_rank_0(job: Composed) -> int:
     """Under torchrun rank 0 alone decides and writes; the others start once it has frozen this very config."""
     run = RunDir(job.run_dir)
     deadline = clock.monotonic() + RANK_TIMEOUT_S
-    if finished_at(run) >= job.config.train.steps:
+    if is_finished(run, job.config.known_steps, job.config.train.epochs):
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (run.config.exists() and files.read_regular(run.config) == text):

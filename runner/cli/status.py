@@ -64,6 +64,7 @@ class Row:
     step: int | None = None
     total: int | None = None
     loss: float | None = None
+    samples_per_s: float | None = None
     tokens_per_s: float | None = None
     attempts: int = 0
     steps_lost: int = 0
@@ -147,7 +148,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     row = Row(_name(run, root), str(run.path), _state(run, status, watcher, job, unanswered))
     for name in ("step", "total", "attempts", "steps_lost"):
         setattr(row, name, _value(status, name, int))
-    for name in ("loss", "tokens_per_s", "updated"):
+    for name in ("loss", "samples_per_s", "tokens_per_s", "updated"):
         setattr(row, name, _value(status, name, float))
     for name in ("cause", "reason", "job_id", "node"):
         setattr(row, name, _value(status, name, str))
@@ -277,7 +278,20 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    columns = ("run", "state", "step", "loss", "tokens/s", "attempts", "lost", "last cause", "job", "node", "saved")
+    columns = (
+        "run",
+        "state",
+        "step",
+        "loss",
+        "samples/s",
+        "tokens/s",
+        "attempts",
+        "lost",
+        "last cause",
+        "job",
+        "node",
+        "saved",
+    )
     made = table(*columns)
     for row in rows:
         cells = (
@@ -285,6 +299,7 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
             row.state,
             f"{row.step or 0}/{row.total or '?'}" if row.step is not None or row.total else "",
             "" if row.loss is None else f"{row.loss:.4f}",
+            "" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             str(row.attempts or ""),
             str(row.steps_lost or ""),

@@ -201,7 +201,7 @@ def _checked(
         hydra_config = composed(overrides)
         plain = _resolved(hydra_config)
     except ERRORS as error:
-        diagnosis = Diagnosis(tree.group_of, composed, lambda config: _all_errors(_resolved(config)))
+        diagnosis = Diagnosis(tree.group_of, tree.options, composed, lambda config: _all_errors(_resolved(config)))
         raise UserError("\n".join([*unused.values(), *diagnosis.config_errors(overrides, error)])) from None
     if errors := [*unused.values(), *_all_errors(plain)]:
         raise UserError("\n".join(errors))

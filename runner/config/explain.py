@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -100,6 +101,10 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
         override: the override that caused it, if known.
         config: a composition without that override, to list its options.
     """
+    if isinstance(error, OverflowError):
+        return _too_large(error, override)
+    if override and config is not None and (line := _below_a_value(override, config)):
+        return line
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     where = f"{override}: " if override else ""
     if isinstance(error, OverrideParseException):
@@ -119,6 +124,20 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
         allowed = expected(key)
         return f"{file}.yaml: {key}: {message}" + (f"; allowed is {allowed}" if allowed else "")
     return where + " ".join(line.strip() for line in str(error if str(error) else cause).splitlines())
+
+
+def _key(override: str) -> str:
+    """The dotted key that `override` sets."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _too_large(error: OverflowError, override: str | None) -> str:
+    """For a whole number where the schema has a float, which OmegaConf converts without a check."""
+    found = re.search(r"full_key: (\S+)", str(error))
+    key = found.group(1) if found else "a number in it"
+    where = key if override is None else override if _key(override).startswith(key) else f"{override}: {key}"
+    most = f"{sys.float_info.max:.2g}"
+    return f"{where} must be from -{most} to {most}, so that a float can hold it"
 
 
 def _first_line(error: Exception) -> str:
@@ -144,7 +163,7 @@ def _missing(error: MissingConfigException, override: str | None) -> str:
 
 
 def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictConfig | None) -> str:
-    key = str(cause.full_key or (override or "").partition("=")[0].lstrip("+~"))
+    key = str(cause.full_key or _key(override or ""))
     parent, _, name = key.rpartition(".")
     options = _siblings(key, config)
     close = nearest(name, options)
@@ -153,9 +172,27 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
     line = f"{override or key}: no such option{f' in {parent}' if parent else ''}{close}"
     if options:
         line += f"; there {'is' if len(options) == 1 else 'are'} {', '.join(options)}"
+    if parent == "data.sources":
+        line += "; data=files, data=shards and data=mixture have others, and +data.sources.NAME adds one"
     if "_target_" in options and override:
         line += f"; to pass its class another argument, write +{override.lstrip('+')}"
     return line
+
+
+def _below_a_value(override: str, config: DictConfig) -> str | None:
+    """One line for an override of something below one value, such as `train.steps.x`; None for any other."""
+    names = _key(override).split(".")
+    for count in range(1, len(names)):
+        value = OmegaConf.select(config, ".".join(names[:count]))
+        if not isinstance(value, DictConfig):
+            return None if value is None else _not_a_dictionary(override, ".".join(names[:count]))
+    return None
+
+
+def _not_a_dictionary(override: str, key: str) -> str:
+    """For an override of something below `key`, which is one value."""
+    allowed = expected(key)
+    return f"{override}: {key} is one value{f', {allowed},' if allowed else ''} with no options below it: set {key}=..."
 
 
 def _elsewhere(name: str, config: DictConfig) -> str:
@@ -170,8 +207,10 @@ def _elsewhere(name: str, config: DictConfig) -> str:
 
 def _invalid(key: str, override: str | None, cause: OmegaConfBaseException) -> str:
     allowed = expected(key)
+    if override and _key(override).startswith(f"{key}.") and allowed not in ("", "a dictionary"):
+        return _not_a_dictionary(override, key)
     message = _first_line(cause)
-    if isinstance(cause, ValidationError) and allowed:
+    if (isinstance(cause, ValidationError) or "Cannot merge" in message) and allowed:
         value = (override or "").partition("=")[2]
         enum = allowed.removeprefix("one of ").split(" or ")[0].split(", ") if allowed.startswith("one of") else []
         shown = f"{key}={value}" if override else f"{key}: {message}"
@@ -184,6 +223,7 @@ class Diagnosis:
 
     Args:
         group_of: override -> the config group that it chooses an option of, or None.
+        options: config group -> the names of its options.
         compose: overrides -> Hydra's config; raises one of `ERRORS`.
         check: Hydra's config -> the errors of its values; raises one of `ERRORS`, or UserError for missing values.
     """
@@ -191,10 +231,12 @@ class Diagnosis:
     def __init__(
         self,
         group_of: Callable[[str], str | None],
+        options: Mapping[str, Sequence[str]],
         compose: Callable[[Sequence[str]], DictConfig],
         check: Callable[[DictConfig], list[str]],
     ) -> None:
         self.group_of = group_of
+        self.options = options
         self.compose = compose
         self.check = check
 
@@ -214,9 +256,18 @@ class Diagnosis:
                 config = self._try([*kept, override])
                 kept.append(override)
             except ERRORS as wrong:
-                found.append(explain(wrong, override, config))
+                found.append(self._not_an_option(wrong, override) or explain(wrong, override, config))
                 failed |= {group for group in [self.group_of(override)] if group}
         return (found + self._value_errors(kept, failed)) or [explain(error, None, config)]
+
+    def _not_an_option(self, error: Exception, override: str) -> str | None:
+        """One line for a choice from a group that is no name (`optimizer=null`); None for any other error."""
+        group = self.group_of(override)
+        if not group or not (isinstance(error, TypeError) or "Config group override must be" in str(error)):
+            return None
+        options = self.options.get(group, [])
+        unset = ", or leave it out for none" if group == "experiment" else ""
+        return f"{override}: choose an option of {group}{unset}; the options are {', '.join(options)}"
 
     def _value_errors(self, kept: Sequence[str], failed: set[str]) -> list[str]:
         """Errors of the values in what does compose, except those that may follow from a failed choice."""

@@ -20,7 +20,7 @@ from runner.rundir.paths import RunDir
 from runner.system import files
 
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
-READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, yaml.YAMLError)
+READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
 MAX_DEPTH = 100
 

@@ -22,6 +22,7 @@ FREE_KEYS = (
     "checkpoint.",
     "eval.",
     "train.steps",
+    "train.epochs",
     "train.device",
     "train.peer_timeout_s",
     "train.on_callback_error",

@@ -52,7 +52,7 @@ def scheduler_of(key: str, node: Mapping[str, Any], run: SchedulerConfig) -> tup
 def optimizer_errors(
     optimizer: dict[str, Any],
     several: Mapping[str, Any],
-    steps: int,
+    steps: int | None,
     phases: Mapping[str, Phase],
 ) -> Iterator[str]:
     """A line for each error of the optimizers, as far as it can be seen without the model."""
@@ -70,7 +70,9 @@ def optimizer_errors(
         yield from _group_errors(f"{key}.groups", node.get("groups"), known)
 
 
-def _own_errors(name: str, key: str, node: dict[str, Any], steps: int, phases: Mapping[str, Phase]) -> Iterator[str]:
+def _own_errors(
+    name: str, key: str, node: dict[str, Any], steps: int | None, phases: Mapping[str, Phase]
+) -> Iterator[str]:
     """Errors of what only one of several optimizers has: a name, a match, a scheduler."""
     if not str(name).isidentifier():
         yield f"{key}: the name of an optimizer must be an identifier, such as that of a submodule"

@@ -17,6 +17,7 @@ from runner.errors import UserError, nearest
 
 MAX_COUNT = 2**40  # of steps and the like: beyond what a machine can do, and far from any overflow
 MAX_FACTOR = 1e15  # of learning rates: the product of two fits into a float32
+WARMUP_STEPS = 20  # if warmup_steps is not set
 WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set
 
 
@@ -149,7 +150,7 @@ def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[st
         if name not in sources:
             known = ", ".join(sources) or "none"
             yield f"{key}.{name}: no such source{nearest(name, sources)}; the sources are {known}"
-        elif not (math.isfinite(weight) and weight >= 0):
+        elif not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
             yield f"{key}.{name}={weight} must be a finite number, 0 or more"
 
 
@@ -165,13 +166,13 @@ class Decay(Enum):
 
 @dataclass
 class SchedulerConfig(Replaceable):
-    """The config group `scheduler`; see `LearningRate`. `total_steps` None stands for `train.steps`.
+    """The config group `scheduler`; see `learning_rate` for what None stands for.
 
     With `_target_` it is a function (step, **options) -> factor, or a class of torch.optim.lr_scheduler.
     """
 
     decay: Decay = Decay.cosine
-    warmup_steps: int | None = 20
+    warmup_steps: int | None = None
     total_steps: int | None = None
     min_ratio: float | None = 0.1
     decay_steps: int | None = None
@@ -247,7 +248,7 @@ class LearningRate:
         elif not 0 <= self.warmup_steps < self.total_steps:
             yield (
                 f"scheduler.warmup_steps={self.warmup_steps} must be from 0 to below the {self.total_steps} steps of "
-                "the schedule (scheduler.total_steps, or else train.steps)"
+                "the schedule (scheduler.total_steps, or else all steps of the run)"
             )
         elif self.decay_steps is not None and not 1 <= self.decay_steps <= self.total_steps - self.warmup_steps:
             longest = self.total_steps - self.warmup_steps
@@ -272,14 +273,18 @@ class LearningRate:
 
 
 def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
-    """The schedule of a run of `steps` steps. Unless `total_steps` is set, a warmup longer than the run is shortened.
+    """The schedule of a run of `steps` steps, which it follows to the end unless `total_steps` is set.
+
+    A `warmup_steps` of None is `WARMUP_STEPS`, or all steps but one of a shorter schedule.
 
     Raises:
         ScheduleError: options are out of range.
     """
-    total, warmup = options.total_steps, options.warmup_steps or 0
+    total, warmup = options.total_steps, options.warmup_steps
     if total is None:
-        total, warmup = steps, min(warmup, max(steps - 1, 0))
+        total = steps
+    if warmup is None:
+        warmup = min(WARMUP_STEPS, max(total - 1, 0))
     return LearningRate(options.decay.value, total, warmup, options.min_ratio or 0.0, options.decay_steps)
 
 
@@ -301,13 +306,20 @@ def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
     )
 
 
-def scheduler_errors(key: str, options: SchedulerConfig, steps: int, phases: Mapping[str, Phase]) -> Iterator[str]:
-    """A line for each error of a scheduler at the config's `key`, as far as nothing need be imported to see it."""
+def scheduler_errors(
+    key: str, options: SchedulerConfig, steps: int | None, phases: Mapping[str, Phase]
+) -> Iterator[str]:
+    """A line for each error of a scheduler at the config's `key`, as far as nothing need be imported to see it.
+
+    `steps` is None while the length of the run is not known.
+    """
     yield from option_errors(key, options)
     target = options.target
     if target is None:
+        total = options.total_steps if options.total_steps is not None else steps
         try:
-            learning_rate(options, max(steps, 1))
+            if total is not None:
+                learning_rate(options, max(total, 1))
         except ScheduleError as error:
             yield from str(error).replace("scheduler.", f"{key}.").splitlines()
     elif target == f"{TORCH_SCHEDULERS}ReduceLROnPlateau":

@@ -76,7 +76,8 @@ class RunConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 300
+    steps: int | None = None
+    epochs: float | None = None
     batch_size: int = 16
     grad_accum_steps: int | None = None
     global_batch_size: int | None = None
@@ -103,7 +104,7 @@ class EvalSetConfig:
 
 @dataclass
 class EvalConfig:
-    every_steps: int = 100
+    every_steps: int | None = None
     batches: int = 8
     batch_size: int | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -174,7 +175,32 @@ class Config:
     logger: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def known_steps(self) -> int | None:
+        """How many steps the run has; None if `train.epochs` decides it and the data are not open yet."""
+        if self.train.steps is None and self.train.epochs is None:
+            return DEFAULT_STEPS
+        return self.train.steps
 
+    @property
+    def steps(self) -> int:
+        """How many steps the run has; call it only where it is known, as within an attempt whose data are open."""
+        assert self.known_steps is not None
+        return self.known_steps
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations, where `steps` is known; 0: never."""
+        if not self.data.eval_sources:
+            return 0
+        if self.eval.every_steps is not None:
+            return self.eval.every_steps
+        return next((interval for interval in EVALUATION_INTERVALS if interval <= self.steps), 0)
+
+
+DEFAULT_STEPS = 300
+# If eval.every_steps is not set: the first one that the run is long enough for.
+EVALUATION_INTERVALS = (100, 10)
 # With more, torch crashes when it starts them.
 MAX_THREADS = 1024
 MAX_BATCH = 2**31
@@ -188,13 +214,16 @@ def config_errors(config: Config) -> list[str]:
     return [
         *_number_errors(config),
         *_range_errors(config),
-        *_profile_errors(config.train),
+        *_profile_errors(config),
         *_shipped_class_errors(config),
+        *_path_errors(config),
         *_missing_target_errors(config),
         *_eval_set_errors(config),
-        *optimizer_errors(config.optimizer, config.optimizers, config.train.steps, config.phases),
+        *_length_of_sample_errors(config),
         *_sampler_errors(config),
-        *_schedule_errors(config),
+        *_evaluation_errors(config),
+        *_epochs_errors(config),
+        *length_errors(config),
     ]
 
 
@@ -229,6 +258,7 @@ def _number_errors(config: Config) -> Iterator[str]:
             allowed = f"{_bound(most)} or less" if value > most else f"{least:g} or more"
             yield f"{key}={value} must be {'' if is_finite(value) else 'finite and '}{allowed}"
     for key, number, most in (
+        ("train.epochs", train.epochs, MAX_COUNT),
         ("train.clip_norm", train.clip_norm, math.inf),
         ("checkpoint.every_minutes", checkpoint.every_minutes, MAX_SECONDS),
         ("sampler.temperature", config.sampler.temperature, math.inf),
@@ -279,14 +309,17 @@ def profiled_steps(text: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def _profile_errors(train: TrainConfig) -> Iterator[str]:
+def _profile_errors(config: Config) -> Iterator[str]:
+    train, known = config.train, config.known_steps
     if train.profile is None:
         return
+    most = MAX_COUNT if known is None else known
     steps = profiled_steps(train.profile)
     if steps is None:
         yield f"train.profile={train.profile} must be first:last, two step numbers such as 20:25 (in quotes in a file)"
-    elif not 1 <= steps[0] <= steps[1] <= train.steps:
-        yield f"train.profile={train.profile} must be first:last with 1 <= first <= last <= train.steps={train.steps}"
+    elif not 1 <= steps[0] <= steps[1] <= most:
+        limit = "" if known is None else f", {known} or less, the steps of this run"
+        yield f"train.profile={train.profile} must be first:last, both 1 or more and in this order{limit}"
 
 
 def _shipped_class_errors(config: Config) -> Iterator[str]:
@@ -295,7 +328,9 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
     if model.get("_target_") == "runner.models.gpt.GPT":
         sizes = {key: model.get(key, 1) for key in ("vocab_size", "sequence_length", "layers", "heads", "width")}
         wrong = [
-            f"model.{key}={size} must be a whole number, 1 or more" for key, size in sizes.items() if not _is_size(size)
+            f"model.{key}={size} must be a whole number, {'1 or more' if not _is_size(size) else '2**40 or less'}"
+            for key, size in sizes.items()
+            if not _is_size(size) or size > MAX_COUNT
         ]
         yield from wrong
         if not wrong and "width" in model and sizes["width"] % sizes["heads"]:
@@ -305,6 +340,21 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
                 yield f"model.{key}={flag} must be true or false"
         if not is_finite(dropout := model.get("dropout", 0.0)) or not 0 <= dropout < 1:
             yield f"model.dropout={dropout} must be a number from 0 to below 1"
+
+
+def _path_errors(config: Config) -> Iterator[str]:
+    """Paths of the datasets that come with this package; held-out sources often have those of the training data."""
+    reported: list[Any] = []
+    for group, nodes in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+        for name, node in nodes.items():
+            target = node.get("_target_") if isinstance(node, dict) else None
+            if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
+                continue
+            paths = node.get("paths")
+            listed = paths if isinstance(paths, list) else [paths]
+            if paths not in reported and not (listed and all(isinstance(path, str) and path for path in listed)):
+                reported.append(paths)
+                yield f"data.{group}.{name}.paths={paths} must be a path, or a list of paths: a/b, or [a,b]"
 
 
 def _is_size(value: Any) -> bool:
@@ -380,11 +430,92 @@ def source_weights(config: Config) -> dict[str, float]:
     return {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
 
 
+def _length_of_sample_errors(config: Config) -> Iterator[str]:
+    """Samples longer than the model that comes with this package can read; others report it themselves."""
+    most = config.model.get("sequence_length", 0)
+    if config.model.get("_target_") != "runner.models.gpt.GPT" or not _is_size(most):
+        return
+    found: dict[str, Any] = {}
+    for group, nodes in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+        for name, node in nodes.items():
+            length = node.get("sequence_length", 0) if isinstance(node, dict) else 0
+            if _is_size(length) and length > most:
+                shared = length == config.data.sequence_length
+                found["data.sequence_length" if shared else f"data.{group}.{name}.sequence_length"] = length
+    for key, length in found.items():
+        yield (
+            f"{key}={length} must be {most} or less, which is model.sequence_length: shorten the samples, or remove "
+            "model.sequence_length, which then follows data.sequence_length"
+        )
+
+
+def _evaluation_errors(config: Config) -> Iterator[str]:
+    """An evaluation that was asked for and cannot happen, whatever the number of steps."""
+    every, best = config.eval.every_steps, config.checkpoint.keep_best
+    if every is not None and every > 0 and not config.data.eval_sources:
+        yield (
+            f"eval.every_steps={every}: an evaluation needs held-out data: add data.eval_sources.NAME, or set "
+            "eval.every_steps=null"
+        )
+    elif best > 0 and not config.data.eval_sources:
+        yield (
+            f"checkpoint.keep_best={best} needs evaluations: add data.eval_sources.NAME, or set checkpoint.keep_best=0"
+        )
+    elif best > 0 and every == 0 and not any(each.every_steps for each in config.eval.sets.values()):
+        yield (
+            f"checkpoint.keep_best={best} needs evaluations, and eval.every_steps=0 means none: set "
+            "eval.every_steps=null, or checkpoint.keep_best=0"
+        )
+
+
+def _epochs_errors(config: Config) -> Iterator[str]:
+    """`train.epochs` beside `train.steps`, or for data without a length."""
+    train = config.train
+    if train.epochs is None:
+        return
+    if train.steps is not None:
+        yield (
+            f"train.steps={train.steps} and train.epochs={train.epochs:g} both set the length of the run: keep one, "
+            "and set the other to null"
+        )
+    if config.data.loader:
+        yield (
+            f"train.epochs={train.epochs:g} needs data with a length, and data.loader may be a stream without one: "
+            "set train.epochs=null and train.steps=N"
+        )
+
+
+def length_errors(config: Config) -> list[str]:
+    """The errors that depend on the number of steps, as far as it is known (`Config.known_steps`); one line each."""
+    return [*_schedule_errors(config), *_interval_errors(config)]
+
+
+def _interval_errors(config: Config) -> Iterator[str]:
+    """Evaluations that the run ends before."""
+    steps, every, best = config.known_steps or 0, config.eval.every_steps, config.checkpoint.keep_best
+    if steps < 1 or not config.data.eval_sources:
+        return
+    sets = {f"eval.sets.{name}": each.every_steps for name, each in config.eval.sets.items()}
+    for key, interval in {"eval": every, **sets}.items():
+        if interval is not None and interval > steps:
+            yield (
+                f"{key}.every_steps={interval} must be {steps} or less, the steps of this run: nothing would be "
+                "evaluated; 0 is for no evaluation, null for the default"
+            )
+    if every is None and best > 0 and not (config.evaluation_interval or any(sets.values())):
+        yield (
+            f"checkpoint.keep_best={best} needs evaluations, and a run of {steps} steps has none unless asked for: "
+            f"set eval.every_steps={steps} or less, or checkpoint.keep_best=0"
+        )
+
+
 def _schedule_errors(config: Config) -> Iterator[str]:
     """Errors of the phases and of the learning rate, as their own classes report them."""
     weights = source_weights(config)
     try:
-        PhaseSchedule(config.phases, weights)
+        if all(isinstance(weight, int | float) for weight in weights.values()):  # others are reported already
+            PhaseSchedule(config.phases, weights)
     except ScheduleError as error:
         yield from str(error).splitlines()
-    yield from scheduler_errors("scheduler", config.scheduler, config.train.steps, config.phases)
+    yield from scheduler_errors("scheduler", config.scheduler, config.known_steps, config.phases)
+    yield from optimizer_errors(config.optimizer, config.optimizers, config.known_steps, config.phases)

@@ -77,7 +77,8 @@ class ConfigTree:
         for given, path in zip(config_dirs, self.config_dirs, strict=True):
             if not path.is_dir():
                 raise UserError(f"--config-dir {given}: no such directory; pass one that holds config groups")
-        names = {group.partition("/")[0] for group in groups([conf_dir(), *self.config_dirs])}
+        self.options = groups([conf_dir(), *self.config_dirs])
+        names = {group.partition("/")[0] for group in self.options}
         # In this order a data option may select a sampler, and an experiment any option.
         self.groups = sorted(names, key=lambda name: (name == "experiment", name == "data", name))
 

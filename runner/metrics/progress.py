@@ -14,7 +14,7 @@ REFRESH_EVERY_S = 0.1
 
 
 class ProgressBar:
-    """Shows step, loss, tokens/s and the remaining time.
+    """Shows step, loss, tokens/s (samples/s where there are no tokens) and the remaining time.
 
     On a terminal this is a bar, redrawn at most ten times a second; elsewhere (a log file, a scheduler's output) it is
     a line for the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn before
@@ -41,13 +41,21 @@ class ProgressBar:
         self._bar: Any = None
         self._task: Any = None
 
-    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float = 0.0) -> None:
+    def update(
+        self,
+        step: int,
+        loss: float,
+        samples_per_s: float,
+        tokens_per_s: float | None = None,
+        data_wait: float = 0.0,
+    ) -> None:
         """`step` steps are complete.
 
         Args:
             step: their number.
             loss: of the last one.
-            tokens_per_s: the current speed.
+            samples_per_s: the current speed.
+            tokens_per_s: the same in tokens, if there are any.
             data_wait: the share of the time spent waiting for data, shown with the last step.
         """
         now = self._clock()
@@ -58,7 +66,8 @@ class ProgressBar:
             return
         self._shown_at = now
         rest = f"data wait {data_wait:.0%}" if last else f"{duration(self._seconds_left(step, now))} left"
-        text = f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {rest}"
+        speed = f"{quantity(samples_per_s)} samples/s" if tokens_per_s is None else f"{quantity(tokens_per_s)} tokens/s"
+        text = f"loss {loss:.4f}  {speed}  {rest}"
         if self._terminal:
             with contextlib.suppress(OSError):
                 self._draw(step, text)

@@ -70,6 +70,14 @@ def finished_at(run: RunDir) -> int:
     return steps if isinstance(steps, int) else 0
 
 
+def is_finished(run: RunDir, steps: int | None, epochs: float | None) -> bool:
+    """Whether the run has finished at `steps` steps or later; if those are not known, at `epochs` epochs or later."""
+    if steps is not None:
+        return finished_at(run) >= steps
+    done = files.read_object(run.finished).get("epochs")
+    return isinstance(done, int | float) and epochs is not None and done >= epochs and finished_at(run) > 0
+
+
 def ended_attempts(run: RunDir) -> list[dict[str, Any]]:
     """The lines of attempts.jsonl, without any that a disk error or an edit has made invalid."""
     return [line for line in files.read_lines(run.attempts, limit=files.MAX_RECORD_BYTES) if _is_ended(line)]
@@ -148,7 +156,7 @@ class AttemptLog:
     """
 
     run: RunDir  # with its guard
-    total: int
+    total: int | None  # None until the data show how many steps the epochs have
     earlier: list[dict[str, Any]]
     record: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
@@ -165,7 +173,7 @@ class AttemptLog:
     def begin(
         run: RunDir,
         identity: dict[str, Any],
-        total: int,
+        total: int | None,
         explain: Callable[[dict[str, Any]], str],
     ) -> AttemptLog:
         """Close the entry of an attempt that was killed, if there is one, and open this attempt's.
@@ -173,7 +181,7 @@ class AttemptLog:
         Args:
             run: the run directory, with the guard of its lease, which must be held.
             identity: job_id, restart_count, host and node of this attempt.
-            total: the number of steps to train to.
+            total: the number of steps to train to, if it is known.
             explain: the likely cause of the end of an attempt that did not record it, from its record.
 
         Raises:
@@ -240,7 +248,7 @@ class AttemptLog:
 
     def resumed(self, step: int) -> None:
         """Record the step at which this attempt resumes: below the newest checkpoint's if that one is corrupt."""
-        self._write_record({**self.record, "start_step": step})
+        self._write_record({**self.record, "start_step": step, "total": self.total})
         self.update(step=step, force=True)
 
     def note(self, **entries: Any) -> None:

@@ -26,7 +26,7 @@ from runner.errors import (
     TimeoutsError,
     UserError,
 )
-from runner.rundir.attempt_log import TIME_LIMIT, AttemptLog, finished_at, incomplete_records, insist
+from runner.rundir.attempt_log import TIME_LIMIT, AttemptLog, finished_at, incomplete_records, insist, is_finished
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
@@ -225,9 +225,9 @@ class _Attempt:
 
     def _begin(self) -> bool:
         """Open the attempt log, unless the run is finished already; whether it is."""
-        steps = self.config.train.steps
-        done = finished_at(self.run)
-        if done >= steps:
+        steps = self.config.known_steps
+        if is_finished(self.run, steps, self.config.train.epochs):
+            done = finished_at(self.run)
             if self.lease:
                 self.lease.check_fence()  # after the look: a newer attempt may have finished the run
             self.job.on_started()
@@ -261,7 +261,7 @@ class _Attempt:
             return self._interrupt(self.run.newest_step())
         self.session = session = self._open_session()
         self.watch.show_open()
-        if session.train(self.config.train.steps):
+        if session.train():
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:
                 self._record_finish()
@@ -294,9 +294,10 @@ class _Attempt:
         if self.log.lost_records:
             raise FileError(self.log.lost_records)
         # More than train.steps where that was lowered below what the run had reached.
-        steps, guard = self.session.step, self.run.guard
+        steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
+        mark = {"steps": steps} | ({} if epochs is None else {"epochs": epochs})
         self.log.end("finished", 0)
-        insist(lambda: files.write_json(self.run.finished, {"steps": steps}, guard=guard), self.run.finished)
+        insist(lambda: files.write_json(self.run.finished, mark, guard=guard), self.run.finished)
         _print(f"finished: {steps} steps, results in {self.run.path}")
 
     def _interrupt(self, step: int) -> ExitStatus:

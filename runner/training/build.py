@@ -112,7 +112,7 @@ def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
     options = config.eval
     wanted = {"": EvalSetConfig(), **options.sets}
     cadences = {
-        name: options.every_steps if one.every_steps is None else one.every_steps for name, one in wanted.items()
+        name: config.evaluation_interval if one.every_steps is None else one.every_steps for name, one in wanted.items()
     }
     if not config.data.eval_sources or not any(cadences.values()):
         return []
@@ -216,7 +216,7 @@ def optimizers(config: Config, module: nn.Module, device: torch.device | None = 
         key = key_of(name, several)
         made[name] = _optimizer(key, node, module, parts[name])
         where, options = scheduler_of(key, node if several else {}, config.scheduler)
-        schedulers[name] = make_scheduler(where, options, made[name], config.train.steps, phase_schedule(config))
+        schedulers[name] = make_scheduler(where, options, made[name], config.steps, phase_schedule(config))
     kind = (device or torch.device("cpu")).type
     scaler = torch.amp.GradScaler(kind) if config.train.precision is Precision.float16 else None
     return Optimizers(module, made, schedulers, scaler)
@@ -337,7 +337,7 @@ def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes:
     """What `runner inspect` needs to know about the data order."""
     sizes = {name: len(part) for name, part in datasets.items()}
     shape: dict[str, Any] = {
-        "steps": config.train.steps,
+        "steps": config.steps,
         "tokens_per_sample": tokens_per_sample(datasets),
         "batch_shapes": tuple(shapes),
     }

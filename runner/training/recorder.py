@@ -7,6 +7,7 @@ step are durable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ TIMINGS_EVERY_STEPS = 10
 class Bar(Protocol):
     """A progress display."""
 
-    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float) -> None: ...
+    def update(
+        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
+    ) -> None: ...
 
     def say(self, message: str) -> None: ...
 
@@ -35,7 +38,7 @@ class Bar(Protocol):
 class SilentRecorder:
     """For the ranks that write nothing."""
 
-    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None:
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
         pass
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -70,27 +73,43 @@ class RunRecorder:
     last_save: Callable[[], dict[str, Any] | None]
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _seconds: float = 0.0
-    _tokens: int = 0
+    _samples: int = 0
+    _tokens: int | None = 0  # None: the data have none
     _reported_save: int | None = None
     _interval: str = ""
 
-    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None:
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
         """Write one step's record.
 
         Args:
             record: the line of metrics.jsonl.
             seconds: how long the step took.
-            tokens: of all ranks.
+            samples: of all ranks.
+            tokens: of all ranks; None if the data have none.
         """
         self._write(record)
         self._seconds += seconds
-        self._tokens += tokens
+        self._samples += samples
+        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         self.meter.end(seconds)
-        speed = self._tokens / self._seconds if self._seconds else 0.0
-        self.bar.update(record["step"], record["loss"], speed, self.meter.data_wait)
-        self.log.update(step=record["step"], loss=record["loss"], tokens_per_s=round(speed, 1))
+        speeds = self._speeds()
+        self.bar.update(
+            record["step"],
+            record["loss"],
+            speeds["samples_per_s"],
+            speeds.get("tokens_per_s"),
+            self.meter.data_wait,
+        )
+        rounded: dict[str, Any] = {name: speed and round(speed, 1) for name, speed in speeds.items()}
+        self.log.update(step=record["step"], loss=record["loss"], **rounded)
         if record["step"] % TIMINGS_EVERY_STEPS == 0:
-            self._write_timing(record["step"], speed)
+            self._write_timing(record["step"], {name: speed for name, speed in speeds.items() if speed is not None})
+
+    def _speeds(self) -> dict[str, Any]:
+        """Samples and tokens per second since the last line of timings.jsonl; None for tokens that there are not."""
+        seconds = self._seconds or math.inf
+        tokens = None if self._tokens is None else self._tokens / seconds
+        return {"samples_per_s": self._samples / seconds, "tokens_per_s": tokens}
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write one evaluation's record."""
@@ -175,14 +194,14 @@ class RunRecorder:
             self.metrics.write(self._waiting[0])
             self._waiting.pop(0)
 
-    def _write_timing(self, step: int, speed: float) -> None:
+    def _write_timing(self, step: int, speeds: dict[str, float]) -> None:
         record: dict[str, Any] = {"step": step, "time": clock.wall()}
         save = self.last_save()
         if save and save.get("step") != self._reported_save:
             self._reported_save = save.get("step")
             record["save"] = save
-        self._seconds = self._tokens = 0
-        figures = {"tokens_per_s": speed, **self.meter.take()}
+        self._seconds, self._samples, self._tokens = 0.0, 0, 0
+        figures = {**speeds, **self.meter.take()}
         record |= figures
         try:
             self.timings.write(record)

@@ -23,6 +23,7 @@ class RunState:
         data_plan: the part of the config that determines the data order (see `runner.training.build.data_plan`).
         callbacks: state of each callback that has one, by name.
         dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
+        samples_seen: samples trained on so far, over all ranks.
     """
 
     order: dict[str, Any]
@@ -30,6 +31,7 @@ class RunState:
     threads: int
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
+    samples_seen: int
     task: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
@@ -45,6 +47,7 @@ class RunState:
             "task": self.task,
             "callbacks": self.callbacks,
             "dropped_callbacks": self.dropped_callbacks,
+            "samples_seen": self.samples_seen,
         }
 
     @classmethod
@@ -73,4 +76,5 @@ class RunState:
             task=dict(extra["task"]),
             callbacks=dict(extra["callbacks"]),
             dropped_callbacks=dict(extra["dropped_callbacks"]),
+            samples_seen=int(extra["samples_seen"]),
         )

@@ -33,9 +33,11 @@ from runner.system.signals import STOP
 from runner.training import build
 from runner.training.callbacks import Callbacks
 from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
+from runner.training.counting import stated_tokens
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
+from runner.training.length import with_steps
 from runner.training.parallel import wrap
 from runner.training.peers import peer_errors
 from runner.training.profiler import Profiler
@@ -87,6 +89,7 @@ class Session:
     """What an attempt needs to train."""
 
     trainer: Trainer
+    steps: int  # to train to
     recorder: RunRecorder | SilentRecorder
     warm_up: threading.Thread
     handler: WarningHandler | None = None
@@ -95,10 +98,10 @@ class Session:
     def step(self) -> int:
         return self.trainer.step
 
-    def train(self, steps: int) -> bool:
-        """Train to `steps`; False if a signal came before. Files are closed either way."""
+    def train(self) -> bool:
+        """Train to the last step; False if a signal came before. Files are closed either way."""
         try:
-            return self.trainer.run(steps)
+            return self.trainer.run(self.steps)
         finally:
             self.trainer.manager.settle()
             self.trainer.profiler.close()
@@ -152,13 +155,15 @@ class _Opening:
     log: AttemptLog | None
     lease: Lease | None
     handler: WarningHandler | None
+    shapes: tuple[BatchShape, ...] = ()  # those of the checkpoint, once they are known to matter
 
     def session(self) -> Session:
-        config = self.config
-        device = build.choose_device(config.train.device, self.world)
-        make_exact(config, device)
-        datasets = build.sources(config)
-        task = build_task(config)
+        device = build.choose_device(self.config.train.device, self.world)
+        make_exact(self.config, device)
+        datasets = build.sources(self.config)
+        sizes = [len(dataset) for dataset in datasets.values()]
+        task = build_task(self.config)
+        config = self.config = with_steps(self.config, sizes, self.shapes or (self._shape_from(0),))
         bare = build.model(config)
         average = build.average(config, bare, self.world, device)
         with peer_errors(self.world):  # DDP compares and broadcasts the parameters
@@ -172,6 +177,10 @@ class _Opening:
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
         run_state = self._run_state(saved, step)
+        if with_steps(config, sizes, run_state.batch_shapes) != config:
+            # The batch shape has changed, and so have the steps of the epochs, which the schedule follows: build anew.
+            self.shapes = run_state.batch_shapes
+            return self.session()
         self._warn_if_inexact(device, run_state, saved)
         loader, consumption = self._training_data(datasets, device, run_state, saved, step)
         _, tokens, _ = restore_train_state(state, optimizers, loader)
@@ -189,11 +198,14 @@ class _Opening:
         compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model
         forward = Forward(self.world, device, compiled, task, build.autocast(config, device))
         accum = run_state.batch_shapes[-1].grad_accum_steps
+        stated = stated_tokens(consumption.names, build.tokens_per_sample(datasets))
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
         trainer = Trainer(
             world=self.world,
-            train_step=TrainStep(forward, optimizers, consumption.names, accum, config.train.clip_norm, average),
+            train_step=TrainStep(
+                forward, optimizers, consumption.names, accum, config.train.clip_norm, stated, average
+            ),
             loader=loader,
             consumption=consumption,
             evaluation=self._evaluation(replace(forward, model=average.module) if average else forward),
@@ -205,13 +217,14 @@ class _Opening:
             check_fence=self._fence_check(),
             skip_nonfinite=config.train.on_nonfinite is NonFinite.skip,
             step=step,
+            samples_seen=run_state.samples_seen,
             tokens_seen=tokens,
             after_first_step=warm_up.start,
             callbacks=callbacks,
             meter=meter,
             profiler=self._profiler(step, device),
         )
-        return Session(trainer, recorder, warm_up, self.handler)
+        return Session(trainer, config.steps, recorder, warm_up, self.handler)
 
     def _wrapped(self, model: torch.nn.Module, task: Task, device: torch.device) -> torch.nn.Module:
         """The model on its device; a task that takes whole steps calls any part of it, so it is not wrapped for ranks.
@@ -246,15 +259,19 @@ class _Opening:
         threads = self.config.run.threads or (saved.threads if saved else None)
         if threads:
             torch.set_num_threads(threads)
-        accum, _ = build.batch_shape(self.config, self.world)
-        shape = BatchShape(step, self.world.size, self.config.train.batch_size, accum)
         return RunState(
             order={},
             evaluated=saved.evaluated if saved else False,
             threads=torch.get_num_threads(),
-            batch_shapes=append_shape(saved.batch_shapes if saved else (), shape),
+            batch_shapes=append_shape(saved.batch_shapes if saved else (), self._shape_from(step)),
             data_plan=build.data_plan(self.config),
+            samples_seen=saved.samples_seen if saved else 0,
         )
+
+    def _shape_from(self, step: int) -> BatchShape:
+        """How the steps from `step` on are split."""
+        accum, _ = build.batch_shape(self.config, self.world)
+        return BatchShape(step, self.world.size, self.config.train.batch_size, accum)
 
     def _training_data(
         self,
@@ -333,6 +350,7 @@ class _Opening:
         """
         if self.log is None:
             return SilentRecorder()
+        self.log.total = self.config.steps
         self.log.resumed(step)
         metrics, timings = (
             insist(lambda path=path: resume_jsonl(path, step, evaluated, self.run.guard), path)  # type: ignore[misc]
@@ -351,7 +369,7 @@ class _Opening:
                 for name, node in self.config.logger.items()
                 if isinstance(node, dict) and node.get("_target_")
             ],
-            bar=ProgressBar(self.config.train.steps),
+            bar=ProgressBar(self.config.steps),
             log=self.log,
             meter=meter or StepMeter(torch.device("cpu")),
             last_save=lambda: dict(manager.last_save) if manager.last_save else None,
@@ -362,7 +380,7 @@ class _Opening:
         return recorder
 
     def _show_start(self, recorder: RunRecorder, step: int, log: AttemptLog) -> None:
-        steps = self.config.train.steps
+        steps = self.config.steps
         for message in unreached_phases(self.config.phases, steps):
             recorder.bar.say(f"warning: {message}")
         lost = log.earlier[-1].get("steps_lost") if log.earlier else 0

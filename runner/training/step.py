@@ -15,6 +15,7 @@ from torch import nn
 from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.average import Average
+from runner.training.counting import samples_in, tokens_in
 from runner.training.optimizers import Optimizers
 from runner.training.parallel import SharedBuffers, accumulating, average_gradients
 from runner.training.peers import peer_errors
@@ -64,7 +65,7 @@ class StepResult:
         grad_norms: 2-norm of all gradients before clipping, by optimizer.
         lrs: learning rate of the update (of the first parameter group), by optimizer.
         samples: of the global batch.
-        tokens: of the global batch.
+        tokens: of the global batch; None if the data have none.
         skipped: an update was not applied: the loss or a gradient is not finite.
         overflow: only a gradient is not finite, and gradients are scaled: the next steps use a smaller scale.
     """
@@ -74,7 +75,7 @@ class StepResult:
     grad_norms: dict[str, float]
     lrs: dict[str, float]
     samples: int
-    tokens: int
+    tokens: int | None
     skipped: bool
     overflow: bool = False
 
@@ -96,6 +97,7 @@ class TrainStep:
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
+    stated_tokens: Sequence[int] = ()  # see `runner.training.counting`
     average: Average | None = None
     _names: dict[int, list[str]] = field(default_factory=dict)
 
@@ -172,7 +174,8 @@ class Step:
         self._drawn: list[Drawn] = []
         self._current: Drawn | None = None
         self._left = 0  # micro-batches that are not drawn
-        self._samples = self._tokens = 0
+        self._counts = np.zeros(3)  # since the last sum over ranks: samples, tokens, batches without tokens
+        self._counted = np.zeros(3)
         self._pending: dict[str, list[tuple[torch.Tensor, np.ndarray | None]]] = {}
         self._sums: dict[str, np.ndarray] = {}  # by name: sums and counts by source
         self._grad_norms: dict[str, float] = {}
@@ -192,8 +195,9 @@ class Step:
     def _next(self) -> Drawn:
         drawn = self._draw()
         self._left -= 1
-        self._tokens += tokens_in(drawn.batch)
-        self._samples += samples_in(drawn.batch) if drawn.sources is None else len(drawn.sources)
+        samples = samples_in(drawn.batch) if drawn.sources is None else len(drawn.sources)
+        tokens = tokens_in(drawn.batch, samples, self._maker.stated_tokens, drawn.sources)
+        self._counts += samples, tokens or 0, tokens is None
         if self._keeps:
             self._drawn.append(drawn)
         return drawn
@@ -283,11 +287,9 @@ class Step:
         """Sum what was logged since the last update over all ranks."""
         names = list(self._pending)
         self._maker.check_names(update, names)
-        if not names:
-            return
         sources = max(len(self._maker.sources), 1)
         parts = [part for name in names for part in self._pending[name]]
-        values = torch.cat([tensor.double() for tensor, _ in parts]).cpu().numpy()
+        values = torch.cat([tensor.double() for tensor, _ in parts]).cpu().numpy() if parts else np.zeros(0)
         sums, at = np.zeros((len(names), 2, sources + 1)), 0
         for number, name in enumerate(names):
             for tensor, where in self._pending[name]:
@@ -296,8 +298,11 @@ class Step:
                 place = np.full(len(mine), sources) if where is None else where
                 sums[number, 0] += np.bincount(place, mine, sources + 1)
                 sums[number, 1] += np.bincount(place, minlength=sources + 1)
-        summed = self._maker.forward.world.sum(torch.from_numpy(sums)).numpy()
-        for name, part in zip(names, summed, strict=True):
+        own = torch.from_numpy(np.concatenate([self._counts, sums.reshape(-1)]))
+        summed = self._maker.forward.world.sum(own).numpy()
+        self._counted += summed[:3]
+        self._counts[:] = 0
+        for name, part in zip(names, summed[3:].reshape(sums.shape), strict=True):
             self._sums[name] = self._sums[name] + part if name in self._sums else part
         self._pending.clear()
 
@@ -321,14 +326,14 @@ class Step:
             if not parts:
                 raise UserError(f"{maker.forward.task.name} gave no loss: call step.backward, or step.log('loss', …)")
             values = {"loss": sum(parts), **values}
-        size = maker.forward.world.size
+        samples, tokens, without = map(int, self._counted)
         return StepResult(
             values,
             self._by_source(),
             self._grad_norms,
             lrs,
-            self._samples * size,
-            self._tokens * size,
+            samples,
+            None if without else tokens,
             self._skipped,
             self._overflow,
         )
@@ -342,25 +347,6 @@ class Step:
             for key, sums in self._sums.items()
             if sums[1, :-1].any()
         }
-
-
-def samples_in(batch: Batch) -> int:
-    """Samples in a batch: the length of its first part."""
-    while isinstance(batch, (dict, list, tuple)) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(batch)
-
-
-def tokens_in(batch: Batch) -> int:
-    """Tokens in a batch: its labels if it has any, else its samples."""
-    if isinstance(batch, dict):
-        labels = batch.get("labels")
-        if isinstance(labels, torch.Tensor):
-            return labels.numel()
-        batch = next(iter(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        batch = batch[0]
-    return len(batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -33,7 +33,7 @@ from runner.training.tasks import Batch
 class Recorder(Protocol):
     """Where records go; only rank 0 has one that writes."""
 
-    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None: ...
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None: ...
 
     def evaluation(self, record: dict[str, Any]) -> None: ...
 
@@ -74,11 +74,12 @@ class Trainer:
     manager: Any
     cadence: Cadence
     recorder: Recorder
-    run_state: RunState  # of the resumed checkpoint; `order` and `evaluated` are brought up to date at a save
+    run_state: RunState  # of the resumed checkpoint; what changes in it is brought up to date at a save
     stop: Callable[[], bool]
     check_fence: Callable[[], None]
     skip_nonfinite: bool = False
     step: int = 0
+    samples_seen: int = 0
     tokens_seen: int = 0
     best_metric: str = "eval_loss"  # which result of an evaluation a checkpoint is judged by
     results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
@@ -144,10 +145,11 @@ class Trainer:
             raise TrainingError(self._nonfinite(result))
         self.step += 1
         self.evaluated = False
-        self.tokens_seen += result.tokens
+        self.samples_seen += result.samples
+        self.tokens_seen += result.tokens or 0
         self._agree()
         record = self.callbacks.step_end(self.step, self._record(result))
-        self.recorder.step(record, self.clock() - began, result.tokens)
+        self.recorder.step(record, self.clock() - began, result.samples, result.tokens)
         self.profiler.end(self.step)
 
     def save(self, wait: bool) -> bool:
@@ -163,6 +165,7 @@ class Trainer:
             self.run_state,
             order=self.consumption.state_dict(),
             evaluated=self.evaluated,
+            samples_seen=self.samples_seen,
             task=task.state_dict() if task else {},
         )
         kept = self.callbacks.keep(kept)
@@ -188,7 +191,7 @@ class Trainer:
             self._batches = None
         remedy = f"set train.steps={self.step}, or add" if self.step else "add"
         raise TrainingError(
-            f"the data ended at step {self.step}, after {self.tokens_seen} tokens: {remedy} data "
+            f"the data ended at step {self.step}, after {self.samples_seen} samples: {remedy} data "
             "(more sources, a higher sampler.max_epochs, a smaller train.batch_size)"
         )
 
@@ -198,7 +201,8 @@ class Trainer:
             "step": self.step,
             **result.values,
             "lr": next(iter(result.lrs.values())),
-            "tokens_seen": self.tokens_seen,
+            "samples_seen": self.samples_seen,
+            **({} if result.tokens is None else {"tokens_seen": self.tokens_seen}),
             "grad_norm": result.grad_norm,
         }
         if len(result.grad_norms) > 1:

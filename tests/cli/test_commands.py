@@ -65,8 +65,8 @@ class TestShowing:
     def test_cfg_resolve_prints_what_would_be_frozen(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert entry.run(["data=mixture", "seed=3", "--cfg", "job", "--resolve"]) == 0
         assert capsys.readouterr().out == Composer().compose(["data=mixture", "seed=3"]).text
-        assert entry.run(["--cfg", "job", "--resolve", "-p", "train.steps"]) == 0
-        assert capsys.readouterr().out == "300\n"
+        assert entry.run(["--cfg", "job", "--resolve", "-p", "train.batch_size"]) == 0
+        assert capsys.readouterr().out == "16\n"
 
     def test_a_config_error_in_what_is_shown_is_one_line(self, tmp_path: Path) -> None:
         done = python("-m", "runner", "data=mixtrue", "--cfg", "job", cwd=tmp_path)

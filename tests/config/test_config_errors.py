@@ -15,6 +15,8 @@ from runner.config.frozen import load
 from runner.errors import UserError
 from runner.system import files
 
+HUGE = "4" * 400  # a multiple of every number of heads, beyond every float
+
 
 @pytest.fixture(scope="module")
 def composer() -> Composer:
@@ -41,7 +43,6 @@ def config_errors(composer: Composer, *overrides: str) -> list[str]:
         ("train.steps=abc", ["train.steps=abc must be a whole number"]),
         ("train.steps=1.5", ["must be a whole number"]),
         ("train.steps=0", ["train.steps=0 must be 1 or more"]),
-        ("train.steps=null", ["must be a whole number"]),
         ("train.grad_accum_steps=x", ["a whole number or null"]),
         ("train.clip_norm=-1", ["train.clip_norm=-1.0 must be a finite number above 0"]),
         ("optimizer.lr=${nope}", ["nope"]),
@@ -62,7 +63,26 @@ def config_errors(composer: Composer, *overrides: str) -> list[str]:
         ("model.bias=no", ["model.bias=no must be true or false"]),
         ("model.tie_weights=null", ["model.tie_weights=None must be true or false"]),
         ('run.name="a\tb"', ["run.name='a\\tb' must be printable"]),
-        ("scheduler.total_steps=10", ["scheduler.warmup_steps=20", "below the 10 steps"]),
+        ("train.epochs=0", ["train.epochs=0.0 must be a finite number above 0"]),
+        ("scheduler.warmup_steps=300", ["scheduler.warmup_steps=300", "below the 300 steps"]),
+        ("scheduler={warmup_steps:9,total_steps:9}", ["choose an option of scheduler", "cosine"]),
+        ("eval.every_steps=301", ["eval.every_steps=301 must be 300 or less", "0 is for no evaluation"]),
+        ("model.sequence_length=64", ["data.sequence_length=128 must be 64 or less", "model.sequence_length"]),
+        (f"train.clip_norm={HUGE}", [f"train.clip_norm={HUGE} must be from -1.8e+308 to 1.8e+308"]),
+        (f"phases.a.lr_scale={HUGE}", [f"phases.a.lr_scale={HUGE} must be from"]),
+        (f"sampler.weights.code=-{HUGE}", [f"sampler.weights.code=-{HUGE} must be from"]),
+        (f"model.width={HUGE}", ["model.width=4444", "must be a whole number, 2**40 or less"]),
+        ("optimizer=null", ["optimizer=null: choose an option of optimizer", "adamw, sgd"]),
+        ("experiment=null", ["experiment=null", "leave it out for none", "smoke"]),
+        ("phases=3", ["phases=3: choose an option of phases", "curriculum"]),
+        (
+            "train.steps.x=3",
+            ["train.steps.x=3", "train.steps is one value, a whole number or null", "set train.steps="],
+        ),
+        ("model.width.x=3", ["model.width is one value", "set model.width="]),
+        ("sampler.weights.code.x=3", ["sampler.weights.code={'x': 3} must be a finite number"]),
+        ("sampler.weights=[1]", ["sampler.weights=[1] must be a dictionary"]),
+        ("data.sources.text.paths=3", ["data.sources.text.paths=3", "data=files"]),
         ("scheduler.decay_steps=1000", ["scheduler.decay_steps=1000", "after the warmup"]),
         ("checkpoint.max_interval_s=nan", ["checkpoint.max_interval_s=nan must be finite and 0 or more"]),
         ("run.name=../x", ["run.name=../x must stay below run.root"]),
@@ -105,6 +125,54 @@ def test_one_mistake_is_one_line(composer: Composer, override: str, words: list[
     assert len(lines) == 1
     for word in words:
         assert word in lines[0]
+
+
+LATE = [  # nothing of it happened in a run of this length, and nobody was told
+    (("train.steps=20", "scheduler.warmup_steps=20"), ["scheduler.warmup_steps=20", "below the 20 steps"]),
+    (("scheduler.total_steps=10", "scheduler.warmup_steps=10"), ["warmup_steps=10", "below the 10 steps"]),
+    (("train.steps=5", "eval.every_steps=10"), ["eval.every_steps=10 must be 5 or less"]),
+    (("train.steps=5", "checkpoint.keep_best=1"), ["checkpoint.keep_best=1", "eval.every_steps=5 or less"]),
+    (("eval.every_steps=0", "checkpoint.keep_best=2"), ["checkpoint.keep_best=2", "eval.every_steps=null"]),
+    (("data.eval_sources=null", "eval.every_steps=5"), ["data.eval_sources=null must be a dictionary"]),
+    (("data=shards", "data.sources.tokens.paths=x", "eval.every_steps=5"), ["eval.every_steps=5", "held-out data"]),
+    (
+        ("data=own", "+data.loader._target_=builtins.list", "eval.every_steps=5"),
+        ["eval.every_steps=5", "held-out data"],
+    ),
+    (("data=shards", "data.sources.tokens.paths=x", "checkpoint.keep_best=1"), ["keep_best=1", "data.eval_sources"]),
+    (("train.steps=20", "train.epochs=1"), ["train.steps=20 and train.epochs=1", "set the other to null"]),
+    (("+data.loader._target_=builtins.list", "train.epochs=1"), ["train.epochs=1", "train.steps=N"]),
+    (("train.epochs=1", "scheduler.total_steps=5", "scheduler.warmup_steps=5"), ["warmup_steps=5"]),
+    (("data=files", "data.sources.text.paths=3"), ["data.sources.text.paths=3 must be a path, or a list of paths"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), LATE)
+def test_what_would_never_happen_is_an_error_before_the_start(
+    composer: Composer, overrides: tuple[str, ...], words: list[str]
+) -> None:
+    (line,) = config_errors(composer, *overrides)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 20, 99, 100, 300])
+def test_defaults_fit_a_run_of_any_length(composer: Composer, steps: int) -> None:
+    """An evaluation at every 10th step of a short run: at 10 and 20 of the 20 steps of experiment=smoke."""
+    for choice in ("data=mixture", "experiment=smoke", "experiment=anneal"):
+        config = composer.compose([choice, f"train.steps={steps}"]).config
+        assert config.evaluation_interval == (100 if steps >= 100 else 10 if steps >= 10 else 0)
+    own = ["experiment=smoke", "data=own", "+data.sources.mine._target_=builtins.list", f"train.steps={steps}"]
+    assert composer.compose(own).config.evaluation_interval == 0
+    assert composer.compose(["train.epochs=0.5"]).config.known_steps is None
+
+
+def test_a_huge_number_in_a_users_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "big.yaml").write_text(f"# @package _global_\ntrain:\n  clip_norm: {HUGE}\n")
+    (line,) = config_errors(Composer([tmp_path]), "experiment=big")
+    assert line.startswith("experiment=big")
+    assert "a float can hold" in line
 
 
 @pytest.mark.parametrize("left", [0, 400, 1200])

@@ -493,7 +493,7 @@ def test_a_log_file_gets_occasional_lines() -> None:
     stream = io.StringIO()
     bar = ProgressBar(100, stream=stream, clock=clock(1.0))
     for step in range(1, 101):
-        bar.update(step, 4.0 / step, 12_345.0)
+        bar.update(step, 4.0 / step, 96.0, 12_345.0)
     bar.say("step 100: eval loss 1.0")
     bar.close()
     lines = stream.getvalue().splitlines()
@@ -509,14 +509,14 @@ def test_a_terminal_gets_a_bar_and_messages_above_it(monkeypatch: pytest.MonkeyP
     screen = Screen()
     bar = ProgressBar(50, stream=screen, clock=clock(0.03))
     for step in range(11, 51):
-        bar.update(step, 1.0, 900.0)
+        bar.update(step, 1.0, 900.0)  # images, say: no tokens
         if step == 30:
             bar.say("step 30: [brackets] stay")
     bar.close()
     bar.close()
     shown = screen.getvalue()
     assert "50/50" in shown
-    assert "900 tokens/s" in shown
+    assert "900 samples/s" in shown
     assert "step 30: [brackets] stay" in shown
     assert shown.count("\r") < 40
     assert shown.rstrip().endswith("\x1b[?25h")

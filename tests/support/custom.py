@@ -34,6 +34,20 @@ def error_after(model: nn.Module, batch: Mapping[str, torch.Tensor], calls: int)
     return next_token_loss(model, batch)
 
 
+class Rows:
+    """A map-style dataset of `length` samples of 16 tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(37 * index, 37 * index + 17) % 251
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Counts up, shifted by the rank; stateful."""
 
@@ -59,3 +73,32 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 def stream_loader(length: int, sequence_length: int, batch_size: int) -> StatefulDataLoader[Any]:
     """A loader over a stream, for `data.loader._target_`."""
     return StatefulDataLoader(Stream(length, sequence_length), batch_size=batch_size)
+
+
+class Images:
+    """A map-style dataset of `length` images of 4 x 4 pixels, with labels, without tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"image": torch.full((4, 4), index / self.length), "labels": torch.tensor(index % 3)}
+
+
+class Pixels(nn.Module):
+    """(B, 4, 4) -> (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.linear(image.flatten(1))  # type: ignore[no-any-return]
+
+
+def pixel_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy of the labels."""
+    return nn.functional.cross_entropy(model(batch["image"]), batch["labels"], reduction="none")

@@ -154,7 +154,9 @@ def _optimization(rng: random.Random) -> Iterator[str]:
 
 
 def _evaluation(rng: random.Random) -> Iterator[str]:
-    yield f"eval.every_steps={rng.choice((0, 1, 2, 5, 100))}"
+    every = rng.choice((0, 1, 2, 5, "null"))
+    yield f"eval.every_steps={every}"
+    yield f"checkpoint.keep_best={rng.choice((0, 1)) if every in (1, 2, 5) else 0}"
     yield f"eval.batches={rng.choice((1, 2))}"
     yield f"eval.batch_size={rng.choice(('null', 1, 4))}"
 
@@ -164,7 +166,6 @@ def _checkpoints(rng: random.Random) -> Iterator[str]:
     yield f"checkpoint.every_minutes={rng.choice(('null', 0.001, 10))}"
     yield f"checkpoint.keep_last={rng.choice((1, 2, 10))}"
     yield f"checkpoint.keep_every_steps={rng.choice(('null', 2))}"
-    yield f"checkpoint.keep_best={rng.choice((0, 1))}"
     yield f"checkpoint.mode={rng.choice(('async', 'sync'))}"
     yield f"checkpoint.adaptive={rng.choice(('true', 'false'))}"
 

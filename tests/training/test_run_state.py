@@ -19,6 +19,7 @@ STATE = RunState(
     threads=2,
     batch_shapes=(BatchShape(0, 4, 8), BatchShape(30, 3, 8, grad_accum_steps=2)),
     data_plan={"weights": {"code": 1.0}, "temperature": 0.7},
+    samples_seen=1120,
     callbacks={"samples": {"drawn": 3}},
     dropped_callbacks={"other": "0" * 16},
 )

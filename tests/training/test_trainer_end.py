@@ -30,7 +30,7 @@ class Recorder:
         self.records: list[dict[str, Any]] = []
         self.full = False
 
-    def step(self, record: dict[str, Any], seconds: float, tokens: int) -> None:
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
         self.records.append(record)
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
         manager=Manager(),
         cadence=Cadence(100, None, start_step=0, now=0.0),
         recorder=Recorder(),
-        run_state=RunState({}, False, 1, (), {}),
+        run_state=RunState({}, False, 1, (), {}, 0),
         stop=lambda: getattr(batches, "stop", False),
         check_fence=lambda: None,
     )

@@ -225,7 +225,7 @@ def test_a_save_in_flight_is_completed_and_counted_when_the_training_fails(tmp_p
     fault = tmp_path / "fault"
     fault.write_text("fail")
     overrides = [*TINY, PACED, "+train.loss.fail_at=6", "train.steps=20", "checkpoint.every_steps=5"]
-    run = Run(tmp_path / "run", [*overrides, "eval.every_steps=100"])
+    run = Run(tmp_path / "run", [*overrides, "eval.every_steps=0"])
     run.env = {**run.hold(100), "FAIL_FILE": str(fault), "FSYNC_SLEEP_S": "0.3"}
     run.start()
     status, output = run.wait()

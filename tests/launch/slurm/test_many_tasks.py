@@ -178,7 +178,8 @@ def _compare_with_a_local_sweep(jobs: list[Job], root: Path) -> None:
 def test_a_failed_run_of_a_sweep_is_named_and_resubmitted_if_asked(cluster: Cluster, tmp_path: Path) -> None:
     root, fault = tmp_path / "outputs", tmp_path / "fault"
     fault.write_text("fail")
-    submit = [*SLURM, "-m", *COMMON, "train.steps=20", "+train.loss.fail_at=0,5", f"run.root={root}"]
+    submit = [*SLURM, "-m", *COMMON, "train.steps=20", "eval.every_steps=0", "+train.loss.fail_at=0,5"]
+    submit.append(f"run.root={root}")
     assert runner(cluster, *submit, FAIL_FILE=str(fault)).returncode == 0
     jobs = [Job(path.parent, [], cluster=cluster) for path in sorted(root.glob("*/config.yaml"))]
     array = jobs[0].job_id.partition("_")[0]
@@ -200,7 +201,14 @@ def test_a_failed_run_of_a_sweep_is_named_and_resubmitted_if_asked(cluster: Clus
 
 
 def test_wait_shows_the_run_until_it_is_finished(cluster: Cluster, tmp_path: Path) -> None:
-    submit = [*SLURM, *COMMON, "train.steps=10", "launcher.wait=true", f"run.dir={tmp_path / 'run'}"]
+    submit = [
+        *SLURM,
+        *COMMON,
+        "train.steps=10",
+        "eval.every_steps=0",
+        "launcher.wait=true",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     done = runner(cluster, *submit)
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout

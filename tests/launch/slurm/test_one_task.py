@@ -124,7 +124,7 @@ def test_requeued_by_an_administrator_it_reads_the_frozen_config(
 def test_a_crash_loop_stops(job: Job, tmp_path: Path) -> None:
     fault = tmp_path / "fault"
     fault.write_text("kill")
-    job.overrides += ["train.steps=20", "+train.loss.fail_at=5"]
+    job.overrides += ["train.steps=20", "eval.every_steps=0", "+train.loss.fail_at=5"]
     job.submit(FAIL_FILE=str(fault))
     for _ in range(3):
         job.wait_for_requeue()

@@ -12,7 +12,7 @@ from jobs import COMMON, SLURM, Job, runner, statuses
 
 pytestmark = pytest.mark.slurm
 
-SHORT = [*COMMON, "train.steps=5"]
+SHORT = [*COMMON, "train.steps=5", "eval.every_steps=0"]
 
 
 def test_what_sbatch_queues_is_submitted_whatever_test_only_says(cluster: Cluster, tmp_path: Path) -> None:
@@ -101,7 +101,11 @@ def test_a_sweep_above_the_limit_of_the_cluster_is_several_arrays(cluster: Clust
 
 
 def test_a_job_that_is_requeued_while_it_is_suspended(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", [*COMMON, "train.steps=25", "checkpoint.every_steps=10"], cluster=cluster)
+    job = Job(
+        tmp_path / "run",
+        [*COMMON, "train.steps=25", "eval.every_steps=0", "checkpoint.every_steps=10"],
+        cluster=cluster,
+    )
     job.submit(**job.hold(15))
     job.wait_for_step(15)
     cluster.run("scontrol", "suspend", job.job_id)

@@ -1,0 +1,162 @@
+"""`train.epochs`: so many passes over the data, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runs import PACED, TINY, Run, assert_same_run
+
+from runner.config.composition import compose
+from runner.config.schema import Config, SamplerConfig, SamplerKind, TrainConfig
+from runner.data.order.batch_shape import BatchShape
+from runner.data.queries.order_record import OrderRecord
+from runner.errors import ExitStatus, UserError
+from runner.rundir.attempt_log import is_finished
+from runner.rundir.paths import RunDir
+from runner.training.length import with_steps
+
+OWN = [*TINY, PACED, "train.steps=null", "data=own", "checkpoint.every_steps=2"]
+ONE = [*OWN, "+data.sources.rows={_target_:custom.Rows,length:24}"]
+TWO = [*OWN, "sampler=elastic", "scheduler.total_steps=30"]
+TWO += [f"+data.sources.{name}={{_target_:custom.Rows,length:{length}}}" for name, length in (("a", 30), ("b", 18))]
+
+
+def steps_of(kind: str, epochs: float, sizes: list[int], *shapes: BatchShape, drop_last: bool = True) -> int:
+    sampler = SamplerConfig(kind=SamplerKind[kind], drop_last=drop_last)
+    config = Config(train=TrainConfig(epochs=epochs), sampler=sampler)
+    return with_steps(config, sizes, shapes).steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "epochs", "sizes", "shape", "steps"),
+    [
+        ("distributed", 3, [24], BatchShape(0, 1, 4), 18),
+        ("distributed", 3, [27], BatchShape(0, 1, 4), 18),  # the loader drops three samples in each epoch
+        ("distributed", 2, [27], BatchShape(0, 2, 4), 6),
+        ("distributed", 1, [24], BatchShape(0, 1, 4, 4), 1),
+        ("distributed", 2, [24], BatchShape(0, 1, 4, 4), 3),  # a step may take batches of two epochs
+        ("distributed", 0.5, [24], BatchShape(0, 1, 4), 3),
+        ("mixture", 3, [20, 7], BatchShape(0, 1, 4), 20),
+        ("elastic", 3, [20, 7], BatchShape(0, 2, 4), 10),
+        ("elastic", 0.29, [100], BatchShape(0, 1, 1), 29),  # 0.29 * 100 is below 29 in floating point
+    ],
+)
+def test_the_steps_of_epochs(kind: str, epochs: float, sizes: list[int], shape: BatchShape, steps: int) -> None:
+    assert steps_of(kind, epochs, sizes, shape) == steps
+
+
+def test_samples_repeated_for_the_last_rank_count_as_the_loader_has_them() -> None:
+    assert steps_of("distributed", 1, [23], BatchShape(0, 2, 4)) == 2
+    assert steps_of("distributed", 1, [23], BatchShape(0, 2, 4), drop_last=False) == 3
+
+
+def test_after_a_change_of_the_batch_shape_the_samples_that_are_left_count() -> None:
+    assert steps_of("elastic", 2, [48], BatchShape(0, 1, 4), BatchShape(10, 2, 4)) == 10 + (96 - 40) // 8
+    assert steps_of("elastic", 1, [48], BatchShape(0, 1, 4), BatchShape(20, 2, 4)) == 20  # all were consumed
+
+
+def test_a_length_in_steps_stays() -> None:
+    config = Config(train=TrainConfig(steps=7))
+    assert with_steps(config, [], []) is config
+    assert Config().steps == 300
+
+
+def test_what_does_not_fit_the_steps_of_the_epochs_is_one_line() -> None:
+    shape = BatchShape(0, 1, 4)
+    with pytest.raises(UserError, match=r"train.epochs=0.1 of 24 samples is less than one step .*: raise train.epochs"):
+        steps_of("distributed", 0.1, [24], shape)
+    config = compose(["train.epochs=1", "eval.every_steps=7", "scheduler.warmup_steps=6"]).config
+    with pytest.raises(UserError) as error:
+        with_steps(config, [24], [shape])
+    warmup, evaluation = str(error.value).splitlines()
+    assert "scheduler.warmup_steps=6 must be from 0 to below the 6 steps" in warmup
+    assert "eval.every_steps=7 must be 6 or less" in evaluation
+
+
+def test_a_mark_of_epochs_answers_for_epochs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for mark, epochs, finished in (
+        ({"steps": 12, "epochs": 2.0}, 2, True),
+        ({"steps": 12, "epochs": 2.0}, 1.5, True),
+        ({"steps": 12, "epochs": 2.0}, 3, False),
+        ({"steps": 12}, 1, False),  # only the data could tell
+        ({"steps": 12, "epochs": "x"}, 1, False),
+        ({}, 1, False),
+    ):
+        run.finished.write_text(json.dumps(mark))
+        assert is_finished(run, None, epochs) is finished
+    run.finished.write_text('{"steps": 12, "epochs": 2.0}')
+    assert is_finished(run, 12, None)
+    assert not is_finished(run, 13, None)
+
+
+@pytest.mark.slow
+def test_killed_resumed_and_extended_it_ends_after_the_last_epoch(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", [*ONE, "train.epochs=3"])
+    whole.finish()
+    run = Run(tmp_path / "run", [*ONE, "train.epochs=3"])
+    run.hold_at(9)
+    run.start()
+    assert run.kill_when(lambda run: run.idles())
+    run.wait()
+    run.finish()
+    assert_same_run(run, whole)
+    assert json.loads((run.path / "finished.json").read_text()) == {"steps": 18, "epochs": 3.0}
+    assert run.records()[-1]["sources"]["rows"] == {"samples": 72, "epochs": 3.0}
+    assert (run.status()["step"], run.status()["total"]) == (18, 18)
+    assert OrderRecord.read(RunDir(run.path).order).steps == 18
+    attempts = len(run.attempts())
+    assert "finished, all 18 steps" in run.finish()
+    assert len(run.attempts()) == attempts  # nothing was started
+    longer = Run(run.path, [*ONE, "train.epochs=3.5"])
+    assert "resuming at step 18 of 21" in longer.finish()
+    assert [record["step"] for record in run.records()][-3:] == [19, 20, 21]
+
+
+@pytest.mark.slow
+def test_another_global_batch_ends_after_the_same_samples(tmp_path: Path) -> None:
+    """The schedule follows the steps that are left, although the checkpoint knows only then how many were made."""
+    overrides = [entry for entry in TWO if "total_steps" not in entry] + ["train.epochs=2"]
+    first = Run(tmp_path / "run", [*overrides, "train.batch_size=4"])
+    first.hold_at(8)
+    first.start()
+    assert first.kill_when(lambda run: run.idles())
+    first.wait()
+    saved = int(first.checkpoints()[-1].name.removeprefix("step_"))
+    second = Run(first.path, [*overrides, "train.batch_size=8"])
+    second.finish()
+    steps = saved + (96 - 4 * saved) // 8
+    last = second.records()[-1]
+    assert last["step"] == steps
+    assert sum(source["samples"] for source in last["sources"].values()) == 4 * saved + 8 * (steps - saved)
+    assert last["lr"] < 0.12 * max(record["lr"] for record in second.records())  # at the end of the cosine
+
+
+@pytest.mark.slow
+def test_less_than_a_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", [*ONE, "train.epochs=0.01"])
+    run.start()
+    status, output = run.wait()
+    assert status == ExitStatus.USAGE
+    assert output.splitlines()[-1].startswith("error: train.epochs=0.01 of 24 samples is less than one step")
+    assert not run.path.exists()
+
+
+@pytest.mark.slow
+def test_a_batch_larger_than_the_data_damages_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", [*ONE, "train.epochs=1"])
+    run.finish()
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if "checkpoints" in path.parts and path.is_file()}
+    metrics = run.lines()
+    larger = replace(run, overrides=[*ONE, "train.steps=20", "train.batch_size=25"])
+    larger.start()
+    status, output = larger.wait()
+    assert status == ExitStatus.USAGE
+    assert "error: train.batch_size=25 is more than the 24 samples" in output
+    assert run.lines() == metrics
+    assert {path: path.read_bytes() for path in before} == before
+    longer = replace(run, overrides=[*ONE, "train.epochs=2"])
+    assert "resuming at step 6 of 12" in longer.finish()
