@@ -219,6 +219,7 @@ def config_errors(config: Config) -> list[str]:
         *_path_errors(config),
         *_missing_target_errors(config),
         *_eval_set_errors(config),
+        *optimizer_errors(config.optimizer, config.optimizers, config.known_steps, config.phases),
         *_length_of_sample_errors(config),
         *_sampler_errors(config),
         *_evaluation_errors(config),
@@ -518,4 +519,3 @@ def _schedule_errors(config: Config) -> Iterator[str]:
     except ScheduleError as error:
         yield from str(error).splitlines()
     yield from scheduler_errors("scheduler", config.scheduler, config.known_steps, config.phases)
-    yield from optimizer_errors(config.optimizer, config.optimizers, config.known_steps, config.phases)

@@ -31,7 +31,7 @@ class RunState:
     threads: int
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
-    samples_seen: int
+    samples_seen: int = 0
     task: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
