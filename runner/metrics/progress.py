@@ -41,7 +41,7 @@ class ProgressBar:
         self._bar: Any = None
         self._task: Any = None
 
-    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float = 0.0) -> None:
+    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float | None = None) -> None:
         """`step` steps are complete.
 
         Args:
@@ -57,8 +57,9 @@ class ProgressBar:
         if not last and now - self._shown_at < (REFRESH_EVERY_S if self._terminal else LINE_EVERY_S):
             return
         self._shown_at = now
-        rest = f"data wait {data_wait:.0%}" if last else f"{duration(self._seconds_left(step, now))} left"
-        text = f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {rest}"
+        text = f"loss {loss:.4f}  {quantity(tokens_per_s)} tokens/s  {duration(self._seconds_left(step, now))} left"
+        if last and data_wait is not None:
+            text += f"  data wait {100 * data_wait:.0f} %"
         if self._terminal:
             with contextlib.suppress(OSError):
                 self._draw(step, text)
