@@ -51,7 +51,7 @@ def test_profile_and_timings(tmp_path: Path) -> None:
     steps = {
         event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"].startswith("step ")
     }
-    assert steps == {f"step {number}" for number in range(20, 26)}
+    assert steps == {f"step {number}" for number in range(10, 16)}
     page = (ROOT / "docs" / "logging.md").read_text()
     for line in (made / "timings.jsonl").read_text().splitlines():
         record = json.loads(line)
