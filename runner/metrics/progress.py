@@ -47,7 +47,7 @@ class ProgressBar:
         loss: float,
         samples_per_s: float,
         tokens_per_s: float | None = None,
-        data_wait: float = 0.0,
+        data_wait: float | None = None,
     ) -> None:
         """`step` steps are complete.
 
@@ -65,9 +65,10 @@ class ProgressBar:
         if not last and now - self._shown_at < (REFRESH_EVERY_S if self._terminal else LINE_EVERY_S):
             return
         self._shown_at = now
-        rest = f"data wait {data_wait:.0%}" if last else f"{duration(self._seconds_left(step, now))} left"
         speed = f"{quantity(samples_per_s)} samples/s" if tokens_per_s is None else f"{quantity(tokens_per_s)} tokens/s"
-        text = f"loss {loss:.4f}  {speed}  {rest}"
+        text = f"loss {loss:.4f}  {speed}  {duration(self._seconds_left(step, now))} left"
+        if last and data_wait is not None:
+            text += f"  data wait {100 * data_wait:.0f} %"
         if self._terminal:
             with contextlib.suppress(OSError):
                 self._draw(step, text)

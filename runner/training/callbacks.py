@@ -29,6 +29,7 @@ from runner.system.distributed import World
 from runner.training.generators import Generators, seed_of
 from runner.training.hook import METHODS, Failure, Hook, create, failure_of, restore
 from runner.training.peers import peer_errors
+from runner.training.recorder import SilentRecorder
 from runner.training.run_state import RunState
 
 # Keys of the runner's own records, including those that a record has only now and then.
@@ -49,16 +50,6 @@ class Recorder(Protocol):
     def callback(self, step: int, moment: str, values: dict[str, float]) -> None: ...
 
     def media(self, media: Media) -> None: ...
-
-
-class Silent:
-    """A recorder for ranks that write nothing."""
-
-    def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
-        pass
-
-    def media(self, media: Media) -> None:
-        pass
 
 
 class Context:
@@ -163,7 +154,7 @@ class Callbacks:
     """Whether every rank calls them, and they fail together."""
     stop: bool = False
     """Whether one that raises ends the run; otherwise it is left out."""
-    recorder: Recorder = field(default_factory=Silent)
+    recorder: Recorder = field(default_factory=SilentRecorder)
     seconds: Callable[[float], None] = lambda seconds: None
     hooks: list[Hook] = field(default_factory=list)
     _last: dict[str, Any] = field(default_factory=dict)

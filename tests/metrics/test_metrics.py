@@ -493,13 +493,13 @@ def test_a_log_file_gets_occasional_lines() -> None:
     stream = io.StringIO()
     bar = ProgressBar(100, stream=stream, clock=clock(1.0))
     for step in range(1, 101):
-        bar.update(step, 4.0 / step, 96.0, 12_345.0)
+        bar.update(step, 4.0 / step, 96.0, 12_345.0, data_wait=0.034)
     bar.say("step 100: eval loss 1.0")
     bar.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "step 1/100  loss 4.0000  12.3k tokens/s  ? left"
     assert lines[1] == "step 11/100  loss 0.3636  12.3k tokens/s  1:29 left"
-    assert lines[-2] == "step 100/100  loss 0.0400  12.3k tokens/s  0:00 left"
+    assert lines[-2] == "step 100/100  loss 0.0400  12.3k tokens/s  0:00 left  data wait 3 %"
     assert lines[-1] == "step 100: eval loss 1.0"
     assert len(lines) == 12
 

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "slurm.md": "test_docs_slurm.py",
     "status.md": "test_docs_slurm.py",
     "logging.md": "test_docs_data.py",
+    "callbacks.md": "test_docs_callbacks.py",
 }
 BASH = {page: [block for block in docs_pages.blocks(page) if block.language == "bash"] for page in PAGES}
 # Dictionaries of a user's own names.
@@ -34,6 +35,7 @@ OPEN = (
     "phases",
     "train.loss",
     "data.loader",
+    "callbacks",
 )
 
 
@@ -113,7 +115,7 @@ def test_commands_and_flags_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 @pytest.mark.slow
 def test_settings_exist(page: Path) -> None:
-    groups = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizer|model|logger"
+    groups = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizer|model|logger|callbacks"
     for code in docs_pages.inline_code(page):
         for key in re.findall(rf"^[+~]?((?:{groups})(?:\.\w+)+)(?:=.*)?$", code):
             if key.endswith((".py", ".yaml", ".md", "._target_", ".pt", ".json", ".jsonl", "NAME")):
