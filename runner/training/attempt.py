@@ -261,7 +261,7 @@ class _Attempt:
             return self._interrupt(self.run.newest_step())
         self.session = session = self._open_session()
         self.watch.show_open()
-        if session.train():
+        if session.train(self.config.known_steps):
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:
                 self._record_finish()

@@ -38,7 +38,7 @@ class Bar(Protocol):
 class SilentRecorder:
     """For the ranks that write nothing."""
 
-    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
         pass
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class RunRecorder:
     _reported_save: int | None = None
     _interval: str = ""
 
-    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
         """Write one step's record.
 
         Args:

@@ -89,7 +89,7 @@ class Session:
     """What an attempt needs to train."""
 
     trainer: Trainer
-    steps: int  # to train to
+    steps: int  # of the run, now that the data are open
     recorder: RunRecorder | SilentRecorder
     warm_up: threading.Thread
     handler: WarningHandler | None = None
@@ -98,10 +98,10 @@ class Session:
     def step(self) -> int:
         return self.trainer.step
 
-    def train(self) -> bool:
-        """Train to the last step; False if a signal came before. Files are closed either way."""
+    def train(self, steps: int | None) -> bool:
+        """Train to `steps`, or without a number to the last step of the epochs; False if a signal came before. Files are closed either way."""
         try:
-            return self.trainer.run(self.steps)
+            return self.trainer.run(self.steps if steps is None else steps)
         finally:
             self.trainer.manager.settle()
             self.trainer.profiler.close()

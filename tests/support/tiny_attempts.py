@@ -53,12 +53,12 @@ class TinySession:
         insist(lambda: files.write_json(run.order, order, guard=run.guard), run.order)
         self._recorder: Any = opening._recorder(self.step, True, self._manager)
 
-    def train(self) -> bool:
+    def train(self, steps: int) -> bool:
         try:
-            while self.step < STEPS:
+            while self.step < steps:
                 self.step += 1
-                self._recorder.step({"step": self.step, "loss": 1.0 / self.step}, 0.1, 1, None)
-                if not self._save() and self.step == STEPS:
+                self._recorder.step({"step": self.step, "loss": 1.0 / self.step}, 0.1, 1)
+                if not self._save() and self.step == steps:
                     raise TrainingError("the last save failed")  # as the trainer does
             return True
         finally:
