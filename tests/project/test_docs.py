@@ -34,6 +34,8 @@ OPEN = (
     "phases",
     "train.loss",
     "data.loader",
+    "optimizers",
+    "scheduler",
 )
 
 
@@ -113,7 +115,7 @@ def test_commands_and_flags_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 @pytest.mark.slow
 def test_settings_exist(page: Path) -> None:
-    groups = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizer|model|logger"
+    groups = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizers?|model|logger"
     for code in docs_pages.inline_code(page):
         for key in re.findall(rf"^[+~]?((?:{groups})(?:\.\w+)+)(?:=.*)?$", code):
             if key.endswith((".py", ".yaml", ".md", "._target_", ".pt", ".json", ".jsonl", "NAME")):

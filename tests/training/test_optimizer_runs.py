@@ -15,7 +15,7 @@ STEP_LR = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.StepLR"
 GROUPS = 'optimizer.groups=[{match: "blocks.*", lr: 1e-4}, {match: "positions*", freeze: true}]'
 KINDS = {
     "all": [*STEP_LR, GROUPS, PACED, "train.precision=float16", "train.ema_decay=0.8", "model.dropout=0.1"],
-    "normed": ["model._target_=custom.Normed", PACED, "+model.x=1"],
+    "normed": ["model._target_=custom.Normed", PACED],
     "normed and averaged": ["model._target_=custom.Normed", PACED, "train.ema_decay=0.8", "train.grad_accum_steps=2"],
 }
 

@@ -79,7 +79,10 @@ def test_betas_of_a_group_are_as_torch_takes_them() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([{"match": "haed.*", "lr": 1}], r"groups.0.match=haed.\* matches no parameter; the nearest names are head.bias"),
+        (
+            [{"match": "haed.*", "lr": 1}],
+            r"groups.0.match=haed.\* matches no parameter; the nearest names are head.bias",
+        ),
         (
             [{"match": "head*", "lr": 1}, {"match": "head.bias", "lr": 2}],
             r"groups.1.match=head.bias has no effect: optimizer.groups.0 matches head.bias already",
