@@ -40,7 +40,8 @@ class Average:
             ) from error
         self.averaged.requires_grad_(False)
         self.averaged.eval()
-        if strategy == "fsdp":
+        self._sharded = strategy == "fsdp" and world.size > 1
+        if self._sharded:
             wrap(self.module, strategy, world, device)
 
     @property
@@ -51,4 +52,10 @@ class Average:
 
     def update(self, model: nn.Module) -> None:
         """Take in the present weights of `model`, which may be wrapped."""
+        if self._sharded:
+            from torch.distributed.fsdp import FSDPModule
+
+            for each in (*self.module.modules(), *model.modules()):
+                if isinstance(each, FSDPModule):  # an evaluation leaves the parameters gathered
+                    each.reshard()
         self.averaged.update_parameters(bare(model))

@@ -43,7 +43,8 @@ def make_scheduler(
     if options.target is None:
         return LearningRateScheduler(optimizer, learning_rate_factor(learning_rate(options, steps), phases))
     target = named(key, {"_target_": options.target})
-    made = bind(key, options.node(_parameters_of(target)))
+    bound = bind(key, options.node(_parameters_of(target)))
+    made = partial(target, *bound.args, **bound.keywords)
     if inspect.isclass(target) and issubclass(target, LRScheduler):
         if issubclass(target, ReduceLROnPlateau):
             raise UserError(f"{key}._target_={options.target} {PLATEAU}")
@@ -79,8 +80,9 @@ def _called(key: str, target: str, made: partial[Any], *arguments: Any) -> Any:
 
 def _checked(key: str, target: str, function: Callable[[int], Any]) -> Callable[[int], float]:
     """`function`, whose values are checked."""
+    bare = function if isinstance(function, partial) else partial(function)
     try:
-        inspect.signature(function).bind(0)
+        inspect.signature(bare.func).bind(*bare.args, 0, **bare.keywords)
     except ValueError:  # some functions written in C have none
         pass
     except TypeError as error:

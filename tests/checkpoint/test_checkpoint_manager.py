@@ -217,6 +217,17 @@ def test_retention_keeps_the_last_the_multiples_and_the_best(tmp_path: Path) -> 
     assert [int(name[5:]) for name in names(tmp_path)] == [3, 5, 7, 10, 11, 12]
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("min", [3, 5]), ("max", [1, 5])])
+def test_the_best_are_the_lowest_or_the_highest_of_the_same_metric(tmp_path: Path, mode: str, kept: list[int]) -> None:
+    toy = Toy()
+    earlier = manager(tmp_path, keep_last=9, best_metric="eval_loss")
+    saving = manager(tmp_path, keep_last=1, keep_best=1, best_metric="eval_accuracy", best_mode=mode)
+    for step, metric in enumerate([0.9, float("nan"), 0.1, 0.5, None], start=1):
+        toy.train()
+        toy.save(saving if step != 4 else earlier, metric=metric)
+    assert [int(name[5:]) for name in names(tmp_path)] == kept
+
+
 def test_leftovers_of_a_kill_are_removed_at_load(tmp_path: Path) -> None:
     toy = Toy()
     toy.train()
@@ -385,7 +396,9 @@ def test_a_train_state_that_could_not_be_resumed_is_refused_at_the_save(tmp_path
         manager(tmp_path).save(1, Toy().model, None, state)
 
 
-@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_every_steps": 0}, {"keep_best": -1}, {"mode": "lazy"}])
+@pytest.mark.parametrize(
+    "options", [{"keep_last": 0}, {"keep_every_steps": 0}, {"keep_best": -1}, {"mode": "lazy"}, {"best_mode": "a"}]
+)
 def test_settings_out_of_range_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"checkpoint."):
         TrainStateManager(tmp_path, **options)

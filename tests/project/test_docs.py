@@ -36,6 +36,11 @@ OPEN = (
     "train.loss",
     "data.loader",
     "callbacks",
+    "task",
+    "eval.metrics",
+    "eval.sets",
+    "optimizers",
+    "scheduler",
 )
 
 
@@ -115,7 +120,9 @@ def test_commands_and_flags_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 @pytest.mark.slow
 def test_settings_exist(page: Path) -> None:
-    groups = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizer|model|logger|callbacks"
+    groups = (
+        "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizers?|model|logger|callbacks|task"
+    )
     for code in docs_pages.inline_code(page):
         for key in re.findall(rf"^[+~]?((?:{groups})(?:\.\w+)+)(?:=.*)?$", code):
             if key.endswith((".py", ".yaml", ".md", "._target_", ".pt", ".json", ".jsonl", "NAME")):

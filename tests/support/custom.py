@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import paced
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -46,6 +47,33 @@ class Rows:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.arange(37 * index, 37 * index + 17) % 251
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+def overflow_at(model: nn.Module, batch: Mapping[str, torch.Tensor], step: int, calls: int = 1) -> torch.Tensor:
+    """The paced loss, whose gradient, but not its value, is too large for float16 in one step of this process."""
+    global _calls  # noqa: PLW0603 a loss that counts its calls
+    _calls += model.training
+    losses = paced.loss(model, batch)
+    if not model.training or _calls != step * calls:
+        return losses
+    weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    huge = weight.sum() * 1e36
+    return losses + (huge - huge.detach())
+
+
+class Normed(nn.Module):
+    """Tokens -> logits, with a batch norm; takes and ignores what else a GPT takes."""
+
+    def __init__(self, vocab_size: int, width: int, **ignored: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.tokens(tokens).transpose(1, 2)).transpose(1, 2)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
