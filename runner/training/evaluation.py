@@ -161,6 +161,10 @@ class Evaluation:
         """Whether to evaluate any set after `step` complete steps."""
         return any(each.due(step) for each in self.sets)
 
+    def complete(self, step: int) -> bool:
+        """Whether every set is evaluated after `step` complete steps."""
+        return all(each.due(step) for each in self.sets)
+
     def run(self, step: int, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The results of the sets that are due, over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from runner.checkpoint import TrainStateManager, restore_train_state
+from runner.checkpoint import TrainStateManager, get_rng_state, restore_train_state, set_rng_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.config.schedule import unreached_phases
 from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, profiled_steps
@@ -98,8 +98,11 @@ class Session:
     def step(self) -> int:
         return self.trainer.step
 
-    def train(self, steps: int | None) -> bool:
-        """Train to `steps`, or without a number to the last step of the epochs; False if a signal came before. Files are closed either way."""
+    def train(self, steps: int | None = None) -> bool:
+        """Train to `steps`, by default to the end of the run; False if a signal came before.
+
+        Files are closed either way.
+        """
         try:
             return self.trainer.run(self.steps if steps is None else steps)
         finally:
@@ -160,6 +163,7 @@ class _Opening:
     def session(self) -> Session:
         device = build.choose_device(self.config.train.device, self.world)
         make_exact(self.config, device)
+        build.seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
         datasets = build.sources(self.config)
         sizes = [len(dataset) for dataset in datasets.values()]
         task = build_task(self.config)
@@ -184,6 +188,7 @@ class _Opening:
         self._warn_if_inexact(device, run_state, saved)
         loader, consumption = self._training_data(datasets, device, run_state, saved, step)
         _, tokens, _ = restore_train_state(state, optimizers, loader)
+        generators = get_rng_state()
         if saved is not None:
             consumption.load_state_dict(saved.order)
             if task.state is not None and saved.task:
@@ -201,6 +206,8 @@ class _Opening:
         stated = stated_tokens(consumption.names, build.tokens_per_sample(datasets))
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
+        evaluation = self._evaluation(replace(forward, model=average.module) if average else forward)
+        set_rng_state(generators)  # whatever was created since may have drawn
         trainer = Trainer(
             world=self.world,
             train_step=TrainStep(
@@ -208,9 +215,10 @@ class _Opening:
             ),
             loader=loader,
             consumption=consumption,
-            evaluation=self._evaluation(replace(forward, model=average.module) if average else forward),
+            evaluation=evaluation,
             manager=manager,
             cadence=self._cadence(step),
+            best_metric=config.checkpoint.best.metric if config.checkpoint.keep_best else None,
             recorder=recorder,
             run_state=run_state,
             stop=lambda: bool(STOP),

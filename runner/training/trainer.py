@@ -18,7 +18,7 @@ import torch
 from runner.checkpoint import build_train_state
 from runner.checkpoint.cadence import Cadence
 from runner.data.loading.protocols import BatchRecord
-from runner.errors import TrainingError
+from runner.errors import TrainingError, UserError, nearest
 from runner.system import clock
 from runner.system.distributed import World
 from runner.training.callbacks import Callbacks
@@ -81,7 +81,7 @@ class Trainer:
     step: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
-    best_metric: str = "eval_loss"  # which result of an evaluation a checkpoint is judged by
+    best_metric: str | None = None  # which result of an evaluation a checkpoint is judged by, if any
     results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     clock: Callable[[], float] = clock.monotonic
     after_first_step: Callable[[], None] = lambda: None
@@ -171,7 +171,7 @@ class Trainer:
         kept = self.callbacks.keep(kept)
         model, optimizers = self.train_step.forward.model, self.train_step.optimizers
         state = build_train_state(self.step, self.tokens_seen, optimizers, self.loader, kept.to_extra())
-        metric = self.results.get(self.best_metric) if self.evaluated else None
+        metric = self.results.get(self.best_metric) if self.evaluated and self.best_metric else None
         self._learn_cost()
         average = self.train_step.average
         averaged = {} if average is None else {"averaged": average.averaged}
@@ -227,9 +227,24 @@ class Trainer:
         results = evaluation.run(self.step, self._stop_now)
         if results is None:
             return False
-        self.results = results
+        self.results = self._judged(evaluation, results)
         self.recorder.evaluation(self.callbacks.evaluated(self.step, {"step": self.step, **results}))
         return True
+
+    def _judged(self, evaluation: Evaluation, results: dict[str, Any]) -> dict[str, Any]:
+        """`results`, which have the number that the best checkpoints are judged by.
+
+        Raises:
+            UserError: it is not among them, although all that is evaluated now is all that there is.
+        """
+        name = self.best_metric
+        numbers = [key for key, value in results.items() if isinstance(value, float)]
+        if name is not None and name not in numbers and evaluation.complete(self.step):
+            raise UserError(
+                f"checkpoint.best.metric={name}{nearest(name, numbers)} is not a number that an evaluation gives: "
+                f"choose one of {', '.join(numbers)}"
+            )
+        return results
 
     def _stop_now(self) -> bool:
         """The stop flag, agreed across ranks, in the middle of an evaluation."""

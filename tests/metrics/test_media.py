@@ -74,7 +74,9 @@ class Bar:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def update(self, step: int, loss: float, tokens_per_s: float, data_wait: float) -> None: ...
+    def update(
+        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
+    ) -> None: ...
 
     def say(self, message: str) -> None:
         self.said.append(message)

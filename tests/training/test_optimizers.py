@@ -66,7 +66,7 @@ def step(model: nn.Module, optimizers: Optimizers, number: int, clip: float | No
     """One training step: one loss, and an update by every optimizer."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
     loss = model["head"](model["body"](x).tanh()).square().mean()  # type: ignore[index]
-    optimizers.scale(loss).backward()
+    torch.autograd.backward(optimizers.scale(loss))
     done = [optimizers.apply(name, clip) for name in optimizers.names]
     optimizers.schedulers.step()
     return done
@@ -79,7 +79,7 @@ def test_a_single_optimizer_is_as_exact_as_torchs_own_loop() -> None:
     for number in range(6):
         ((norm, applied),) = step(model, optimizers, number)
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-        other["head"](other["body"](x).tanh()).square().mean().backward()  # type: ignore[index]
+        torch.autograd.backward(other["head"](other["body"](x).tanh()).square().mean())  # type: ignore[index]
         expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -170,7 +170,7 @@ def test_an_overflow_is_skipped_and_lowers_the_scale() -> None:
     step(model, optimizers, 0)
     scale = optimizers.scaler.get_scale()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    (optimizers.scale(sum(p.sum() for p in model.parameters())) * math.inf).backward()  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(sum(p.sum() for p in model.parameters())) * math.inf)  # type: ignore[arg-type]
     assert [applied for _, applied in map(optimizers.apply, optimizers.names)] == [False, False]
     assert optimizers.scaler.get_scale() == scale / 2
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -179,9 +179,9 @@ def test_an_overflow_is_skipped_and_lowers_the_scale() -> None:
 
 def test_an_optimizer_may_be_applied_twice_in_a_step() -> None:
     model, optimizers = built(config(Precision.float16, **SEVERAL))
-    optimizers.scale(sum(p.sum() for p in model.parameters())).backward()  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(sum(p.sum() for p in model.parameters())))  # type: ignore[arg-type]
     assert optimizers.apply("body")[1]
-    optimizers.scale(sum(p.sum() for p in optimizers.parameters("body"))).backward()  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(sum(p.sum() for p in optimizers.parameters("body"))))  # type: ignore[arg-type]
     assert optimizers.apply("body")[1]
     assert optimizers.apply("head")[1]
 
