@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from runner.data.loading.fetch import is_stateful
+from runner.data.loading.global_draws import draws_nothing
 from runner.errors import UserError
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -298,6 +299,7 @@ class MixtureDataset(Dataset[Any]):
         self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
         self.collated = all(getattr(dataset, "collated", False) for dataset in self.datasets)
         self.prefetch = "thread" if all(getattr(d, "prefetch", None) == "thread" for d in self.datasets) else None
+        self.draws_nothing = all(map(draws_nothing, self.datasets))
         self.has_state = any(map(is_stateful, self.datasets))
 
     def __len__(self) -> int:

@@ -238,7 +238,7 @@ class _WorkerEpoch(Epoch):
         task = self._pending.pop(reply.ticket)
         self._received += 1
         self._setup.pool.pids[reply.worker] = reply.pid
-        global_draws.warn(self._dataset, reply.draws, workers=True)
+        global_draws.warn(self._dataset, *reply.draws)
         return reply, task
 
     def _state_of(self, worker: int) -> dict[str, Any] | None:
