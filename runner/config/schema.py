@@ -91,6 +91,7 @@ class DataConfig:
     sources: dict[str, Any] = field(default_factory=dict)
     eval_sources: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
+    collate: dict[str, Any] = field(default_factory=dict)
     sequence_length: int = 128
     vocab_size: int = 256
     cache_dir: str | None = None
@@ -285,6 +286,10 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
                 yield f"{group}.{name} has no _target_: name the class of the dataset"
     if config.data.loader and not config.data.loader.get("_target_"):
         yield "data.loader has no _target_: name the class of your loader"
+    if config.data.collate and not config.data.collate.get("_target_"):
+        yield "data.collate has no _target_: name a function or class that makes a batch from a list of samples"
+    if config.data.collate and config.data.loader:
+        yield "data.collate is unused with data.loader, which makes its own batches: remove one of them"
     for name, node in config.logger.items():
         if node is not None and not (isinstance(node, dict) and node.get("_target_")):
             yield f"logger.{name} has no _target_: name the class of the logger, or set null to drop it"

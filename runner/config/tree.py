@@ -34,7 +34,7 @@ FROZEN_NAMES = (f"frozen_config_{number}" for number in itertools.count())
 # Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Dictionaries whose keys are names that users choose: a new key needs no `+`.
-OPEN = ("sampler.weights", "sampler.max_epochs", "phases", "data.loader")
+OPEN = ("sampler.weights", "sampler.max_epochs", "phases", "data.loader", "data.collate")
 
 
 class _FurtherDirectories(SearchPathPlugin):

@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from runner.config.schedule import PhaseSchedule, learning_rate, learning_rate_f
 from runner.config.schema import Config, Precision, SamplerKind, source_weights
 from runner.config.targets import bind, instantiate
 from runner.data.datasets import MixtureDataset
+from runner.data.loading.fetch import is_collated
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import parsed
 from runner.data.order.segments import Segment
@@ -86,11 +88,51 @@ def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
     return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
 
 
-def join(datasets: dict[str, Any], mixed: bool) -> Any:
-    """One dataset of all of them; a single one is returned as it is unless its samples must carry `dataset_idx`."""
-    if len(datasets) == 1 and not mixed:
-        return next(iter(datasets.values()))
-    return MixtureDataset(list(datasets.values()), list(datasets))
+def join(datasets: dict[str, Any], collate: Callable[[Any], Any] | None = None) -> Any:
+    """One dataset of all of them, whose samples are what the datasets return; a single one is returned as it is.
+
+    Args:
+        collate: that of `data.collate`: a list of samples, not a finished batch, is what it takes.
+    """
+    whole = next(iter(datasets.values()))
+    if len(datasets) == 1 and (collate is None or not is_collated(whole)):
+        return whole
+    return MixtureDataset(list(datasets.values()), list(datasets), tagged=False, gathers=collate is None)
+
+
+def collate(config: Config) -> Callable[[Any], Any] | None:
+    """What makes a batch from a list of samples: a function, or an instance of a class; None: torch's default.
+
+    Raises:
+        UserError: it cannot be called with a list of samples.
+    """
+    node = config.data.collate
+    if not node:
+        return None
+    made: Any = bind("data.collate", node)
+    if inspect.isclass(made.func):
+        made = instantiate("data.collate", node)
+        if not callable(made):
+            raise UserError(f"data.collate._target_={node['_target_']}: its instances need a method __call__(samples)")
+        made = partial(made)
+    check_call(made, "data.collate", node, "collate(samples)", None)
+    return made  # type: ignore[no-any-return]
+
+
+def check_call(made: partial[Any], key: str, node: dict[str, Any], call: str, *arguments: Any) -> None:
+    """Check that `made`, which `node` describes, can be called with these arguments.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        signature = inspect.signature(made.func)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*made.args, *arguments, **made.keywords)
+    except TypeError as error:
+        raise UserError(f"{key} ({node['_target_']}) cannot be called as {call} with its options: {error}") from None
 
 
 def held_out_samples(datasets: dict[str, Any]) -> int:
@@ -187,16 +229,7 @@ def loss(config: Config) -> Callable[[nn.Module, Any], torch.Tensor]:
     if not node.get("_target_"):
         raise UserError("train.loss has no _target_: name a function, or remove train.loss")
     made = bind("train.loss", node)
-    try:
-        signature = inspect.signature(made.func)
-    except ValueError:  # some functions written in C have none
-        return made
-    try:
-        signature.bind(*made.args, None, None, **made.keywords)
-    except TypeError as error:
-        raise UserError(
-            f"train.loss ({node['_target_']}) cannot be called as loss(model, batch) with its options: {error}"
-        ) from None
+    check_call(made, "train.loss", node, "loss(model, batch)", None, None)
     return made
 
 

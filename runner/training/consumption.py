@@ -38,6 +38,9 @@ class UntrackedConsumption:
     def consume(self, record: BatchRecord | None) -> None:
         pass
 
+    def sources(self, record: BatchRecord | None) -> np.ndarray | None:
+        return None
+
     def control(self) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
 
@@ -65,7 +68,7 @@ class TrackedConsumption:
 
     @property
     def names(self) -> list[str]:
-        """The sources, in the order of `dataset_idx`."""
+        """The sources, in the order of their numbers."""
         return self.ledger.names
 
     def enter_step(self, step: int) -> bool:
@@ -82,6 +85,12 @@ class TrackedConsumption:
         assert record is not None
         assert record.indices is not None
         self.ledger.consume(record.indices, self.positions(record))
+
+    def sources(self, record: BatchRecord | None) -> np.ndarray | None:
+        """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
+        if record is None or record.indices is None:
+            return None
+        return np.searchsorted(np.cumsum(self.ledger.sizes), record.indices, side="right")
 
     def positions(self, record: BatchRecord) -> np.ndarray:
         """Positions of a batch's samples in the whole run."""

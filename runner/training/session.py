@@ -19,7 +19,7 @@ from runner.config.schedule import unreached_phases
 from runner.config.schema import Config, NonFinite, SamplerKind
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
-from runner.data.datasets import collate
+from runner.data.loading.fixed import FixedBatches
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.ledger import DataLedger
 from runner.metrics import resume_jsonl
@@ -242,7 +242,8 @@ class _Opening:
         if config.data.loader:
             loader = instantiate("data.loader", config.data.loader)
             return loader, UntrackedConsumption(loader)
-        dataset = build.join(datasets, mixed=len(datasets) > 1)
+        collate = build.collate(config)
+        dataset = build.join(datasets, collate)
         # The same plan at other positions: only the batch shape changed.
         same_plan = saved is not None and saved.data_plan == run_state.data_plan
         allow = config.run.allow_data_change or same_plan
@@ -250,7 +251,9 @@ class _Opening:
         pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
         options = replace(config.data, pin_memory=pin)
         build.check_epoch(config, sampler)
-        loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, config=options)
+        loader = StatefulDataLoader(
+            dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options
+        )
         ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
         tokens = build.tokens_per_sample(datasets)
         if config.sampler.kind is SamplerKind.elastic:
@@ -273,15 +276,11 @@ class _Opening:
         if not config.eval.every_steps or not config.data.eval_sources:
             return None
         datasets = build.sources(config, "eval_sources")
-        dataset = build.join(datasets, mixed=len(datasets) > 1)
+        collate = build.collate(config)
         batch_size = config.eval.batch_size or config.train.batch_size
         held_out = HeldOut(build.held_out_samples(datasets), batch_size, config.eval.batches)
-        loader = torch.utils.data.DataLoader(
-            dataset,
-            batch_sampler=RankBatches(held_out, self.world),
-            collate_fn=collate,
-            generator=torch.Generator(),  # its own: the global one belongs to training
-        )
+        batches = RankBatches(held_out, self.world)
+        loader = FixedBatches(build.join(datasets, collate), batches, collate, config.seed)
         return Evaluation(forward, loader, held_out, config.eval.every_steps)
 
     def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Subset, get_worker_info
 
 from runner.data.loading import global_draws
+from runner.data.loading.collation import CollationError, disagreement
 from runner.data.loading.randomness import Keys, current
 
 Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
@@ -103,6 +104,8 @@ class MapFetcher:
         self.batched = batched
         self.collated = batched and is_collated(dataset)
         self._direct = self.collated and not own_collate
+        self._own_collate = own_collate
+        self._marks = batched and bool(getattr(dataset, "marks_batches", False))
         self._seeds_samples = seeded and not global_draws.draws_nothing(dataset)
         self._seeds_collate = seeded and own_collate and not global_draws.draws_nothing(collate_fn)
         self._samples: Callable[[Any], Any] = self._single
@@ -149,7 +152,18 @@ class MapFetcher:
         return self._collate(samples, indices)
 
     def _collate(self, samples: Any, indices: Indices) -> Any:
-        return collate(self.collate_fn, samples)
+        """The batch of these samples; a mixture adds which sources they are of."""
+        listed = indices if self.batched else [indices]
+        try:
+            batch = collate(self.collate_fn, samples)
+        except Exception as error:
+            if self.batched and not self._own_collate and isinstance(samples, (list, tuple)):
+                names = [locate(self.dataset, index) for index in listed]
+                if line := disagreement(samples, names):
+                    raise CollationError(line) from error
+            explain(error, self.dataset, listed, indices, "collating")
+            raise
+        return self.dataset.mark(batch, indices) if self._marks else batch
 
     def _keys(self) -> list[int]:
         """The keys of the batch's samples."""
@@ -264,7 +278,7 @@ def stopped(who: str) -> RuntimeError:
     return RuntimeError(f"{who} raised StopIteration, which only the end of an iterator may: raise another error")
 
 
-def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices) -> None:
+def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, doing: str = "loading") -> None:
     """Add to `error` which sample of which source failed, and in which process.
 
     Raises:
@@ -272,15 +286,16 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices) -
     """
     try:
         names = ", ".join(locate(dataset, index) for index in list(failed)[:8])
+        several = "one of the samples" if doing == "loading" else "the samples"
         rest = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-        where = f"{'one of the samples' if len(failed) > 1 else 'sample'} {names}{rest}"
+        where = f"{several if len(failed) > 1 else 'sample'} {names}{rest}"
     except (TypeError, ValueError, IndexError, KeyError):  # an index of a type of the user's
         where = f"sample {indices!r} of {type(dataset).__name__}"
     if isinstance(error, StopIteration):
         raised = stopped(type(dataset).__name__)
-        annotate(raised, where)
+        annotate(raised, where, doing)
         raise raised from error
-    annotate(error, where)
+    annotate(error, where, doing)
 
 
 def locate(dataset: Any, index: Any) -> str:
@@ -294,11 +309,11 @@ def locate(dataset: Any, index: Any) -> str:
     return f"{index - starts[source]} of source {names[source]!r} (index {index})"
 
 
-def annotate(error: Exception, where: str) -> None:
+def annotate(error: Exception, where: str, doing: str = "loading") -> None:
     """Add the sample and the process to `error`: to its message if that is plain text, otherwise as a note."""
     info = get_worker_info()
     process = "in the main process" if info is None else f"in worker {info.id} (pid {os.getpid()})"
-    text = f"[while loading {where} {process}]"
+    text = f"[while {doing} {where} {process}]"
     args = error.args
     if len(args) == 1 and isinstance(args[0], str) and type(error).__str__ is BaseException.__str__:
         error.args = (f"{args[0]} {text}",)
