@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.explain import ERRORS, Diagnosis, explain, unused_setting
-from runner.config.frozen import escaped, load_plain, plain_values, to_config, to_yaml
+from runner.config.frozen import escaped, load_plain, plain_values, schema, to_config, to_yaml
 from runner.config.identity import flatten, identity, readable_name
 from runner.config.paths import anchor
 from runner.config.schema import Config, config_errors
@@ -221,7 +221,7 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
     for key in missing:
         OmegaConf.update(config, key, (given or {}).get(key))
     # A user's primary config need not start from the schema.
-    return plain_values(OmegaConf.merge(OmegaConf.structured(Config), escaped(plain_values(config))))
+    return plain_values(OmegaConf.merge(schema(), escaped(plain_values(config))))
 
 
 def _all_errors(plain: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from runner.config.frozen import READ_ERRORS
+from runner.config.further import known_keys
 from runner.config.schema import Config
 from runner.errors import UserError, nearest
 
@@ -87,7 +88,7 @@ def _siblings(key: str, config: DictConfig | None) -> list[str]:
     parent = key.rpartition(".")[0]
     hint = _type_of(parent) if parent else Config
     if isinstance(hint, type) and is_dataclass(hint):
-        return [field.name for field in fields(hint)]
+        return known_keys(hint)
     node = OmegaConf.select(config, parent) if config is not None else None
     return [str(name) for name in node if name != key.rpartition(".")[2]] if isinstance(node, DictConfig) else []
 

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.further import known_keys, takes_further
 from runner.config.schema import Config, config_errors
 from runner.errors import RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -22,6 +23,15 @@ from runner.system import files
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, yaml.YAMLError)
 MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
 MAX_DEPTH = 100
+
+
+def schema() -> DictConfig:
+    """The schema for OmegaConf, with further keys allowed in the nodes that take them."""
+    config = OmegaConf.structured(Config)
+    for name, kind in get_type_hints(Config).items():
+        if takes_further(kind):
+            OmegaConf.set_struct(config[name], False)
+    return config  # type: ignore[no-any-return]
 
 
 def to_yaml(plain: dict[str, Any]) -> str:
@@ -43,7 +53,7 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
         if lost := [field.name for field in fields(Config) if field.name not in frozen]:
             raise ValueError(f"it has no {', '.join(lost)}")
         # Over the schema's defaults, so that an option added since then has its default.
-        return plain_values(OmegaConf.merge(OmegaConf.structured(Config), frozen))
+        return plain_values(OmegaConf.merge(schema(), frozen))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
     except OSError as error:  # kept as the cause: one that may pass, such as EIO, decides nothing
@@ -94,7 +104,11 @@ def to_config(plain: dict[str, Any]) -> Config:
 def _typed(hint: Any, value: Any) -> Any:
     if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
-        return hint(**{name: _typed(hints[name], part) for name, part in value.items()})
+        if not takes_further(hint):
+            return hint(**{name: _typed(hints[name], part) for name, part in value.items()})
+        known = {name: _typed(hints[name], part) for name, part in value.items() if name in known_keys(hint)}
+        options = {name: part for name, part in value.items() if name not in known}
+        return hint(**known, options=options)  # type: ignore[call-arg]
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint[value]
     if get_origin(hint) is dict:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from runner.config.further import FURTHER, unknown_key_errors
 from runner.config.schedule import (
     MAX_COUNT,
     MAX_FACTOR,
@@ -30,6 +31,7 @@ class SamplerKind(Enum):
     distributed = "distributed"
     mixture = "mixture"
     elastic = "elastic"
+    own = "own"
 
 
 class Precision(Enum):
@@ -109,6 +111,8 @@ class SamplerConfig:
     drop_last: bool = True
     exclude: list[str] = field(default_factory=list)
     max_epochs: dict[str, float] = field(default_factory=dict)
+    _target_: str | None = None
+    options: dict[str, Any] = field(default_factory=dict, metadata=FURTHER)
 
 
 @dataclass
@@ -298,20 +302,26 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
 def _sampler_errors(config: Config) -> Iterator[str]:
     """Sources, weights, and phases that the sampler cannot follow."""
     sources, options = list(config.data.sources), config.sampler
+    yield from unknown_key_errors("sampler", options)
+    if options.kind is SamplerKind.own and not options._target_:
+        yield "sampler._target_ is missing: name the class of your sampler, or choose sampler=elastic"
+    if options.kind is not SamplerKind.own and options._target_:
+        yield f"sampler._target_={options._target_} is unused by sampler.kind={options.kind.value}: choose sampler=own"
     yield from weight_errors("sampler.weights", options.weights, sources)
     yield from weight_errors("sampler.max_epochs", options.max_epochs, sources)
     if sources and not any(options.weights.get(name, 1.0) for name in sources):
         yield "sampler.weights are all 0: at least one source needs a weight above 0"
-    if options.kind is SamplerKind.distributed:
-        if len(sources) > 1:
-            yield (
-                f"sampler.kind=distributed samples one source and data.sources names {len(sources)} "
-                f"({', '.join(sources)}): choose sampler=mixture or sampler=elastic, or keep one source "
-                "(data=own has only those that you add)"
-            )
+    if options.kind is SamplerKind.distributed and len(sources) > 1:
+        yield (
+            f"sampler.kind=distributed samples one source and data.sources names {len(sources)} "
+            f"({', '.join(sources)}): choose sampler=mixture or sampler=elastic, or keep one source "
+            "(data=own has only those that you add)"
+        )
+    if options.kind in (SamplerKind.distributed, SamplerKind.own):
         for name, phase in config.phases.items():
             if phase.weights or phase.temperature is not None:
-                yield f"phases.{name} sets weights, unused by sampler=distributed: choose sampler=mixture or elastic"
+                kind = options.kind.value
+                yield f"phases.{name} sets weights, unused by sampler={kind}: choose sampler=mixture or elastic"
     if options.kind is not SamplerKind.elastic:
         for key in ("exclude", "max_epochs"):
             if getattr(options, key):

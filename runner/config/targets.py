@@ -18,6 +18,7 @@ from typing import Any
 
 from runner.errors import UserError, nearest
 
+OPTIONAL = ("sampler",)  # nodes whose _target_ may be null
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
 
@@ -120,7 +121,7 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
-    if "_target_" in node:
+    if "_target_" in node and not (node["_target_"] is None and key in OPTIONAL):
         yield key, node["_target_"]
     if node.get("_recursive_", True):
         for name, part in node.items():

@@ -23,8 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
-from runner.config.frozen import escaped
-from runner.config.schema import Config
+from runner.config.frozen import escaped, schema
 from runner.config.search_path import conf_dir, groups
 from runner.errors import UserError
 
@@ -47,7 +46,7 @@ class _FurtherDirectories(SearchPathPlugin):
             search_path.append("command-line", f"file://{path}")
 
 
-ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="schema", node=schema())
 Plugins.instance().register(_FurtherDirectories)
 
 

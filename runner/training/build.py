@@ -252,6 +252,9 @@ def sampler(
 
     options, phases = config.sampler, phase_schedule(config)
     common = {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
+    if options.kind is SamplerKind.own:
+        sizes = {name: len(part) for name, part in datasets.items()}
+        return own_sampler(config, dataset, sizes, world.size, world.rank)
     if options.kind is SamplerKind.distributed:
         return DistributedSampler(dataset, **common, shuffle=options.shuffle, drop_last=options.drop_last)
     first = phases.at(0)
@@ -281,6 +284,35 @@ def sampler(
     )
 
 
+def own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replicas: int, rank: int) -> Any:
+    """The sampler that `sampler._target_` names.
+
+    Args:
+        dataset: its first argument.
+        sizes: samples by source name.
+
+    Raises:
+        UserError: it cannot be created, lacks a method, or its order cannot be repeated.
+    """
+    from runner.data.own_sampler import own_sampler as adapted
+
+    options = config.sampler
+    node = {"_target_": options._target_, **options.options}
+    try:
+        names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
+    except ValueError:  # some written in C have none
+        names = set()
+    offered: dict[str, Any] = {"seed": config.seed, "sources": sizes, "weights": source_weights(config)}
+    offered |= {name: getattr(options, name) for name in ("shuffle", "drop_last", "temperature")}
+
+    def make(num_replicas: int, rank: int) -> Any:
+        asked = {**offered, "num_replicas": num_replicas, "rank": rank}
+        return instantiate("sampler", node, dataset, **{name: asked[name] for name in names & asked.keys()})
+
+    knows_ranks = {"num_replicas", "rank"} <= names
+    return adapted(make, knows_ranks, sum(sizes.values()), num_replicas, rank, config.seed)
+
+
 def check_epoch(config: Config, sampler: Any) -> None:
     """Check that an epoch, or a capped order, holds a batch of every rank at all: incomplete ones are dropped.
 
@@ -292,9 +324,10 @@ def check_epoch(config: Config, sampler: Any) -> None:
     except TypeError:  # it does not end
         return
     if samples < config.train.batch_size:
+        remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
         raise UserError(
             f"train.batch_size={config.train.batch_size} is more than the {samples} samples that a rank "
-            "gets before the data end: lower train.batch_size, add data, or raise sampler.max_epochs"
+            f"gets before the data end: lower train.batch_size or add data{remedy}"
         )
 
 

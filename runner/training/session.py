@@ -31,7 +31,13 @@ from runner.system import clock
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
-from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
+from runner.training.consumption import (
+    ElasticConsumption,
+    OwnConsumption,
+    SeededConsumption,
+    TrackedConsumption,
+    UntrackedConsumption,
+)
 from runner.training.evaluation import Evaluation, HeldOut, RankBatches
 from runner.training.exactness import inexact, make_exact
 from runner.training.parallel import wrap
@@ -258,7 +264,8 @@ class _Opening:
         tokens = build.tokens_per_sample(datasets)
         if config.sampler.kind is SamplerKind.elastic:
             return loader, ElasticConsumption(loader, sampler, ledger, tokens)
-        consumption = SeededConsumption(
+        kind = OwnConsumption if config.sampler.kind is SamplerKind.own else SeededConsumption
+        consumption = kind(
             loader,
             sampler,
             ledger,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,6 +60,28 @@ def seed(key: int) -> None:
     random.seed(key)
     np.random.seed(key >> 32)
     torch.default_generator.manual_seed(key & 0xFFFFFFFF)
+
+
+class Generators:
+    """Global generators of a thing's own: those of this process are exchanged for them while it draws."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._state: GlobalState | None = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Until the block ends; the next block continues where it did."""
+        outside = global_state()
+        if self._state is None:
+            seed(self._key)
+        else:
+            put_back(self._state)
+        try:
+            yield
+        finally:
+            self._state = global_state()
+            put_back(outside)
 
 
 def drawn_from(before: GlobalState) -> str:
