@@ -1,6 +1,7 @@
 """`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
 
-Reads one small file of the run (`RunDir.order`), neither data nor model; for the elastic sampler it imports no torch.
+Reads one small file of the run (`RunDir.order`), neither data nor model; for the elastic sampler it imports no torch. With
+a sampler of the user's it runs the class that the frozen config names, in a run directory that may be resumed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.console import PROGRAM, Parser
-from runner.config.frozen import load
 from runner.data.queries import order_queries
 from runner.data.queries.order_record import OrderRecord
 from runner.data.queries.resume_plan import parse_overrides, resume_plan
@@ -96,6 +96,7 @@ def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace)
     if options.step is None and options.sample is None:
         raise UserError(f"{run.path}: with sampler=own only --step and --sample work: the shares are its class's own")
     check_trusted(run)
+    from runner.config.frozen import load
     from runner.training.build import own_sampler
 
     config = load(run.path)
