@@ -1,6 +1,7 @@
 """`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
 
 Reads one small file of the run (`RunDir.order`), neither data nor model; for the elastic sampler it imports no torch.
+With a sampler of the user's it runs the class that the frozen config names, in a run directory that may be resumed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from runner.data.queries.resume_plan import parse_overrides, resume_plan
 from runner.errors import UserError
 from runner.rundir.attempt_log import last_step, status_of
 from runner.rundir.paths import RunDir
-from runner.rundir.trust import reading
+from runner.rundir.trust import check_trusted, reading
 from runner.system.terminal import printable_lines
 
 
@@ -57,6 +60,8 @@ def _parser() -> Parser:
 def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     run = RunDir(options.run)
     record = OrderRecord.read(run.order)
+    if record.kind == "own":
+        record = _with_sampler(run, record, options)
     step = status_of(run).get("step")
     done = max(step if isinstance(step, int) else 0, last_step(run))  # the status may be some steps behind
     if options.step is not None:
@@ -80,6 +85,34 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
         return answer, _difference_text(answer)
     answer = resume_plan(record, done, parse_overrides(record, options.resume_plan))
     return answer, _resume_text(answer)
+
+
+def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace) -> OrderRecord:
+    """The record with the user's sampler, which is run as a resume would run it.
+
+    Raises:
+        UserError: others can write the run directory, or the class cannot answer.
+    """
+    if options.step is None and options.sample is None:
+        raise UserError(f"{run.path}: with sampler=own only --step and --sample work: the shares are its class's own")
+    check_trusted(run)
+    from runner.config.frozen import load
+    from runner.training.build import own_sampler
+
+    config = load(run.path)
+
+    def make(num_replicas: int, rank: int) -> Any:
+        try:
+            return own_sampler(config, range(sum(record.sizes.values())), record.sizes, num_replicas, rank)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"sampler._target_={config.sampler.target} cannot be inspected without the data "
+                f"({type(error).__name__}: {error}): one that only asks for len(dataset) can be"
+            ) from error
+
+    return replace(record, make=cache(make))
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> str:

@@ -88,7 +88,7 @@ def _siblings(key: str, config: DictConfig | None) -> list[str]:
     parent = key.rpartition(".")[0]
     hint = _type_of(parent) if parent else Config
     if isinstance(hint, type) and is_dataclass(hint):
-        return [field.name for field in fields(hint)]
+        return [each.name for each in fields(hint)]
     node = OmegaConf.select(config, parent) if config is not None else None
     return [str(name) for name in node if name != key.rpartition(".")[2]] if isinstance(node, DictConfig) else []
 

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from runner.config.optimizers import is_finite, optimizer_errors
+from runner.config.own_target import Replaceable, option_errors
 from runner.config.schedule import (
     MAX_COUNT,
     Phase,
@@ -30,6 +31,7 @@ class SamplerKind(Enum):
     distributed = "distributed"
     mixture = "mixture"
     elastic = "elastic"
+    own = "own"
 
 
 class Precision(Enum):
@@ -116,6 +118,7 @@ class DataConfig:
     sources: dict[str, Any] = field(default_factory=dict)
     eval_sources: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
+    collate: dict[str, Any] = field(default_factory=dict)
     sequence_length: int = 128
     vocab_size: int = 256
     cache_dir: str | None = None
@@ -125,7 +128,7 @@ class DataConfig:
 
 
 @dataclass
-class SamplerConfig:
+class SamplerConfig(Replaceable):
     kind: SamplerKind = SamplerKind.distributed
     temperature: float = 1.0
     weights: dict[str, float] = field(default_factory=dict)
@@ -377,6 +380,10 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
                 yield f"{group}.{name} has no _target_: name the class of the dataset"
     if config.data.loader and not config.data.loader.get("_target_"):
         yield "data.loader has no _target_: name the class of your loader"
+    if config.data.collate and not config.data.collate.get("_target_"):
+        yield "data.collate has no _target_: name a function or class that makes a batch from a list of samples"
+    if config.data.collate and config.data.loader:
+        yield "data.collate is unused with data.loader, which makes its own batches: remove one of them"
     for group, what, nodes in (("logger", "logger", config.logger), ("callbacks", "callback", config.callbacks)):
         for name, node in nodes.items():
             if node is not None and not (isinstance(node, dict) and node.get("_target_")):
@@ -406,20 +413,26 @@ def _eval_set_errors(config: Config) -> Iterator[str]:
 def _sampler_errors(config: Config) -> Iterator[str]:
     """Sources, weights, and phases that the sampler cannot follow."""
     sources, options = list(config.data.sources), config.sampler
+    yield from option_errors("sampler", options)
+    if options.kind is SamplerKind.own and not options.target:
+        yield "sampler._target_ is missing: name the class of your sampler, or choose sampler=elastic"
+    if options.kind is not SamplerKind.own and options.target:
+        yield f"sampler._target_={options.target} is unused by sampler.kind={options.kind.value}: choose sampler=own"
     yield from weight_errors("sampler.weights", options.weights, sources)
     yield from weight_errors("sampler.max_epochs", options.max_epochs, sources)
     if sources and not any(options.weights.get(name, 1.0) for name in sources):
         yield "sampler.weights are all 0: at least one source needs a weight above 0"
-    if options.kind is SamplerKind.distributed:
-        if len(sources) > 1:
-            yield (
-                f"sampler.kind=distributed samples one source and data.sources names {len(sources)} "
-                f"({', '.join(sources)}): choose sampler=mixture or sampler=elastic, or keep one source "
-                "(data=own has only those that you add)"
-            )
+    if options.kind is SamplerKind.distributed and len(sources) > 1:
+        yield (
+            f"sampler.kind=distributed samples one source and data.sources names {len(sources)} "
+            f"({', '.join(sources)}): choose sampler=mixture or sampler=elastic, or keep one source "
+            "(data=own has only those that you add)"
+        )
+    if options.kind in (SamplerKind.distributed, SamplerKind.own):
         for name, phase in config.phases.items():
             if phase.weights or phase.temperature is not None:
-                yield f"phases.{name} sets weights, unused by sampler=distributed: choose sampler=mixture or elastic"
+                kind = options.kind.value
+                yield f"phases.{name} sets weights, unused by sampler={kind}: choose sampler=mixture or elastic"
     if options.kind is not SamplerKind.elastic:
         for key in ("exclude", "max_epochs"):
             if getattr(options, key):

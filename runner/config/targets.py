@@ -105,12 +105,14 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
     every_target = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
     allowed = {"_execution_whitelist_": every_target} if every_target else {}
     try:
-        return utils.instantiate({"_target_": target, "_partial_": True}, **allowed)  # type: ignore[no-any-return]
+        found = utils.instantiate({"_target_": target, "_partial_": True}, **allowed)
     except InstantiationException as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise UserError(f"{key}._target_={target} cannot be used: {' '.join(str(cause).split())}") from error
+    # Hydra's own partial looks itself up again at every call, and cannot be sent to a worker process by every method.
+    return found.func if isinstance(found, partial) else found
 
 
 def target_errors(plain: dict[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ OPEN = (
     "sampler.max_epochs",
     "phases",
     "data.loader",
+    "data.collate",
     "train.loss",
     "eval.metrics",
     "eval.sets",

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from runner.data.loading.fetch import is_stateful
+from runner.data.loading.global_draws import draws_nothing
 from runner.errors import UserError
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -265,19 +266,26 @@ class MixtureDataset(Dataset[Any]):
     Args:
         datasets: map-style datasets.
         names: a unique name for each; weights and phases refer to sources by name.
+        tagged: False: samples are what their sources return. A `StatefulDataLoader` adds `dataset_idx` to a batch of
+            them that is a dict.
+        gathers: False: sources that are collated are fetched sample by sample, too.
 
     Attributes:
         cumulative_sizes: [0, n_0, n_0 + n_1, ...].
         collated: whether `__getitems__` returns finished batches.
+        marks_batches: the loader is to call `mark`.
 
     Raises:
         DataError: no sources, a different number of names, a duplicate name, or a source that is empty or has no
             length.
     """
 
-    def __init__(self, datasets: Sequence[Any], names: Sequence[str]) -> None:
+    def __init__(
+        self, datasets: Sequence[Any], names: Sequence[str], *, tagged: bool = True, gathers: bool = True
+    ) -> None:
         self.datasets = list(datasets)
         self.names = list(names)
+        self.tagged = tagged
         if not self.datasets:
             raise DataError("At least one source is needed: the mixture has none")
         if len(self.datasets) != len(self.names):
@@ -296,8 +304,10 @@ class MixtureDataset(Dataset[Any]):
         self._sequence_length = lengths.pop() if len(lengths) == 1 else None
         kinds = {d.dtype for d in self.datasets} if self._sequence_length is not None else set()
         self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
-        self.collated = all(getattr(dataset, "collated", False) for dataset in self.datasets)
+        self.collated = gathers and all(getattr(dataset, "collated", False) for dataset in self.datasets)
+        self.marks_batches = not (tagged or self.collated) and len(self.names) > 1
         self.prefetch = "thread" if all(getattr(d, "prefetch", None) == "thread" for d in self.datasets) else None
+        self.draws_nothing = all(map(draws_nothing, self.datasets))
         self.has_state = any(map(is_stateful, self.datasets))
 
     def __len__(self) -> int:
@@ -318,9 +328,17 @@ class MixtureDataset(Dataset[Any]):
             sample = self.datasets[source][index - self.cumulative_sizes[source]]
         except DataError as error:
             raise self._named(source, error) from error
+        if not self.tagged:
+            return sample
         if isinstance(sample, dict):
             return {**sample, "dataset_idx": source}
         return sample, source
+
+    def mark(self, batch: Any, indices: Sequence[int]) -> Any:
+        """`batch`, with `dataset_idx` (int64 of shape (B,)) if it is a dict."""
+        if isinstance(batch, dict):
+            batch["dataset_idx"] = torch.from_numpy(self.locate(np.asarray(indices, dtype=np.int64)))
+        return batch
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int] | npt.NDArray[np.int64]], Batch]:
@@ -376,7 +394,8 @@ class MixtureDataset(Dataset[Any]):
             if layout(part) != layout(batch):
                 raise DataError(
                     f"source {self.names[source]!r} gives {layout(part)}, source {self.names[int(sources.min())]!r} "
-                    f"{layout(batch)}: all sources of a mixture must agree"
+                    f"{layout(batch)}: all sources of a mixture must agree, "
+                    "unless data.collate._target_ pads their samples"
                 )
             for key, value in part.items():
                 batch[key][torch.from_numpy(rows)] = value

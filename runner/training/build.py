@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.utils.data import IterableDataset
 
 from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
 from runner.config.schedule import PhaseSchedule
-from runner.config.schema import Config, EvalSetConfig, Precision, SamplerKind, source_weights
-from runner.config.targets import instantiate
-from runner.data.datasets import MixtureDataset, collate
+from runner.config.schema import Config, Precision, SamplerKind, source_weights
+from runner.config.targets import bind, instantiate, named
+from runner.data.datasets import MixtureDataset
+from runner.data.loading.fetch import is_collated
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import parsed
 from runner.data.order.segments import Segment
@@ -27,7 +29,6 @@ from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training import parameters
 from runner.training.average import Average
-from runner.training.evaluation import EvaluationSet, HeldOut, MapSource, RankBatches, StreamBatches, StreamSource
 from runner.training.optimizers import Optimizers
 from runner.training.schedulers import make_scheduler
 
@@ -96,59 +97,51 @@ def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
     return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
 
 
-def join(datasets: dict[str, Any], mixed: bool) -> Any:
-    """One dataset of all of them; a single one is returned as it is unless its samples must carry `dataset_idx`."""
-    if len(datasets) == 1 and not mixed:
-        return next(iter(datasets.values()))
-    return MixtureDataset(list(datasets.values()), list(datasets))
+def join(datasets: dict[str, Any], collate: Callable[[Any], Any] | None = None) -> Any:
+    """One dataset of all of them, whose samples are what the datasets return; a single one is returned as it is.
+
+    Args:
+        collate: that of `data.collate`: a list of samples, not a finished batch, is what it takes.
+    """
+    whole = next(iter(datasets.values()))
+    if len(datasets) == 1 and (collate is None or not is_collated(whole)):
+        return whole
+    return MixtureDataset(list(datasets.values()), list(datasets), tagged=False, gathers=collate is None)
 
 
-def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
-    """The sets of `eval.sets` and, if `eval.every_steps` is not 0, the one of all held-out sources.
+def collate(config: Config) -> Callable[[Any], Any] | None:
+    """What makes a batch from a list of samples: a function, or an instance of a class; None: torch's default.
 
     Raises:
-        UserError: a source cannot be read, or none of a set has samples.
+        UserError: it cannot be called with a list of samples.
     """
-    options = config.eval
-    wanted = {"": EvalSetConfig(), **options.sets}
-    cadences = {
-        name: config.evaluation_interval if one.every_steps is None else one.every_steps for name, one in wanted.items()
-    }
-    if not config.data.eval_sources or not any(cadences.values()):
-        return []
-    datasets = sources(config, "eval_sources", streams=True)
-    mapped = {name: dataset for name, dataset in datasets.items() if not isinstance(dataset, IterableDataset)}
-    joined: Any = join(mapped, mixed=len(mapped) > 1) if any(map(len, mapped.values())) else None
-    starts = dict(zip(mapped, accumulate(map(len, mapped.values()), initial=0), strict=False))
+    node = config.data.collate
+    if not node:
+        return None
+    made: Any = bind("data.collate", node)
+    if inspect.isclass(named("data.collate", node)):
+        made = instantiate("data.collate", node)
+        if not callable(made):
+            raise UserError(f"data.collate._target_={node['_target_']}: its instances need a method __call__(samples)")
+        made = partial(made)
+    check_call(made, "data.collate", node, "collate(samples)", None)
+    return made  # type: ignore[no-any-return]
 
-    def source(name: str, batch_size: int, limit: int) -> MapSource | StreamSource | None:
-        dataset = datasets[name]
-        if isinstance(dataset, IterableDataset):
-            return StreamSource(StreamBatches(dataset, batch_size), limit)
-        if not len(dataset):
-            return None
-        held_out = HeldOut(len(dataset), batch_size, limit, starts[name])
-        loader: Any = torch.utils.data.DataLoader(
-            joined,
-            batch_sampler=RankBatches(held_out, world),
-            collate_fn=collate,
-            generator=torch.Generator(),  # its own: the global one belongs to training
-        )
-        return MapSource(held_out, loader)
 
-    found = []
-    for name, one in wanted.items():
-        batch_size = one.batch_size or options.batch_size or config.train.batch_size
-        parts = {part: source(part, batch_size, one.batches or options.batches) for part in one.sources or datasets}
-        held_out = {part: each for part, each in parts.items() if each is not None}
-        if not held_out:
-            raise UserError(
-                f"data.eval_sources ({', '.join(parts)}) has 0 samples: an evaluation needs 1 or more; give it more "
-                "data, or set eval.every_steps=0"
-            )
-        if cadences[name]:
-            found.append(EvaluationSet(name, held_out, cadences[name]))
-    return found
+def check_call(made: partial[Any], key: str, node: dict[str, Any], call: str, *arguments: Any) -> None:
+    """Check that `made`, which `node` describes, can be called with these arguments.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        signature = inspect.signature(made.func)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*made.args, *arguments, **made.keywords)
+    except TypeError as error:
+        raise UserError(f"{key} ({node['_target_']}) cannot be called as {call} with its options: {error}") from None
 
 
 def phase_schedule(config: Config) -> PhaseSchedule:
@@ -287,6 +280,9 @@ def sampler(
 
     options, phases = config.sampler, phase_schedule(config)
     common = {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
+    if options.kind is SamplerKind.own:
+        sizes = {name: len(part) for name, part in datasets.items()}
+        return own_sampler(config, dataset, sizes, world.size, world.rank)
     if options.kind is SamplerKind.distributed:
         return DistributedSampler(dataset, **common, shuffle=options.shuffle, drop_last=options.drop_last)
     first = phases.at(0)
@@ -316,6 +312,35 @@ def sampler(
     )
 
 
+def own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replicas: int, rank: int) -> Any:
+    """The sampler that `sampler._target_` names.
+
+    Args:
+        dataset: its first argument.
+        sizes: samples by source name.
+
+    Raises:
+        UserError: it cannot be created, lacks a method, or its order cannot be repeated.
+    """
+    from runner.data.own_sampler import own_sampler as adapted
+
+    options = config.sampler
+    node = {"_target_": options._target_, **options.options}
+    try:
+        names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
+    except ValueError:  # some written in C have none
+        names = set()
+    offered: dict[str, Any] = {"seed": config.seed, "sources": sizes, "weights": source_weights(config)}
+    offered |= {name: getattr(options, name) for name in ("shuffle", "drop_last", "temperature")}
+
+    def make(num_replicas: int, rank: int) -> Any:
+        asked = {**offered, "num_replicas": num_replicas, "rank": rank}
+        return instantiate("sampler", node, dataset, **{name: asked[name] for name in names & asked.keys()})
+
+    knows_ranks = {"num_replicas", "rank"} <= names
+    return adapted(make, knows_ranks, sum(sizes.values()), num_replicas, rank, config.seed)
+
+
 def check_epoch(config: Config, sampler: Any) -> None:
     """Check that an epoch, or a capped order, holds a batch of every rank at all: incomplete ones are dropped.
 
@@ -327,9 +352,10 @@ def check_epoch(config: Config, sampler: Any) -> None:
     except TypeError:  # it does not end
         return
     if samples < config.train.batch_size:
+        remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
         raise UserError(
             f"train.batch_size={config.train.batch_size} is more than the {samples} samples that a rank "
-            "gets before the data end: lower train.batch_size, add data, or raise sampler.max_epochs"
+            f"gets before the data end: lower train.batch_size or add data{remedy}"
         )
 
 

@@ -1,8 +1,9 @@
 """The data order as the training loop sees it: batches with their records, phases, and the ledger of what was consumed.
 
-Three kinds. `SeededConsumption` drives the two seeded samplers: a phase that changes weights ends the epoch, because
+Four kinds. `SeededConsumption` drives the two seeded samplers: a phase that changes weights ends the epoch, because
 their index lists are drawn for a whole epoch. `ElasticConsumption` has nothing to do at a phase: its segments are
-positions, known in advance. `UntrackedConsumption` is for a user's own loader, which keeps its order to itself.
+positions, known in advance. `OwnConsumption` counts the samples of a user's sampler. `UntrackedConsumption` is for a
+user's own loader, which keeps its order to itself.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class UntrackedConsumption:
     def consume(self, record: BatchRecord | None) -> None:
         pass
 
-    def sources(self, record: BatchRecord | None) -> None:
-        """Unknown."""
+    def sources(self, record: BatchRecord | None) -> np.ndarray | None:
+        return None
 
     def control(self) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
@@ -68,7 +69,7 @@ class TrackedConsumption:
 
     @property
     def names(self) -> list[str]:
-        """The sources, in the order of `dataset_idx`."""
+        """The sources, in the order of their numbers."""
         return self.ledger.names
 
     def enter_step(self, step: int) -> bool:
@@ -87,7 +88,7 @@ class TrackedConsumption:
         self.ledger.consume(record.indices, self.positions(record))
 
     def sources(self, record: BatchRecord | None) -> np.ndarray | None:
-        """The number of the source of each sample of a batch, int64 (B,)."""
+        """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
         if record is None or record.indices is None:
             return None
         return np.searchsorted(np.cumsum(self.ledger.sizes), record.indices, side="right")
@@ -209,3 +210,18 @@ class SeededConsumption(TrackedConsumption):
             return names[source], indices - (ends - sizes)[source]
 
         self.ledger.verify(locate, since=self._epoch_start)
+
+
+@dataclass
+class OwnConsumption(SeededConsumption):
+    """A user's sampler, whose samples are counted, unless its state is a position in the run."""
+
+    def positions(self, record: BatchRecord) -> np.ndarray:
+        by_position = hasattr(self.sampler, "state_dict_at") and record.positions is not None
+        return record.positions if by_position else super().positions(record)  # type: ignore[return-value]
+
+    def verify(self, state: dict[str, Any]) -> None:
+        """Only where the sampler can look up the order of an epoch."""
+        if hasattr(self.sampler, "indices_at"):
+            super().verify(state)
+        self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]

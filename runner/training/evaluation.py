@@ -6,147 +6,19 @@ the same samples of one source, one rank computes it whole, and results are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
 
 from runner.checkpoint import get_rng_state, set_rng_state
-from runner.data.datasets import collate
-from runner.data.loading.protocols import Acting
 from runner.errors import UserError
-from runner.system.distributed import World
 from runner.training.eval_metrics import EvaluationMetric
+from runner.training.held_out import EvaluationSet
 from runner.training.step import Forward
 from runner.training.tasks import FOR_METRICS, Batch, per_sample
-
-Turn = tuple[int | None, Batch]
-"""The number of a batch within its source, None where it is computed for the sake of the other ranks; and the batch."""
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Which samples of a source an evaluation takes, and which rank computes them.
-
-    Attributes:
-        samples: the size of the source, 1 or more.
-        batch_size: samples per batch; the last batch may have fewer.
-        limit: batches at most.
-        first: where the source begins in the dataset that holds all of them.
-    """
-
-    samples: int
-    batch_size: int
-    limit: int
-    first: int = 0
-
-    @property
-    def batches(self) -> int:
-        return min(-(-self.samples // self.batch_size), self.limit)
-
-    def indices(self, batch: int) -> list[int]:
-        """The samples of a batch."""
-        start = batch * self.batch_size
-        return [self.first + index for index in range(start, min(start + self.batch_size, self.samples))]
-
-    def turns(self, world: World) -> range:
-        """The numbers of the batches that this rank passes through the model, one in each turn, as many on every rank.
-
-        FSDP's ranks need each other in every forward pass. A rank whose number in the last turn is `batches` or more
-        repeats one of the first batches, and the result does not count.
-        """
-        return range(world.rank, -(-self.batches // world.size) * world.size, world.size)
-
-
-@dataclass(frozen=True)
-class RankBatches:
-    """The samples of this rank's turns, for a DataLoader."""
-
-    held_out: HeldOut
-    world: World
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self.held_out.indices(turn % self.held_out.batches) for turn in self.held_out.turns(self.world))
-
-
-@dataclass(frozen=True)
-class MapSource:
-    """A held-out source with a length. `loader` gives the batches of `held_out.turns`, iterated anew each time."""
-
-    held_out: HeldOut
-    loader: Iterable[Batch]
-
-    def turns(self, world: World) -> Iterator[Turn]:
-        for number, batch in zip(self.held_out.turns(world), self.loader, strict=True):
-            yield (number if number < self.held_out.batches else None), batch
-
-
-@dataclass(frozen=True)
-class StreamSource:
-    """A held-out stream: every rank reads all of it and computes its part. `batches` is iterated anew each time."""
-
-    batches: Iterable[Batch]
-    limit: int
-
-    def turns(self, world: World) -> Iterator[Turn]:
-        batches = islice(iter(self.batches), self.limit)
-        first = 0
-        while group := list(islice(batches, world.size)):
-            mine = first + world.rank if world.rank < len(group) else None
-            yield mine, group[world.rank if mine is not None else 0]
-            first += len(group)
-
-
-@dataclass(frozen=True)
-class StreamBatches:
-    """An iterable dataset in batches, read as one shard from its start at each iteration.
-
-    Raises:
-        UserError: the dataset is its own iterator, which cannot start again.
-    """
-
-    dataset: Any
-    batch_size: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        with Acting((0, 1), 0):
-            items = iter(self.dataset)
-        if items is self.dataset:
-            raise UserError(
-                f"{type(self.dataset).__name__} in data.eval_sources is its own iterator, but each evaluation starts "
-                "again: write __iter__ as a generator, or return a new iterator"
-            )
-        while True:
-            with Acting((0, 1), 0):
-                samples = list(islice(items, self.batch_size))
-            if not samples:
-                return
-            yield collate(samples)
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Sources that are evaluated together, and each by itself, every `every_steps` steps.
-
-    Attributes:
-        name: of the set; empty for the one of all sources.
-        sources: by name.
-    """
-
-    name: str
-    sources: dict[str, MapSource | StreamSource]
-    every_steps: int
-
-    def due(self, step: int) -> bool:
-        """Whether to evaluate after `step` complete steps."""
-        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
-
-    @property
-    def prefix(self) -> str:
-        return f"eval_{self.name}_" if self.name else "eval_"
 
 
 @dataclass

@@ -32,11 +32,18 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
 from runner.training.callbacks import Callbacks
-from runner.training.consumption import ElasticConsumption, SeededConsumption, TrackedConsumption, UntrackedConsumption
+from runner.training.consumption import (
+    ElasticConsumption,
+    OwnConsumption,
+    SeededConsumption,
+    TrackedConsumption,
+    UntrackedConsumption,
+)
 from runner.training.counting import stated_tokens
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
+from runner.training.held_out import evaluation_sets
 from runner.training.length import with_steps
 from runner.training.parallel import wrap
 from runner.training.peers import peer_errors
@@ -294,7 +301,8 @@ class _Opening:
         if config.data.loader:
             loader = instantiate("data.loader", config.data.loader)
             return loader, UntrackedConsumption(loader)
-        dataset = build.join(datasets, mixed=len(datasets) > 1)
+        collate = build.collate(config)
+        dataset = build.join(datasets, collate)
         # The same plan at other positions: only the batch shape changed.
         same_plan = saved is not None and saved.data_plan == run_state.data_plan
         allow = config.run.allow_data_change or same_plan
@@ -302,12 +310,15 @@ class _Opening:
         pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
         options = replace(config.data, pin_memory=pin)
         build.check_epoch(config, sampler)
-        loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, config=options)
+        loader = StatefulDataLoader(
+            dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options
+        )
         ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
         tokens = build.tokens_per_sample(datasets)
         if config.sampler.kind is SamplerKind.elastic:
             return loader, ElasticConsumption(loader, sampler, ledger, tokens)
-        consumption = SeededConsumption(
+        kind = OwnConsumption if config.sampler.kind is SamplerKind.own else SeededConsumption
+        consumption = kind(
             loader,
             sampler,
             ledger,
@@ -321,7 +332,7 @@ class _Opening:
 
     def _evaluation(self, forward: Forward) -> Evaluation | None:
         """The evaluations of held-out data, if any are configured."""
-        sets = build.evaluation_sets(self.config, self.world)
+        sets = evaluation_sets(self.config, self.world)
         return Evaluation(forward, sets, build_metrics(self.config, forward.device)) if sets else None
 
     def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import random
 import re
 import signal
 import subprocess
@@ -48,7 +47,7 @@ from runner.data import (
     sample_rng,
     shard,
 )
-from runner.data.loading import global_draws, worker_exit
+from runner.data.loading import worker_exit
 from runner.data.loading.protocols import LoaderError, LoaderStateError
 from runner.data.loading.randomness import NoSampleError
 from runner.data.loading.worker_exit import Shutdown, end_all
@@ -804,60 +803,3 @@ def test_a_worker_exits_if_its_parent_was_killed_before_it_looked(monkeypatch: p
     monkeypatch.setattr("runner.data.loading.workers.os._exit", exit_)
     with pytest.raises(SystemExit):
         WorkerInit(None)(0)
-
-
-class Drawing(Squares):
-    """Draws from the global generators in every fourth sample."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 4:
-            return index, 0.0, 0.0, 0.0
-        return index, float(torch.rand(())), float(np.random.rand()), random.random()
-
-
-class DrawingBatches(Drawing):
-    def __getitems__(self, indices: Any) -> Any:
-        return [self[index] for index in indices]
-
-
-class DrawingStream(IterableDataset[float]):
-    def __iter__(self) -> Any:
-        return (float(torch.rand(())) for _ in range(9))
-
-
-def drawing(data: Any, workers: int, batch_size: int = 3, state: Any = None) -> Any:
-    config = types.SimpleNamespace(num_workers=workers)
-    loader = StatefulDataLoader(data, batch_size, config=config, drop_last=False, collate_fn=identity)
-    if state is not None:
-        loader.load_state_dict(state)
-    return loader
-
-
-def test_draws_from_the_global_generators_in_workers_depend_on_the_sample_alone() -> None:
-    torch.manual_seed(0)
-    whole = drawing(Drawing(36), 1)
-    first = list(islice(iter(whole), 5))
-    state = whole.state_dict()
-    rest = list(drawing(Drawing(36), 2, batch_size=4, state=state))
-    torch.manual_seed(0)
-    again = list(drawing(Drawing(36), 2, batch_size=5))
-    samples = [sample for batch in first + rest for sample in batch]
-    assert samples == [sample for batch in again for sample in batch]
-    assert len({draws for _, *each in samples for draws in each if draws}) == 27
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("data", [DrawingBatches(9), DrawingStream()], ids=["batches", "stream"])
-def test_draws_that_depend_on_more_than_the_sample_are_named_at_the_first_batch(
-    data: Any, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(global_draws, "_warned", set())
-    iterator = iter(drawing(data, workers, batch_size=9))
-    next(iterator)
-    assert [record.name for record in caplog.records] == ["runner.data.loading.global_draws"]
-    assert f"{type(data).__name__} draws from the global generator of " in caplog.text
-    assert "torch: its samples will differ" in caplog.text
-    assert ("or the run is resumed" in caplog.text) == bool(workers)
-    caplog.clear()
-    next(iter(drawing(Squares(9), workers)))
-    assert not caplog.records

@@ -91,9 +91,14 @@ class Run:
             text=True,
             cwd=ROOT,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **self.env},
+            env={**self.environment(), **self.env},
         )
         return self.process
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """That of an attempt, which finds the modules of tests/support."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
 
     def wait(self, timeout: float = PATIENCE_S) -> tuple[int, str]:
         """Exit status and output of the attempt, once it has ended."""

@@ -19,9 +19,9 @@ from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training import build
 from runner.training.eval_metrics import build_metrics
-from runner.training.evaluation import Evaluation, HeldOut, RankBatches, StreamSource
+from runner.training.evaluation import Evaluation
+from runner.training.held_out import HeldOut, RankBatches, StreamSource, evaluation_sets
 from runner.training.parallel import wrap
 from runner.training.step import Forward
 from runner.training.tasks import Task
@@ -87,7 +87,7 @@ def evaluation(config: Config, world: World, strategy: str = "ddp") -> Evaluatio
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(2, 32), nn.Dropout(), nn.Linear(32, 1)), strategy, world, CPU)
     forward = Forward(world, CPU, model, Task("task", compute, compute), nullcontext)
-    return Evaluation(forward, build.evaluation_sets(config, world), build_metrics(config, CPU))
+    return Evaluation(forward, evaluation_sets(config, world), build_metrics(config, CPU))
 
 
 def results(config: Config, world: World | None = None, strategy: str = "ddp") -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_arguments_can_be_renamed() -> None:
 
 def test_held_out_data_that_cannot_be_evaluated_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.eval_sources \(a\) has 0 samples: .*eval.every_steps=0"):
-        build.evaluation_sets(configured({"a": 0}, 0), World())
+        evaluation_sets(configured({"a": 0}, 0), World())
     with pytest.raises(UserError, match=r"stream.*gave no samples"):
         results(
             compose(

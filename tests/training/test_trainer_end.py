@@ -13,7 +13,8 @@ from runner.checkpoint.cadence import Cadence
 from runner.errors import TrainingError
 from runner.system.distributed import World
 from runner.training.consumption import UntrackedConsumption
-from runner.training.evaluation import Evaluation, EvaluationSet, HeldOut, MapSource
+from runner.training.evaluation import Evaluation
+from runner.training.held_out import EvaluationSet, HeldOut, MapSource
 from runner.training.optimizers import Optimizers
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep

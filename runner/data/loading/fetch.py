@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import GeneratorType
@@ -18,11 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Subset, get_worker_info
 
+from runner.data.loading import global_draws
+from runner.data.loading.collation import CollationError, disagreement
 from runner.data.loading.randomness import Keys, current
 
 Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
+_OF_COLLATE = 0x9E3779B97F4A7C15  # what a batch is collated with is not what its first sample was drawn with
 
 
 def items(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -49,6 +52,13 @@ def is_collated(dataset: object) -> bool:
     return bool(getattr(dataset, "collated", False)) and callable(getattr(dataset, "__getitems__", None))
 
 
+def has_getitems(dataset: Any) -> bool:
+    """Whether the dataset's `__getitems__` is one of its own: torch's Subset has one that may only loop."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 def to_tensors(batch: Any) -> Any:
     """The batch with its numpy arrays replaced by tensors that share their memory."""
     if type(batch) is dict:
@@ -73,7 +83,12 @@ class MapFetcher:
         collate_fn: as in torch's DataLoader.
         batched: the sampler's items are batches of indices (torch's automatic batching).
         own_collate: `collate_fn` is the user's; it is then also applied to the batches of a collated dataset.
-        watched: draws of the dataset from the global generators are looked for; see `global_draws`.
+        seeded: draws from the global generators depend on the samples alone, as far as that can be; see
+            `global_draws`.
+
+    Attributes:
+        watches: look at the next batch for draws that do not.
+        draws: the generators of such draws, once they were found, and `consequence` what they mean.
     """
 
     def __init__(
@@ -82,74 +97,131 @@ class MapFetcher:
         collate_fn: Callable[[Any], Any],
         batched: bool,
         own_collate: bool,
-        watched: bool = False,
+        seeded: bool = False,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.batched = batched
         self.collated = batched and is_collated(dataset)
-        self._has_getitems = batched and callable(getattr(dataset, "__getitems__", None))
         self._direct = self.collated and not own_collate
-        self.watched = watched and (self.collated or not is_stateful(dataset))  # a state may hold the generators
-        self._before_sample: Callable[[], None] | None = None
+        self._own_collate = own_collate
+        self._marks = batched and bool(getattr(dataset, "marks_batches", False))
+        self._seeds_samples = seeded and not global_draws.draws_nothing(dataset)
+        self._seeds_collate = seeded and own_collate and not global_draws.draws_nothing(collate_fn)
+        self._samples: Callable[[Any], Any] = self._single
+        if batched:
+            self._samples = self._at_once if has_getitems(dataset) else self._one_by_one
+        self.watches = seeded and (not self._seeds_samples or self._samples == self._at_once)
+        # A list can be fetched again, sample by sample, if a draw is found; a state would have moved on.
+        if self._samples == self._at_once and self._seeds_samples and not (self.collated or is_stateful(dataset)):
+            self._samples, self.watches = self._as_list, False
+        self.draws = ""
+        self.consequence = global_draws.OF_A_BATCH if self._seeds_samples else global_draws.UNANNOUNCED
 
-    @property
-    def one_by_one(self) -> bool:
-        """Whether the dataset's samples are fetched by `__getitem__`."""
-        return not self._has_getitems
-
-    def fetch(
-        self,
-        indices: Indices,
-        keys: Keys | Callable[[], Keys],
-        before_sample: Callable[[], None] | None = None,
-    ) -> Any:
+    def fetch(self, indices: Indices, keys: Keys | Callable[[], Keys]) -> Any:
         """The batch of these indices.
 
         Args:
             keys: one key per sample for `sample_rng`, or a function that returns them.
-            before_sample: called before each sample that is fetched by `__getitem__`.
 
         Raises:
             Exception: whatever the dataset raises; the sample, its source and the process are added to the message.
             RuntimeError: the dataset raised StopIteration, which would be taken for the end of the epoch.
         """
         current.keys, current.at = keys, 0
-        self._before_sample = before_sample
+        outside = global_draws.global_state() if self._seeds_samples or self._seeds_collate else None
         try:
-            return self._getitems(indices) if self._direct else self._fetch_and_collate(indices)
+            return self._fetch_and_collate(indices)
         finally:
             current.keys = None
+            if outside is not None:
+                global_draws.put_back(outside)
 
     def _fetch_and_collate(self, indices: Indices) -> Any:
         if isinstance(indices, np.ndarray) and not self.collated:
             indices = indices.tolist()
-        if not self.batched:
-            return collate(self.collate_fn, self._getitem(indices))
-        if self._has_getitems:
-            return collate(self.collate_fn, self._getitems(indices))
-        samples: list[Any] = []
-        keep, dataset, before_sample = samples.append, self.dataset, self._before_sample
-        index: Any = None
+        if self.watches:
+            self.watches = False
+            samples, self.draws = global_draws.watched(partial(self._samples, indices))
+        else:
+            samples = self._samples(indices)
+        if self._direct:
+            return samples
+        if self._seeds_collate:
+            global_draws.seed(self._keys()[0] ^ _OF_COLLATE)
+        return self._collate(samples, indices)
+
+    def _collate(self, samples: Any, indices: Indices) -> Any:
+        """The batch of these samples; a mixture adds which sources they are of."""
+        listed = indices if self.batched else [indices]
         try:
-            for index in indices:
-                if before_sample is not None:
-                    before_sample()
-                keep(dataset[index])
+            batch = collate(self.collate_fn, samples)
+        except Exception as error:
+            if self.batched and not self._own_collate and isinstance(samples, (list, tuple)):
+                names = [locate(self.dataset, index) for index in listed]
+                if line := disagreement(samples, names):
+                    raise CollationError(line) from error
+            explain(error, self.dataset, listed, indices, "collating")
+            raise
+        return self.dataset.mark(batch, indices) if self._marks else batch
+
+    def _keys(self) -> list[int]:
+        """The keys of the batch's samples."""
+        if callable(current.keys):
+            current.keys = current.keys()
+        return current.keys.tolist()  # type: ignore[union-attr, no-any-return]
+
+    def _single(self, index: Any) -> Any:
+        return self._each([index], index, self.dataset.__getitem__)[0]
+
+    def _one_by_one(self, indices: Indices) -> list[Any]:
+        return self._each(indices, indices, self.dataset.__getitem__)
+
+    def _each(self, wanted: Iterable[Any], indices: Indices, get: Callable[[Any], Any]) -> list[Any]:
+        """`get` of each of the `wanted`, seeded for each; `indices` are those of the batch."""
+        keys = self._keys() if self._seeds_samples else None
+        samples: list[Any] = []
+        keep, index = samples.append, None
+        try:
+            for index in wanted:
+                if keys is not None:
+                    global_draws.seed(keys[current.at])
+                keep(get(index))
                 current.at += 1
         except Exception as error:
-            explain(error, dataset, [index], indices)
+            explain(error, self.dataset, [index], indices)
             raise
-        return collate(self.collate_fn, samples)
+        return samples
 
-    def _getitem(self, index: Any) -> Any:
+    def _at_once(self, indices: Indices) -> Any:
+        """What `__getitems__` returns; its draws depend on the first sample, and on how many there are."""
+        if self._seeds_samples and len(indices):
+            global_draws.seed(self._keys()[0])
+        return self._getitems(indices)
+
+    def _as_list(self, indices: Indices) -> Any:
+        """What `__getitems__` returns, until it draws: then it is asked for one sample at a time."""
+        outside = global_draws.global_state()
+        samples = self._getitems(indices)
+        draws = global_draws.drawn_from(outside)
+        if not draws:
+            return samples
+        if isinstance(samples, (list, tuple)) and len(samples) == len(indices):
+            self._samples = self._list_one_by_one
+        else:  # a finished batch, although the dataset does not say so
+            self._samples, self.draws = self._at_once, draws
+        return self._samples(indices)
+
+    def _list_one_by_one(self, indices: Indices) -> list[Any]:
+        return self._each(indices, indices, self._list_of_one)
+
+    def _list_of_one(self, index: Any) -> Any:
+        keys, at = current.keys, current.at
+        current.keys, current.at = keys[at : at + 1], 0  # type: ignore[index]
         try:
-            if self._before_sample is not None:
-                self._before_sample()
-            return self.dataset[index]
-        except Exception as error:
-            explain(error, self.dataset, [index], index)
-            raise
+            return self.dataset.__getitems__([index])[0]
+        finally:
+            current.keys, current.at = keys, at
 
     def _getitems(self, indices: Indices) -> Any:
         try:
@@ -206,7 +278,7 @@ def stopped(who: str) -> RuntimeError:
     return RuntimeError(f"{who} raised StopIteration, which only the end of an iterator may: raise another error")
 
 
-def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices) -> None:
+def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, doing: str = "loading") -> None:
     """Add to `error` which sample of which source failed, and in which process.
 
     Raises:
@@ -214,15 +286,16 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices) -
     """
     try:
         names = ", ".join(locate(dataset, index) for index in list(failed)[:8])
+        several = "one of the samples" if doing == "loading" else "the samples"
         rest = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-        where = f"{'one of the samples' if len(failed) > 1 else 'sample'} {names}{rest}"
+        where = f"{several if len(failed) > 1 else 'sample'} {names}{rest}"
     except (TypeError, ValueError, IndexError, KeyError):  # an index of a type of the user's
         where = f"sample {indices!r} of {type(dataset).__name__}"
     if isinstance(error, StopIteration):
         raised = stopped(type(dataset).__name__)
-        annotate(raised, where)
+        annotate(raised, where, doing)
         raise raised from error
-    annotate(error, where)
+    annotate(error, where, doing)
 
 
 def locate(dataset: Any, index: Any) -> str:
@@ -236,11 +309,11 @@ def locate(dataset: Any, index: Any) -> str:
     return f"{index - starts[source]} of source {names[source]!r} (index {index})"
 
 
-def annotate(error: Exception, where: str) -> None:
+def annotate(error: Exception, where: str, doing: str = "loading") -> None:
     """Add the sample and the process to `error`: to its message if that is plain text, otherwise as a note."""
     info = get_worker_info()
     process = "in the main process" if info is None else f"in worker {info.id} (pid {os.getpid()})"
-    text = f"[while loading {where} {process}]"
+    text = f"[while {doing} {where} {process}]"
     args = error.args
     if len(args) == 1 and isinstance(args[0], str) and type(error).__str__ is BaseException.__str__:
         error.args = (f"{args[0]} {text}",)

@@ -1,30 +1,87 @@
-"""Draws of a dataset from the global generators of Python, numpy and torch.
+"""Draws of a dataset from the global generators of Python, numpy and torch, which most libraries of transforms use.
 
-What such a draw returns depends on all draws before it in the same process, so on the workers, and on where a run was
-resumed. `SeededSamples` makes it depend on the sample alone. Where that cannot be done, `warn` says so.
+What such a draw returns depends on all draws before it in the same process. `seed` before each sample, and `put_back`
+after the batch, make it depend on the sample alone, and keep the generators of the training where they were. Watching
+for draws costs as much as seeding three samples, and a batch in which one is found would have to be fetched again.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-
-from runner.data.loading.randomness import current
 
 logger = logging.getLogger(__name__)
 
 GlobalState = tuple[Any, Any, Any]
 T = TypeVar("T")
 
+# Why samples depend on more than themselves, and what to do instead.
+OF_A_STREAM = (
+    "its samples will differ if the number of workers changes; draw from a generator that its state_dict holds"
+)
+OF_A_STREAM_IN_WORKERS = OF_A_STREAM.replace(";", " or the run is resumed;")
+OF_A_BATCH = (
+    "its samples will differ if the batch size or the number of ranks changes; draw from runner.data.sample_rng(at)"
+)
+UNANNOUNCED = "its samples will differ if the run is resumed; remove draws_nothing or prefetch from the dataset"
+
+
+def draws_nothing(thing: Any) -> bool:
+    """Whether a dataset or a collate function says that it draws from none of the global generators.
+
+    A dataset that a thread may read says so by that: the thread would draw from the generators of the training.
+    """
+    return bool(getattr(thing, "draws_nothing", False)) or getattr(thing, "prefetch", None) == "thread"
+
 
 def global_state() -> GlobalState:
     """The states of the three global generators."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def put_back(state: GlobalState) -> None:
+    """Undo every draw since `state` was taken."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def seed(key: int) -> None:
+    """Seed the global generators from the 64-bit key of a sample.
+
+    numpy's and torch's are the same generator, which begins with 32 bits: each has other ones.
+    """
+    random.seed(key)
+    np.random.seed(key >> 32)
+    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
+
+
+class Generators:
+    """Global generators of a thing's own: those of this process are exchanged for them while it draws."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._state: GlobalState | None = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Until the block ends; the next block continues where it did."""
+        outside = global_state()
+        if self._state is None:
+            seed(self._key)
+        else:
+            put_back(self._state)
+        try:
+            yield
+        finally:
+            self._state = global_state()
+            put_back(outside)
 
 
 def drawn_from(before: GlobalState) -> str:
@@ -38,39 +95,6 @@ def drawn_from(before: GlobalState) -> str:
     return ", ".join(name for name, has_moved in moved.items() if has_moved)
 
 
-def seed_sample() -> None:
-    """Seed the global generators from the key of the sample that is being fetched."""
-    keys = current.keys
-    if callable(keys):
-        keys = current.keys = keys()
-    assert keys is not None
-    key = int(keys[current.at])
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)
-
-
-class SeededSamples:
-    """Fetches in a worker process such that draws from the global generators depend on the sample alone.
-
-    A dataset that has never drawn is only watched. The batch in which it first draws is fetched again, and from then on
-    the generators are seeded before each sample.
-    """
-
-    def __init__(self) -> None:
-        self.draws = False
-
-    def fetch(self, fetch: Callable[[Callable[[], None] | None], Any]) -> Any:
-        """What `fetch(before_sample)` returns."""
-        if not self.draws:
-            before = global_state()
-            batch = fetch(None)
-            if not drawn_from(before):
-                return batch
-            self.draws = True
-        return fetch(seed_sample)
-
-
 def watched(fetch: Callable[[], T]) -> tuple[T, str]:
     """What `fetch` returns, and what it has drawn from."""
     before = global_state()
@@ -80,13 +104,9 @@ def watched(fetch: Callable[[], T]) -> tuple[T, str]:
 _warned: set[tuple[type, str]] = set()
 
 
-def warn(dataset: Any, generators: str, workers: bool) -> None:
+def warn(dataset: Any, generators: str, consequence: str) -> None:
     """Say once, if there are any `generators`, that what a dataset draws from them depends on more than the sample."""
     if not generators or (type(dataset), generators) in _warned:
         return
     _warned.add((type(dataset), generators))
-    logger.warning(
-        "%s draws from the global generator of %s: its samples will differ if the number of workers changes%s; draw "
-        "from runner.data.sample_rng() in a map-style dataset, in a stream from a generator that its state_dict holds",
-        type(dataset).__name__, generators, " or the run is resumed" if workers else "",
-    )  # fmt: skip
+    logger.warning("%s draws from the global generator of %s: %s", type(dataset).__name__, generators, consequence)

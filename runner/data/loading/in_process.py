@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from runner.data.loading import global_draws
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
@@ -13,8 +11,6 @@ from runner.data.loading.fetch import MapFetcher, is_stateful
 from runner.data.loading.loader_state import DatasetStates
 from runner.data.loading.protocols import BatchRecord
 from runner.data.loading.stream_fetch import StreamFetcher
-
-T = TypeVar("T")
 
 
 class MapEpoch(Epoch):
@@ -28,7 +24,6 @@ class MapEpoch(Epoch):
         self._drawn = position.samples
         self._one_by_one = source.stream.one_by_one
         self._has_states = source.stream.is_stateful or (not fetcher.collated and is_stateful(fetcher.dataset))
-        self._watches = fetcher.watched  # until the first batch
         self._before_error: tuple[dict[str, Any] | None, DatasetStates | None] | None = None
 
     def _next(self) -> Any:
@@ -41,13 +36,15 @@ class MapEpoch(Epoch):
         self._drawn_batches += 1
         base = self.position.base
         self.position.take(indices, count, first)
-        fetch = partial(self._fetcher.fetch, indices, lambda: source.keys(indices, first - base, count))
+        fetcher = self._fetcher
         try:
-            batch = watch(fetch, self._fetcher.dataset) if self._watches else fetch()
+            batch = fetcher.fetch(indices, lambda: source.keys(indices, first - base, count))
         except Exception:
             self._before_error = before
             raise
-        self._before_error, self._watches = None, False
+        self._before_error = None
+        if fetcher.draws:
+            global_draws.warn(fetcher.dataset, fetcher.draws, fetcher.consequence)
         self.position.advance(indices, count, self._drawn_batches, first)
         return batch
 
@@ -66,13 +63,6 @@ class MapEpoch(Epoch):
         return [{"dataset": copy.deepcopy(dataset.state_dict()), "boundary": self.finished}]
 
 
-def watch(fetch: Callable[[], T], dataset: Any) -> T:
-    """What `fetch` returns, with a warning if the dataset draws from the global generators."""
-    batch, draws = global_draws.watched(fetch)
-    global_draws.warn(dataset, draws, workers=False)
-    return batch
-
-
 class StreamEpoch(Epoch):
     """An epoch of an iterable-style dataset, in this process."""
 
@@ -83,9 +73,13 @@ class StreamEpoch(Epoch):
 
     def _next(self) -> Any:
         first = self.position.samples
-        fetch = self._fetcher.fetch
-        batch, count = watch(fetch, self._fetcher.dataset) if self._watches else fetch()
-        self._watches = False
+        fetcher = self._fetcher
+        if self._watches:
+            self._watches = False
+            (batch, count), draws = global_draws.watched(fetcher.fetch)
+            global_draws.warn(fetcher.dataset, draws, global_draws.OF_A_STREAM)
+        else:
+            batch, count = fetcher.fetch()
         self.position.advance(None, count, self.position.batches + 1, first)
         return batch
 

@@ -197,7 +197,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         position, generator = self._position(state), self._seed(state)
         assert self._seeds.base_seed is not None
         fetcher = MapFetcher(
-            self.dataset, self.collate_fn, self._batched, self._own_collate, watched=self._stream.sets_epoch
+            self.dataset, self.collate_fn, self._batched, self._own_collate, seeded=self._stream.sets_epoch
         )
         saved = None if state is None or fetcher.collated else state.get("dataset")
         skip = position.batches if self._stream.is_batch_sampler else position.samples
@@ -210,6 +210,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             transform = pin if self.pin_memory and can_pin() else None
             if self.num_workers == 0:
                 return MapEpoch(source, fetcher, position, self._on_end, transform)
+            fetcher.watches = False  # the training may draw meanwhile
             depth = self.num_workers * (self.prefetch_factor or 2)
             return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, transform)
         first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0

@@ -20,6 +20,7 @@ from runner.data.loading.loader_state import DatasetStates
 from runner.data.loading.protocols import BatchRecord, State
 from runner.data.loading.stream_fetch import StreamFetcher, has_ended
 from runner.data.loading.workers import FetchTask, Reply, StartTask, Task, WorkerPool
+from runner.errors import UserError
 
 
 @dataclass
@@ -223,6 +224,8 @@ class _WorkerEpoch(Epoch):
                 raise stopped(f"{type(self._dataset).__name__} or its worker") from error
             raise
         except Exception as error:
+            if isinstance(error, UserError):  # torch has put the worker's traceback before its line
+                error.args = (str(error).rpartition(f"{type(error).__name__}: ")[2].strip(),)
             if is_lost(error):
                 self._explain(error)
                 self.close()
@@ -238,7 +241,7 @@ class _WorkerEpoch(Epoch):
         task = self._pending.pop(reply.ticket)
         self._received += 1
         self._setup.pool.pids[reply.worker] = reply.pid
-        global_draws.warn(self._dataset, reply.draws, workers=True)
+        global_draws.warn(self._dataset, *reply.draws)
         return reply, task
 
     def _state_of(self, worker: int) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from runner.data.loading import protocols, redistribution
 from runner.data.loading.fetch import Indices, MapFetcher, is_stateful
-from runner.data.loading.global_draws import SeededSamples, watched
+from runner.data.loading.global_draws import OF_A_STREAM_IN_WORKERS, watched
 from runner.data.loading.ipc import collate, pack, unpack
 from runner.data.loading.pinning import pin
 from runner.data.loading.randomness import Keys, keys_from_indices
@@ -41,7 +41,7 @@ class Reply:
         count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
         state: the dataset's state after the batch, pickled; None if it was not taken.
         ended: the worker's iterable dataset has ended.
-        draws: the global generators that it was found to draw from.
+        draws: the global generators that it was found to draw from, and what that means.
     """
 
     __slots__ = ("count", "draws", "ended", "payload", "pid", "state", "ticket", "worker")
@@ -55,7 +55,7 @@ class Reply:
         count: int,
         state: bytes | None,
         ended: bool,
-        draws: str = "",
+        draws: tuple[str, str] = ("", ""),
     ) -> None:
         self.ticket = ticket
         self.worker = worker
@@ -165,10 +165,7 @@ class TaskRunner(Dataset[Reply]):
         self.parent = os.getpid()
         self.worker = -1
         self._batches = self._legs = 0  # since the last state; opened until then
-        self._samples = None
-        if isinstance(fetcher, MapFetcher) and fetcher.watched and fetcher.one_by_one:
-            self._samples = SeededSamples()
-        self._watches = fetcher.watched and self._samples is None  # until the first batch
+        self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch
         self._default_collate = fetcher.collate_fn is default_collate
         if self._default_collate:
             fetcher.collate_fn = collate
@@ -206,7 +203,12 @@ class TaskRunner(Dataset[Reply]):
 
     def fetch(self, task: FetchTask) -> Reply:
         try:
-            (batch, count), draws = watched(partial(self._fetch, task)) if self._watches else (self._fetch(task), "")
+            if self._watches:
+                (batch, count), found = watched(partial(self._fetch, task))
+                draws = found, OF_A_STREAM_IN_WORKERS
+            else:
+                batch, count = self._fetch(task)
+                draws = getattr(self.fetcher, "draws", ""), getattr(self.fetcher, "consequence", "")
         except StopIteration:
             return self.reply(task.ticket, state=self.state_at_end(), ended=True)
         self._batches += 1
@@ -219,8 +221,7 @@ class TaskRunner(Dataset[Reply]):
         fetcher = self.fetcher
         if isinstance(fetcher, StreamFetcher):
             return fetcher.fetch()
-        fetch = partial(fetcher.fetch, task.indices, task.sample_keys(fetcher.batched))
-        return fetch() if self._samples is None else self._samples.fetch(fetch), 0
+        return fetcher.fetch(task.indices, task.sample_keys(fetcher.batched)), 0
 
     def state(self) -> bytes | None:
         """The dataset's state, pickled at once since the dataset keeps changing it."""

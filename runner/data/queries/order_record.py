@@ -17,7 +17,7 @@ seeded ones. Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from runner.errors import UserError
 from runner.system.files import Guard, read_json, write_json
 
 VERSION = 1
-KINDS = ("elastic", "mixture", "distributed")
+KINDS = ("elastic", "mixture", "distributed", "own")
 
 
 class RecordError(UserError):
@@ -42,7 +42,7 @@ class OrderRecord:
     """What the data order of a run is built from; position 0 is the first sample of step 1.
 
     Attributes:
-        kind: elastic, mixture or distributed.
+        kind: elastic, mixture, distributed or own.
         seed: of the sampler.
         sizes: samples by source name, in the order of the dataset.
         steps: length of the run.
@@ -53,6 +53,8 @@ class OrderRecord:
         retired: sizes of sources that the run had before; elastic only.
         shuffle: of the sampler.
         drop_last: of the sampler; seeded samplers only.
+        make: (num_replicas, rank) -> the sampler; of kind `own` only, and not part of the file: reading a run directory
+            runs nothing that it names.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class OrderRecord:
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
     drop_last: bool = True
+    make: Callable[[int, int], Any] | None = field(default=None, compare=False)
 
     @classmethod
     def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
@@ -131,6 +134,21 @@ class OrderRecord:
             segments=tuple(Segment.from_json(entry) for entry in value["segments"]),
             exclusions=tuple(Exclusion.from_json(entry) for entry in value["exclusions"]),
         )
+
+    def sampler_of(self, num_replicas: int, rank: int) -> Any:
+        """The sampler of a rank; kind `own` only.
+
+        Raises:
+            RecordError: there is none whose order can be looked up.
+        """
+        sampler = self.make(num_replicas, rank) if self.make is not None else None
+        lacking = [name for name in ("set_epoch", "set_skip", "iter_batches", "__len__") if not hasattr(sampler, name)]
+        if lacking or hasattr(sampler, "state_dict_at"):
+            raise RecordError(
+                "the order of this run is that of the user's sampler, whose state cannot be looked up: an order that "
+                "depends on set_epoch(epoch) alone, without a state_dict, can be"
+            )
+        return sampler
 
     def shape_at(self, step: int) -> BatchShape:
         """The shape of the step that begins when `step` steps are complete."""

@@ -35,6 +35,8 @@ class SeededPosition:
 
 def count_batches_per_epoch(record: OrderRecord, shape: BatchShape) -> int:
     """Micro-batches of one rank in an epoch, at least 1."""
+    if record.kind == "own":
+        return max(1, len(record.sampler_of(shape.world_size, 0)) // shape.batch_size)
     parts = list(record.sizes.values()) if record.kind == "mixture" else [sum(record.sizes.values())]
     ranks = shape.world_size
     samples = sum(size // ranks if record.drop_last else -(-size // ranks) for size in parts)

@@ -16,7 +16,16 @@ I64 = NDArray[np.int64]
 Row = dict[str, Any]
 
 
-def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> DistributedSampler | MixtureSampler:
+def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
+    """That of a rank, at the beginning of the epoch."""
+    sampler = _created(record, at, rank)
+    sampler.set_epoch(at.epoch)
+    return sampler
+
+
+def _created(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
+    if record.kind == "own":
+        return record.sampler_of(at.shape.world_size, rank)
     common: dict[str, Any] = {
         "num_replicas": at.shape.world_size,
         "rank": rank,
@@ -25,13 +34,10 @@ def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> DistributedS
         "drop_last": record.drop_last,
     }
     if record.kind == "distributed":
-        sampler: DistributedSampler | MixtureSampler = DistributedSampler(range(sum(record.sizes.values())), **common)
-    else:
-        weights = [at.segment.weights.get(name, 0) for name in record.sizes]
-        bounds = np.cumsum([0, *record.sizes.values()]).tolist()
-        sampler = MixtureSampler(bounds, weights, **common, temperature=at.segment.temperature)
-    sampler.set_epoch(at.epoch)
-    return sampler
+        return DistributedSampler(range(sum(record.sizes.values())), **common)
+    weights = [at.segment.weights.get(name, 0) for name in record.sizes]
+    bounds = np.cumsum([0, *record.sizes.values()]).tolist()
+    return MixtureSampler(bounds, weights, **common, temperature=at.segment.temperature)
 
 
 def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str], I64, I64]:
@@ -61,7 +67,7 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
     return [list(record.sizes)[i] for i in source.tolist()], indices - starts[source], epochs
 
 
-def _batch(sampler: DistributedSampler | MixtureSampler, at: SeededPosition) -> I64:
+def _batch(sampler: Any, at: SeededPosition) -> I64:
     sampler.set_skip(at.batches * at.shape.batch_size)
     batch: I64 = next(sampler.iter_batches(at.shape.batch_size, False))
     return batch
