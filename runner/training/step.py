@@ -235,6 +235,24 @@ class Step:
         known = sources if sources is not None and len(sources) == len(tensor) else None
         self._pending.setdefault(name, []).append((tensor, known))
 
+    def mean(self, values: Any) -> torch.Tensor:
+        """The mean of `values` over their first dimension and all ranks.
+
+        What a task keeps from step to step must be computed from such means, so that all ranks keep the same: a
+        checkpoint holds the state of one of them.
+
+        Args:
+            values: of the same shape on every rank but for the first dimension, the samples.
+
+        Raises:
+            PeerError: another rank has ended or does not answer.
+        """
+        tensor = torch.as_tensor(values).detach()
+        sums = torch.cat([tensor.double().sum(0).reshape(-1).cpu(), torch.tensor([len(tensor)])])
+        sums = self._maker.forward.world.sum(sums)
+        kind = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+        return (sums[:-1] / sums[-1]).view(tensor.shape[1:]).to(tensor.device, kind)
+
     def update(self, optimizer: str | None = None) -> bool:
         """Apply the gradients of one optimizer, summed over ranks, and zero them; False if they are not finite.
 

@@ -99,6 +99,9 @@ def test_commands_compose(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(docs_pages.folder(page))
     for command in dict.fromkeys(docs_pages.commands(page)):
         if command.module == "runner":
+            if command.folder:
+                monkeypatch.syspath_prepend(command.folder)
+            monkeypatch.chdir(command.folder or docs_pages.folder(page))
             errors = composed(command)
             assert len(errors) == len(command.errors), f"{named(page)}: {command}: {errors}"
             for shown, raised in zip(command.errors, errors, strict=True):

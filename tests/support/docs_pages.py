@@ -43,11 +43,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """`python -m MODULE WORDS`, and the errors that the page shows as its answer."""
+    """`python -m MODULE WORDS`, the errors that the page shows as its answer, and the folder that `cd` names before."""
 
     module: str
     words: tuple[str, ...]
     errors: tuple[str, ...]
+    folder: Path | None = None
 
     @property
     def flags(self) -> set[str]:
@@ -80,7 +81,9 @@ def commands(page: Path) -> Iterator[Command]:
             words = words[:end]
             if len(words) > 1 and words[1].isalpha():  # a command besides training
                 words = [f"runner.cli.{words[1]}", *words[2:]]
-            yield Command(words[0], tuple(words[1:]), tuple(each.strip() for each in errors))
+            inside = re.search(r"cd (\S+) && ", found[0])
+            where = ROOT / inside[1] if inside else None
+            yield Command(words[0], tuple(words[1:]), tuple(each.strip() for each in errors), where)
 
 
 def modules(page: Path) -> dict[str, str]:
