@@ -89,9 +89,10 @@ class TrainStep:
         """
         losses, sources, tokens = self._accumulate(next_batch)
         loss, by_source = self._reduce(losses, sources)
-        (name, *_), lr = self.optimizers.names, self.optimizers.lr()
+        lr, allowed = self.optimizers.lr(), math.isfinite(loss)
         with peer_errors(self.forward.world):
-            norm, _ = self.optimizers.apply(name, self.clip_norm, allowed=math.isfinite(loss))
+            names = self.optimizers.names
+            norm = math.hypot(*(self.optimizers.apply(name, self.clip_norm, allowed=allowed)[0] for name in names))
             self._buffers.synchronize()
             if self.average is not None:
                 self.average.update(self.forward.model)
