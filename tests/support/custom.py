@@ -39,7 +39,7 @@ def overflow_at(model: nn.Module, batch: Mapping[str, torch.Tensor], step: int, 
     """The paced loss, whose gradient, but not its value, is too large for float16 in one step of this process."""
     global _calls  # noqa: PLW0603 a loss that counts its calls
     _calls += model.training
-    losses = paced.loss(model, batch)
+    losses: torch.Tensor = paced.loss(model, batch)
     if not model.training or _calls != step * calls:
         return losses
     weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)

@@ -107,7 +107,7 @@ def test_the_average_is_exported_and_the_weights_on_request(tmp_path: Path, caps
 
 def test_a_model_that_cannot_be_copied_is_one_line() -> None:
     model = nn.Linear(2, 2)
-    model.cached = model.weight * 2  # type: ignore[assignment]
+    model.cached = model.weight * 2
     with pytest.raises(UserError, match=r"^train.ema_decay=0.75: Linear cannot be copied \(.*remove train.ema_decay$"):
         average_of(model)
 

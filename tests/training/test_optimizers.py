@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def step(model: nn.Module, optimizers: Optimizers, number: int, clip: float | No
     """One training step: one loss, and an update by every optimizer."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
     loss = model["head"](model["body"](x).tanh()).square().mean()  # type: ignore[index]
-    optimizers.scale(loss).backward()
+    torch.autograd.backward(optimizers.scale(loss))
     done = [optimizers.apply(name, clip) for name in optimizers.names]
     optimizers.schedulers.step()
     return done
@@ -164,13 +165,17 @@ def test_each_optimizer_has_its_own_schedule() -> None:
     assert len({body for body, _ in rates}) == 5  # the run's: warming up
 
 
+def total(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    return torch.stack([parameter.sum() for parameter in parameters]).sum()
+
+
 def test_an_overflow_is_skipped_and_lowers_the_scale() -> None:
     model, optimizers = built(config(Precision.float16, **SEVERAL))
     assert optimizers.scaler is not None
     step(model, optimizers, 0)
     scale = optimizers.scaler.get_scale()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    (optimizers.scale(sum(p.sum() for p in model.parameters())) * math.inf).backward()  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(total(model.parameters())) * math.inf)
     assert [applied for _, applied in map(optimizers.apply, optimizers.names)] == [False, False]
     assert optimizers.scaler.get_scale() == scale / 2
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -179,9 +184,9 @@ def test_an_overflow_is_skipped_and_lowers_the_scale() -> None:
 
 def test_an_optimizer_may_be_applied_twice_in_a_step() -> None:
     model, optimizers = built(config(Precision.float16, **SEVERAL))
-    optimizers.scale(sum(p.sum() for p in model.parameters())).backward()  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(total(model.parameters())))
     assert optimizers.apply("body")[1]
-    optimizers.scale(sum(p.sum() for p in optimizers.parameters("body"))).backward()  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(total(optimizers.parameters("body"))))
     assert optimizers.apply("body")[1]
     assert optimizers.apply("head")[1]
 
