@@ -322,6 +322,8 @@ def scheduler_errors(
                 learning_rate(options, max(total, 1))
         except ScheduleError as error:
             yield from str(error).replace("scheduler.", f"{key}.").splitlines()
+    elif not target:
+        yield f"{key}._target_ must be given: {key}._target_=..., a function (step, **options) -> factor"
     elif target == f"{TORCH_SCHEDULERS}ReduceLROnPlateau":
         yield f"{key}._target_={target} {PLATEAU}"
     elif target.startswith(TORCH_SCHEDULERS) and (line := lr_scales_refused(key, phases)):

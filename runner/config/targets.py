@@ -130,7 +130,7 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
-    if node.get("_target_") is not None:  # null: the group's typed options hold, or a check names what is missing
+    if node.get("_target_"):  # if not, the group's typed options hold, or a check names what is missing
         yield key, node["_target_"]
     if node.get("_recursive_", True):
         for name, part in node.items():

@@ -85,7 +85,8 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        return next(iter(self.grad_norms.values()))
+        """Of the gradients of all optimizers."""
+        return math.hypot(*self.grad_norms.values())
 
 
 @dataclass
@@ -130,7 +131,8 @@ class TrainStep:
     def _take_step(self, step: Step) -> None:
         for batch in step.batches:
             step.backward(self.forward.task.training_step(step.model, batch))
-        step.update()
+        for name in self.optimizers.names:
+            step.update(name)
 
     def check_names(self, update: int, names: list[str]) -> None:
         """Check that every rank reduces values of the same names, in every step.

@@ -48,6 +48,16 @@ def corrupt(run: Path, step: int) -> None:
     path.write_bytes(raw)
 
 
+def test_the_list_names_the_metric_and_the_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "(best: min)" in line] == ["3"]
+    assert main([str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["step"] for row in rows if row["best"]] == [3]
+    assert {row["metric_name"] for row in rows} == {"eval_loss"}
+
+
 def test_a_list_reads_manifests_only_and_verify_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corrupt(run, 3)
     (run / "checkpoints" / "step_00000009.corrupt").mkdir()

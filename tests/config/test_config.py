@@ -40,7 +40,7 @@ def composer() -> Composer:
 
 
 def test_all_documented_groups_exist() -> None:
-    wanted = "data sampler phases checkpoint model optimizer scheduler launcher logger experiment".split()
+    wanted = "data sampler phases checkpoint task model optimizer scheduler launcher logger experiment".split()
     assert sorted(TREE) == sorted(wanted)
 
 

@@ -116,7 +116,8 @@ def test_samples_are_counted_and_verified_after_a_resume() -> None:
         assert where is not None
         assert set(where.tolist()) == {0}  # this rank gets every second one of an alternation
         both = (first.control().view(np.uint64) + other.control().view(np.uint64)).view(np.int64)
-        first.commit(both), other.commit(both)
+        for consumption in (first, other):
+            consumption.commit(both)
     assert first.totals()["sources"]["a"]["samples"] == 8
     again = opened()
     again.load_state_dict(first.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,17 @@ def test_each_optimizer_has_its_own_schedule() -> None:
     assert len({body for body, _ in rates}) == 5  # the run's: warming up
 
 
+def total(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    return torch.stack([parameter.sum() for parameter in parameters]).sum()
+
+
 def test_an_overflow_is_skipped_and_lowers_the_scale() -> None:
     model, optimizers = built(config(Precision.float16, **SEVERAL))
     assert optimizers.scaler is not None
     step(model, optimizers, 0)
     scale = optimizers.scaler.get_scale()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    torch.autograd.backward(optimizers.scale(sum(p.sum() for p in model.parameters())) * math.inf)  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(total(model.parameters())) * math.inf)
     assert [applied for _, applied in map(optimizers.apply, optimizers.names)] == [False, False]
     assert optimizers.scaler.get_scale() == scale / 2
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -179,9 +184,9 @@ def test_an_overflow_is_skipped_and_lowers_the_scale() -> None:
 
 def test_an_optimizer_may_be_applied_twice_in_a_step() -> None:
     model, optimizers = built(config(Precision.float16, **SEVERAL))
-    torch.autograd.backward(optimizers.scale(sum(p.sum() for p in model.parameters())))  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(total(model.parameters())))
     assert optimizers.apply("body")[1]
-    torch.autograd.backward(optimizers.scale(sum(p.sum() for p in optimizers.parameters("body"))))  # type: ignore[arg-type]
+    torch.autograd.backward(optimizers.scale(total(optimizers.parameters("body"))))
     assert optimizers.apply("body")[1]
     assert optimizers.apply("head")[1]
 
