@@ -137,6 +137,11 @@ class SamplerConfig(Replaceable):
     exclude: list[str] = field(default_factory=list)
     max_epochs: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target:  # also without sampler=own, which has the default options
+            self.kind = SamplerKind.own
+
 
 @dataclass
 class BestConfig:
@@ -416,8 +421,6 @@ def _sampler_errors(config: Config) -> Iterator[str]:
     yield from option_errors("sampler", options)
     if options.kind is SamplerKind.own and not options.target:
         yield "sampler._target_ is missing: name the class of your sampler, or choose sampler=elastic"
-    if options.kind is not SamplerKind.own and options.target:
-        yield f"sampler._target_={options.target} is unused by sampler.kind={options.kind.value}: choose sampler=own"
     yield from weight_errors("sampler.weights", options.weights, sources)
     yield from weight_errors("sampler.max_epochs", options.max_epochs, sources)
     if sources and not any(options.weights.get(name, 1.0) for name in sources):

@@ -39,11 +39,13 @@ OPEN = (
     "phases",
     "data.loader",
     "data.collate",
+    "task",
     "train.loss",
     "eval.metrics",
     "eval.sets",
     "optimizers",
     "optimizer.groups",
+    "callbacks",
 )
 
 

@@ -31,15 +31,14 @@ from runner.training.hook import METHODS, Failure, Hook, create, failure_of, res
 from runner.training.peers import peer_errors
 from runner.training.recorder import SilentRecorder
 from runner.training.run_state import RunState
+from runner.training.tasks import RESERVED as STEP_KEYS
 
-# Keys of the runner's own records, including those that a record has only now and then.
-RESERVED = frozenset(
-    """
-    step loss lr tokens_seen samples_seen grad_norm skipped digest sources loss_by_source eval_loss
-    time callback tokens_per_s save step_s data_wait_s compute_s communication_s callbacks_s memory_bytes
-    gpu_memory_bytes
-    """.split()
-)
+# Keys of the runner's own records, including those of timings.jsonl and those that a record has only now and then.
+RESERVED = frozenset((
+    *STEP_KEYS,
+    *"loss loss_by_source eval_loss time callback samples_per_s tokens_per_s save step_s data_wait_s compute_s".split(),
+    *"communication_s callbacks_s memory_bytes gpu_memory_bytes".split(),
+))
 
 _log = logging.getLogger(__name__)
 
