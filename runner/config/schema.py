@@ -139,7 +139,7 @@ class SamplerConfig(Replaceable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target:  # also without sampler=own, which has the default options
+        if self.target and self.kind is SamplerKind.distributed:  # the default: sampler=own need not be said
             self.kind = SamplerKind.own
 
 
@@ -421,6 +421,11 @@ def _sampler_errors(config: Config) -> Iterator[str]:
     yield from option_errors("sampler", options)
     if options.kind is SamplerKind.own and not options.target:
         yield "sampler._target_ is missing: name the class of your sampler, or choose sampler=elastic"
+    if options.kind is not SamplerKind.own and options.target:
+        yield (
+            f"sampler._target_={options.target} is unused by sampler={options.kind.value}: choose sampler=own, or "
+            "remove it and its options with '~sampler._target_' and so on"
+        )
     yield from weight_errors("sampler.weights", options.weights, sources)
     yield from weight_errors("sampler.max_epochs", options.max_epochs, sources)
     if sources and not any(options.weights.get(name, 1.0) for name in sources):

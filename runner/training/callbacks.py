@@ -34,11 +34,13 @@ from runner.training.run_state import RunState
 from runner.training.tasks import RESERVED as STEP_KEYS
 
 # Keys of the runner's own records, including those of timings.jsonl and those that a record has only now and then.
-RESERVED = frozenset((
-    *STEP_KEYS,
-    *"loss loss_by_source eval_loss time callback samples_per_s tokens_per_s save step_s data_wait_s compute_s".split(),
-    *"communication_s callbacks_s memory_bytes gpu_memory_bytes".split(),
-))
+RESERVED = frozenset(
+    (
+        *STEP_KEYS,
+        *"loss loss_by_source eval_loss time callback samples_per_s tokens_per_s save".split(),
+        *"step_s data_wait_s compute_s communication_s callbacks_s memory_bytes gpu_memory_bytes".split(),
+    )
+)
 
 _log = logging.getLogger(__name__)
 

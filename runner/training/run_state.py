@@ -19,7 +19,7 @@ class RunState:
         evaluated: whether the evaluation at this step is in the metrics already.
         threads: CPU threads of torch: their number decides how sums are split.
         batch_shapes: how the steps so far were divided among ranks and micro-batches.
-        task: state of the task; empty if it has none.
+        task: state of the task on each rank; empty if it has none.
         data_plan: the part of the config that determines the data order (see `runner.training.build.data_plan`).
         callbacks: state of each callback that has one, by name.
         dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
@@ -32,7 +32,7 @@ class RunState:
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
     samples_seen: int = 0
-    task: dict[str, Any] = field(default_factory=dict)
+    task: list[dict[str, Any]] = field(default_factory=list)
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class RunState:
             threads=int(extra["threads"]),
             batch_shapes=shapes,
             data_plan=dict(extra["data_plan"]),
-            task=dict(extra["task"]),
+            task=list(extra["task"]),
             callbacks=dict(extra["callbacks"]),
             dropped_callbacks=dict(extra["dropped_callbacks"]),
             samples_seen=int(extra["samples_seen"]),

@@ -193,13 +193,13 @@ class _Opening:
             self.shapes = run_state.batch_shapes
             return self.session()
         self._warn_if_inexact(device, run_state, saved)
+        task.check_state()
         loader, consumption = self._training_data(datasets, device, run_state, saved, step)
         _, tokens, _ = restore_train_state(state, optimizers, loader)
         generators = get_rng_state()
         if saved is not None:
             consumption.load_state_dict(saved.order)
-            if task.state is not None and saved.task:
-                task.state.load_state_dict(saved.task)
+            task.restore(saved.task, self.world.rank)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
             order = build.order_record(config, consumption.sampler, datasets, run_state.batch_shapes)
             insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from runner.checkpoint.staging import snapshot
 from runner.checkpoint.state import Stateful
 from runner.config.schema import Config
 from runner.config.targets import bind, instantiate, named
-from runner.errors import UserError, nearest
+from runner.errors import CheckpointError, UserError, nearest
 
 if TYPE_CHECKING:
     from runner.training.step import Step
@@ -44,6 +45,35 @@ class Task:
     evaluation_step: Compute
     take_step: Callable[[Step], None] | None = None
     state: Stateful | None = None
+
+    def check_state(self) -> None:
+        """Check that a checkpoint can hold the task's state.
+
+        Raises:
+            UserError: it cannot; names the entry.
+        """
+        if self.state is None:
+            return
+        try:
+            snapshot(self.state.state_dict(), "the state")
+        except CheckpointError as error:
+            raise UserError(f"{self.name}: {error}") from error
+
+    def restore(self, states: Sequence[dict[str, Any]], rank: int) -> None:
+        """Restore the state that this rank saved; a rank that is new takes that of rank 0.
+
+        Raises:
+            UserError: the task does not take it.
+        """
+        if self.state is None or not states:
+            return
+        try:
+            self.state.load_state_dict(states[rank if rank < len(states) else 0])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UserError(
+                f"{self.name} cannot load the state that it saved ({type(error).__name__}: {error}): "
+                "its load_state_dict must take what state_dict gives"
+            ) from error
 
     @staticmethod
     def of(compute: Compute, name: str = "the loss") -> Task:

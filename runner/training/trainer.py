@@ -166,7 +166,7 @@ class Trainer:
             order=self.consumption.state_dict(),
             evaluated=self.evaluated,
             samples_seen=self.samples_seen,
-            task=task.state_dict() if task else {},
+            task=self.world.gather_on_main(task.state_dict()) if task else [],
         )
         kept = self.callbacks.keep(kept)
         model, optimizers = self.train_step.forward.model, self.train_step.optimizers

@@ -154,6 +154,7 @@ def test_a_mistake_in_a_sampler_is_one_line(target: str, words: str) -> None:
     ("overrides", "words"),
     [
         (["sampler=own"], "sampler._target_ is missing"),
+        (["sampler=elastic", "sampler._target_=orders.Shuffled"], "is unused by sampler=elastic: choose sampler=own"),
         (["sampler.shufle=false"], "did you mean 'shuffle'?"),
         (["sampler=own", "sampler._target_=orders.Shufled"], "did you mean 'Shuffled'?"),
         (["sampler=own", "sampler._target_=orders.Shuffled", "sampler.exclude=[1]"], "sampler.exclude works with"),

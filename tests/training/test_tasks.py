@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from custom_tasks import Adversarial, Pair
+from runs import Run, assert_same_run
 from torch import nn
 
 from runner.config.composition import compose
@@ -22,6 +24,22 @@ from runner.training.step import Drawn, Forward, StepResult, TrainStep
 from runner.training.tasks import Task, build_task, per_sample
 
 CPU = torch.device("cpu")
+OWN_PAIR = [
+    "data=own",
+    "+data.sources={a:{_target_:custom_tasks.Points}}",
+    "+data.eval_sources={a:{_target_:custom_tasks.Points,size:40,seed:3}}",
+    "model=own",
+    "model._target_=custom_tasks.Pair",
+    "task=own",
+    "optimizers={generator:{_target_:torch.optim.Adam},discriminator:{_target_:torch.optim.SGD,lr:0.1}}",
+    "train.steps=20",
+    "train.batch_size=4",
+    "train.grad_accum_steps=2",
+    "checkpoint.every_steps=4",
+    "eval.every_steps=10",
+    "run.threads=1",
+    "logger=none",
+]
 
 
 def maker(compute: Any, model: nn.Module, sources: list[str] | None = None, accum: int = 1) -> TrainStep:
@@ -245,3 +263,30 @@ def test_the_tasks_give_metrics_what_they_need() -> None:
     found = NextToken().evaluation_step(model, {"input_ids": tokens, "labels": tokens})
     assert found["preds"].shape == (2, 5, 7)
     assert torch.equal(found["loss"], NextToken().training_step(model, {"input_ids": tokens, "labels": tokens}))
+
+
+def test_a_state_that_cannot_be_kept_or_loaded_is_one_line() -> None:
+    bad_save, bad_load = (
+        build_task(compose(["task=own", "task._target_=custom_tasks.Remembering", f"task.broken={way}"]).config)
+        for way in ("save", "load")
+    )
+    with pytest.raises(UserError, match=r"^task \(custom_tasks.Remembering\): the state\['mean'\] is a custom_tasks"):
+        bad_save.check_state()
+    bad_load.check_state()
+    with pytest.raises(UserError, match=r"cannot load the state that it saved \(KeyError: 'means'\)"):
+        bad_load.restore([{"mean": torch.zeros(2)}], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["Remembering", "Adversarial"])
+def test_a_task_with_a_state_of_each_rank_is_exact_after_kills(task: str, tmp_path: Path) -> None:
+    """On two ranks, whose states differ."""
+    words = [*OWN_PAIR, f"task._target_=custom_tasks.{task}"]
+    plain, killed = (Run(tmp_path / name, words, ranks=2) for name in ("plain", "killed"))
+    plain.finish()
+    for line in (7, 13):
+        killed.start()
+        assert killed.kill_when(lambda run, line=line: len(run.lines()) >= line)  # type: ignore[misc]
+        killed.wait()
+    killed.finish()
+    assert_same_run(plain, killed)
