@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from runner.checkpoint.staging import bare
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.parallel import wrap
+from runner.training.parallel import place
 
 
 class Average:
@@ -24,7 +24,7 @@ class Average:
     Args:
         model: the model that is trained, on its device and before it is wrapped.
         decay: the share of the average that each update keeps, above 0 and below 1.
-        strategy, world, device: as for `parallel.wrap`: with `fsdp` the average is sharded as the model is.
+        strategy, world, device: as for `parallel.place`: with `fsdp` the average is sharded as the model is.
 
     Raises:
         UserError: the model cannot be copied.
@@ -42,7 +42,7 @@ class Average:
         self.averaged.eval()
         self._sharded = strategy == "fsdp" and world.size > 1
         if self._sharded:
-            wrap(self.module, strategy, world, device)
+            place(self.module, strategy, world, device)
 
     @property
     def module(self) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,31 +12,55 @@ from torch import nn
 from runner.system.distributed import World
 
 
-def wrap(model: nn.Module, strategy: str, world: World, device: torch.device) -> nn.Module:
-    """`model` on `device`, wrapped by `ddp` or `fsdp` (fully_shard); a single rank needs neither.
+def place(model: nn.Module, strategy: str, world: World, device: torch.device) -> nn.Module:
+    """`model` on `device`; with several ranks and `fsdp`, sharded over them (fully_shard).
 
     FSDP2 shards each of `model.blocks`, if there are any, and the rest as one group. Checkpoints are the same either
     way.
     """
     model = model.to(device)
-    if world.size == 1:
+    if world.size == 1 or strategy != "fsdp":
         return model
-    if strategy == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(device.type, (world.size,))
-        for block in getattr(model, "blocks", []):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
+    mesh = init_device_mesh(device.type, (world.size,))
+    for block in getattr(model, "blocks", []):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+class Computation(nn.Module):
+    """What is computed from a model and a batch, as one module, so that any part of the model may be called in it."""
+
+    def __init__(self, model: nn.Module, compute: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.compute = compute
+
+    def forward(self, batch: Any) -> Any:
+        """Only the loss of a mapping keeps its graph: DDP would wait for gradients of all that does."""
+        outputs = self.compute(self.model, batch)
+        if not isinstance(outputs, Mapping):
+            return outputs
+        return {
+            key: value.detach() if key != "loss" and isinstance(value, torch.Tensor) else value
+            for key, value in outputs.items()
+        }
+
+
+def synchronized(computation: Computation, world: World, device: torch.device) -> nn.Module:
+    """`computation` with gradients that are averaged over the ranks; one rank does not need that, FSDP2 does it."""
+    if world.size == 1 or hasattr(computation.model, "set_requires_gradient_sync"):
+        return computation
     from torch.nn.parallel import DistributedDataParallel
 
     # Without find_unused_parameters DDP rebuilds its buckets after the first iteration, in the order in which gradients
     # arrived. From three ranks on, a gradient's place in its bucket decides the order in which the ranks' parts are
     # added, so the first step after a resume would differ in the last bit.
     return DistributedDataParallel(
-        model,
+        computation,
         device_ids=[device.index] if device.type == "cuda" else None,
         forward_sync_buffers=False,  # see SharedBuffers
         find_unused_parameters=True,
@@ -44,11 +68,15 @@ def wrap(model: nn.Module, strategy: str, world: World, device: torch.device) ->
 
 
 @contextmanager
-def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
-    """Reduce gradients over ranks in the last micro-batch of a step only."""
-    wrapped: Any = model
-    if hasattr(wrapped, "set_requires_gradient_sync"):
-        wrapped.set_requires_gradient_sync(last)
+def accumulating(computation: nn.Module, last: bool) -> Iterator[None]:
+    """Reduce gradients over ranks in the last micro-batch of a step only.
+
+    Args:
+        computation: from `synchronized`.
+    """
+    wrapped: Any = computation
+    if hasattr(wrapped, "model") and hasattr(wrapped.model, "set_requires_gradient_sync"):
+        wrapped.model.set_requires_gradient_sync(last)
         yield
     elif not last and hasattr(wrapped, "no_sync"):
         with wrapped.no_sync():

@@ -45,14 +45,14 @@ from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
 from runner.training.held_out import evaluation_sets
 from runner.training.length import with_steps
-from runner.training.parallel import wrap
+from runner.training.parallel import place
 from runner.training.peers import peer_errors
 from runner.training.profiler import Profiler
 from runner.training.recorder import RunRecorder, SilentRecorder
 from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
-from runner.training.tasks import Task, build_task
+from runner.training.tasks import build_task
 from runner.training.trainer import Trainer
 
 LEASE_CHECK_S = 1.0
@@ -174,11 +174,13 @@ class _Opening:
         datasets = build.sources(self.config)
         sizes = [len(dataset) for dataset in datasets.values()]
         task = build_task(self.config)
+        if task.take_step is not None and self.config.strategy is Strategy.fsdp:
+            raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
         config = self.config = with_steps(self.config, sizes, self.shapes or (self._shape_from(0),))
         bare = build.model(config)
         average = build.average(config, bare, self.world, device)
-        with peer_errors(self.world):  # DDP compares and broadcasts the parameters
-            model = self._wrapped(bare, task, device)
+        with peer_errors(self.world):
+            model = place(bare, config.strategy.value, self.world, device)
         optimizers = build.optimizers(config, model, device)
         build.seed_everything(config.seed, self.world.rank)
         manager = self._manager(build.fingerprint(config, datasets))
@@ -240,18 +242,6 @@ class _Opening:
             profiler=self._profiler(step, device),
         )
         return Session(trainer, config.steps, recorder, warm_up, self.handler)
-
-    def _wrapped(self, model: torch.nn.Module, task: Task, device: torch.device) -> torch.nn.Module:
-        """The model on its device; a task that takes whole steps calls any part of it, so it is not wrapped for ranks.
-
-        Raises:
-            UserError: such a task with strategy=fsdp.
-        """
-        if task.take_step is None:
-            return wrap(model, self.config.strategy.value, self.world, device)
-        if self.config.strategy is Strategy.fsdp:
-            raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
-        return model.to(device)
 
     def _warn_if_checkpoints_are_gone(self) -> None:
         """A run whose checkpoints were all removed starts again, but not silently."""

@@ -17,7 +17,7 @@ from runner.system.distributed import World
 from runner.training.average import Average
 from runner.training.counting import samples_in, tokens_in
 from runner.training.optimizers import Optimizers
-from runner.training.parallel import SharedBuffers, accumulating, average_gradients
+from runner.training.parallel import Computation, SharedBuffers, accumulating, average_gradients, synchronized
 from runner.training.peers import peer_errors
 from runner.training.tasks import Batch, Task, check_name, per_sample
 
@@ -103,7 +103,12 @@ class TrainStep:
     _names: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._buffers = SharedBuffers(self.forward.world, self.forward.model)
+        forward = self.forward
+        self._buffers = SharedBuffers(forward.world, forward.model)
+        self.computation: nn.Module = Computation(forward.model, forward.task.training_step)
+        if forward.task.take_step is None:
+            with peer_errors(forward.world):  # DDP compares the parameters
+                self.computation = synchronized(self.computation, forward.world, forward.device)
 
     def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
         """Make the step that begins when `index` steps are complete.
@@ -130,7 +135,7 @@ class TrainStep:
 
     def _take_step(self, step: Step) -> None:
         for batch in step.batches:
-            step.backward(self.forward.task.training_step(step.model, batch))
+            step.backward(self.computation(batch))
         for name in self.optimizers.names:
             step.update(name)
 
@@ -161,7 +166,7 @@ class Step:
     """One training step, as a task's `take_step` sees it.
 
     Attributes:
-        model: the model, in training mode; with several ranks and updates of its own, not wrapped.
+        model: the model, in training mode.
         index: complete steps before this one.
         device: of the model.
     """
@@ -175,24 +180,26 @@ class Step:
         self._keeps = maker.forward.task.take_step is not None
         self._drawn: list[Drawn] = []
         self._current: Drawn | None = None
-        self._left = 0  # micro-batches that are not drawn
         self._counts = np.zeros(3)  # since the last sum over ranks: samples, tokens, batches without tokens
         self._counted = np.zeros(3)
         self._pending: dict[str, list[tuple[torch.Tensor, np.ndarray | None]]] = {}
         self._sums: dict[str, np.ndarray] = {}  # by name: sums and counts by source
         self._grad_norms: dict[str, float] = {}
         self._skipped = self._overflow = False
-        self._left = maker.accum
+        self._left = maker.accum  # micro-batches that are not drawn
+        self._updates = 0
 
     @property
     def batches(self) -> Iterator[Batch]:
         """The step's micro-batches of this rank, on the device; a task that takes the step may iterate again."""
-        maker, model = self._maker, self.model
+        maker = self._maker
         for number in range(maker.accum):
             self._current = self._drawn[number] if number < len(self._drawn) else self._next()
-            with accumulating(model, last=number == maker.accum - 1):
-                yield to_device(self._current.batch, self.device)
-        self._current = None
+            with accumulating(maker.computation, last=number == maker.accum - 1):
+                try:
+                    yield to_device(self._current.batch, self.device)
+                finally:
+                    self._current = None
 
     def _next(self) -> Drawn:
         drawn = self._draw()
@@ -240,8 +247,7 @@ class Step:
     def mean(self, values: Any) -> torch.Tensor:
         """The mean of `values` over their first dimension and all ranks.
 
-        What a task keeps from step to step must be computed from such means, so that all ranks keep the same: a
-        checkpoint holds the state of one of them.
+        What a task keeps from step to step is the same on all ranks if it is computed from such means.
 
         Args:
             values: of the same shape on every rank but for the first dimension, the samples.
@@ -265,7 +271,8 @@ class Step:
         maker = self._maker
         optimizers = maker.optimizers
         name = self._named(optimizer)
-        self._reduce(len(self._grad_norms))
+        self._reduce()
+        self._updates += 1
         finite = all(math.isfinite(sums[0].sum()) for key, sums in self._sums.items() if key.startswith("loss"))
         with self._full_precision():
             if self._keeps:
@@ -303,10 +310,10 @@ class Step:
             )
         return optimizer
 
-    def _reduce(self, update: int) -> None:
+    def _reduce(self) -> None:
         """Sum what was logged since the last update over all ranks."""
         names = list(self._pending)
-        self._maker.check_names(update, names)
+        self._maker.check_names(self._updates, names)
         sources = max(len(self._maker.sources), 1)
         parts = [part for name in names for part in self._pending[name]]
         values = torch.cat([tensor.double() for tensor, _ in parts]).cpu().numpy() if parts else np.zeros(0)
@@ -336,7 +343,7 @@ class Step:
         while self._left:
             self._next()
         if self._pending or self._keeps:  # also where another rank has logged something
-            self._reduce(len(self._grad_norms))
+            self._reduce()
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
         lrs = {name: maker.optimizers.lr(name) for name in maker.optimizers.names}

@@ -17,7 +17,7 @@ from runner.cli import checkpoints as command
 from runner.errors import CheckpointError, UserError
 from runner.system.distributed import World
 from runner.training.average import Average
-from runner.training.parallel import wrap
+from runner.training.parallel import place
 
 CPU = torch.device("cpu")
 
@@ -119,7 +119,7 @@ def ranks(rank: int, world: int, strategy: str, directory: str, resume: bool) ->
     torch.manual_seed(resume)
     net: Any = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     average = Average(net, 0.75, strategy, World(rank, world), CPU)
-    model = wrap(net, strategy, World(rank, world), CPU)
+    model = place(net, strategy, World(rank, world), CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     saving = TrainStateManager(Path(directory) / f"checkpoints-{strategy}")
     first = 0

@@ -22,7 +22,7 @@ from runner.system.distributed import World
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.held_out import HeldOut, RankBatches, StreamSource, evaluation_sets
-from runner.training.parallel import wrap
+from runner.training.parallel import place
 from runner.training.step import Forward
 from runner.training.tasks import Task
 
@@ -85,7 +85,7 @@ def compute(model: nn.Module, batch: Any) -> Any:
 
 def evaluation(config: Config, world: World, strategy: str = "ddp") -> Evaluation:
     torch.manual_seed(0)
-    model = wrap(nn.Sequential(nn.Linear(2, 32), nn.Dropout(), nn.Linear(32, 1)), strategy, world, CPU)
+    model = place(nn.Sequential(nn.Linear(2, 32), nn.Dropout(), nn.Linear(32, 1)), strategy, world, CPU)
     forward = Forward(world, CPU, model, Task("task", compute, compute), nullcontext)
     return Evaluation(forward, evaluation_sets(config, world), build_metrics(config, CPU))
 

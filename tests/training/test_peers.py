@@ -24,7 +24,7 @@ from runner.errors import PeerError
 from runner.system.distributed import World
 from runner.training.optim import AdamW, LearningRateScheduler
 from runner.training.optimizers import Optimizers
-from runner.training.parallel import wrap
+from runner.training.parallel import place
 from runner.training.peers import report_failure, reported_failure
 from runner.training.step import Drawn, Forward, TrainStep
 from runner.training.tasks import Task
@@ -62,7 +62,7 @@ result = {"error": None, "report": None}
 try:
     if kind == "unpicklable":
         world.run_on_main(unpicklable)
-    model = wrap(torch.nn.Linear(3, 3), "ddp", world, torch.device("cpu"))
+    model = place(torch.nn.Linear(3, 3), "ddp", world, torch.device("cpu"))
     optimizer = AdamW(model.parameters(), 0.1)
     scheduler = LearningRateScheduler(optimizer, lambda step: 1.0)
     forward = Forward(world, torch.device("cpu"), model, Task.of(loss), nullcontext)
