@@ -17,7 +17,7 @@ from runner.cli import checkpoints as command
 from runner.errors import CheckpointError, UserError
 from runner.system.distributed import World
 from runner.training.average import Average
-from runner.training.parallel import place
+from runner.training.parallel import Computation, place, synchronized
 
 CPU = torch.device("cpu")
 
@@ -120,6 +120,7 @@ def ranks(rank: int, world: int, strategy: str, directory: str, resume: bool) ->
     net: Any = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     average = Average(net, 0.75, strategy, World(rank, world), CPU)
     model = place(net, strategy, World(rank, world), CPU)
+    trained = synchronized(Computation(model, lambda model, batch: model(batch)), World(rank, world), CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     saving = TrainStateManager(Path(directory) / f"checkpoints-{strategy}")
     first = 0
@@ -128,7 +129,7 @@ def ranks(rank: int, world: int, strategy: str, directory: str, resume: bool) ->
         first = 2
     for number in range(first, 4):
         torch.manual_seed(10 * number + rank)
-        model(torch.randn(4, 7)).square().mean().backward()
+        trained(torch.randn(4, 7)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         average.update(model)
