@@ -389,14 +389,21 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
         yield "data.collate has no _target_: name a function or class that makes a batch from a list of samples"
     if config.data.collate and config.data.loader:
         yield "data.collate is unused with data.loader, which makes its own batches: remove one of them"
-    for group, what, nodes in (("logger", "logger", config.logger), ("callbacks", "callback", config.callbacks)):
+    named = (
+        ("logger", "logger", config.logger),
+        ("callbacks", "callback", config.callbacks),
+        ("eval.metrics", "metric", config.eval.metrics),
+    )
+    for group, what, nodes in named:
         for name, node in nodes.items():
             if node is not None and not (isinstance(node, dict) and node.get("_target_")):
                 yield f"{group}.{name} has no _target_: name the class of the {what}, or set null to drop it"
 
 
 def _eval_set_errors(config: Config) -> Iterator[str]:
-    """Sets that name no source, or numbers out of range."""
+    """Sets that name no source, or numbers out of range; a metric that would take the place of the loss."""
+    if config.eval.metrics.get("loss") is not None:
+        yield "eval.metrics.loss would replace eval_loss, the mean of the task's loss: choose another name"
     known = list(config.data.eval_sources)
     for name, each in config.eval.sets.items():
         key = f"eval.sets.{name}"

@@ -55,9 +55,9 @@ def choose_device(wanted: str, world: World) -> torch.device:
     return device
 
 
-def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python's, numpy's and torch's generators, each rank with a stream of its own."""
-    words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint64)
+def seed_everything(seed: int, *stream: int) -> None:
+    """Seed Python's, numpy's and torch's generators; each `stream`, such as a rank, has numbers of its own."""
+    words = np.random.SeedSequence([seed, *(stream or (0,))]).generate_state(4, np.uint64)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]) % 2**32)
     torch.manual_seed(int(words[2]) >> 1)

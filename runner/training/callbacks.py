@@ -290,7 +290,7 @@ class Callbacks:
                 action()
         except (SupersededError, PeerError):
             raise  # these concern the attempt, not the callback
-        except Exception as error:  # noqa: BLE001 whatever a user's code raises
+        except (Exception, SystemExit) as error:  # noqa: BLE001 whatever a user's code raises
             failure = failure_of(hook, method, error)
         failures = self.world.gather(failure) if self.everywhere else [failure]
         found = next((each for each in failures if each is not None), None)

@@ -15,6 +15,7 @@ import torch
 
 from runner.checkpoint import get_rng_state, set_rng_state
 from runner.errors import UserError
+from runner.training import build
 from runner.training.eval_metrics import EvaluationMetric
 from runner.training.held_out import EvaluationSet
 from runner.training.step import Forward
@@ -28,6 +29,7 @@ class Evaluation:
     forward: Forward
     sets: Sequence[EvaluationSet]
     metrics: Sequence[EvaluationMetric] = ()
+    seed: int = 0  # of what the task and the metrics draw
 
     def due(self, step: int) -> bool:
         """Whether to evaluate any set after `step` complete steps."""
@@ -51,9 +53,13 @@ class Evaluation:
             for each in self.sets:
                 if not each.due(step):
                     continue
-                found = _Pass(self.forward, each, self.metrics).run(stop)
+                found = _Pass(self.forward, each, self.metrics, self.seed).run(stop)
                 if found is None:
                     return None
+                if twice := sorted(results.keys() & found.keys()):
+                    raise UserError(
+                        f"two results of the evaluation are called {twice[0]}: rename eval.sets.{each.name}"
+                    )
                 results |= found
         return results
 
@@ -77,17 +83,19 @@ class _Pass:
     forward: Forward
     of: EvaluationSet
     metrics: Sequence[EvaluationMetric]
+    seed: int
     _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, samples
 
     def run(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
         several = len(self.of.sources) > 1
         scopes = [None, *self.of.sources] if several else [None]
         accumulated = {metric.name: {scope: metric.fresh() for scope in scopes} for metric in self.metrics}
-        for source, data in self.of.sources.items():
+        for place, (source, data) in enumerate(self.of.sources.items()):
             parts: list[tuple[int, dict[str, list[float]]]] = []
             for number, batch in data.turns(self.forward.world):
                 if stop():
                     return None
+                build.seed_everything(self.seed, place, number or 0)  # whichever rank computes the batch
                 outputs = self.forward.evaluate(batch)
                 values = self._values(outputs, batch)
                 if number is not None:

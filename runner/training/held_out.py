@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -106,8 +106,10 @@ class StreamBatches:
     dataset: Any
     batch_size: int
     collate: Callable[[Any], Any]
+    seed: int = 0  # of what it draws
 
     def __iter__(self) -> Iterator[Batch]:
+        build.seed_everything(self.seed)
         with Acting((0, 1), 0):
             items = iter(self.dataset)
         if items is self.dataset:
@@ -115,7 +117,8 @@ class StreamBatches:
                 f"{type(self.dataset).__name__} in data.eval_sources is its own iterator, but each evaluation starts "
                 "again: write __iter__ as a generator, or return a new iterator"
             )
-        while True:
+        for number in count(1):
+            build.seed_everything(self.seed, number)  # whatever was computed between two batches
             with Acting((0, 1), 0):
                 samples = list(islice(items, self.batch_size))
             if not samples:
@@ -188,7 +191,9 @@ class _Sources:
     def _source(self, name: str, batch_size: int, limit: int) -> MapSource | StreamSource | None:
         dataset = self._datasets[name]
         if isinstance(dataset, IterableDataset):
-            return StreamSource(StreamBatches(dataset, batch_size, self._collate or default_collate), limit)
+            return StreamSource(
+                StreamBatches(dataset, batch_size, self._collate or default_collate, self._config.seed), limit
+            )
         if not len(dataset):
             return None
         held_out = HeldOut(len(dataset), batch_size, limit, self._starts[name])

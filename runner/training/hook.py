@@ -145,12 +145,12 @@ def _code(callback: Any, node: dict[str, Any]) -> str:
     return hashlib.sha256(source + json.dumps(node, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def failure_of(hook: Hook, method: str, error: Exception) -> Failure:
+def failure_of(hook: Hook, method: str, error: BaseException) -> Failure:
     summary = f"callbacks.{hook.name}.{method}: {_one_line(error)}{_line_of(error, hook.callback)}"
     return Failure(summary, "".join(traceback.format_exception(error)))
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 its own __str__ may fail as well
@@ -160,7 +160,7 @@ def _one_line(error: Exception) -> str:
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
 
 
-def _line_of(error: Exception, callback: Any) -> str:
+def _line_of(error: BaseException, callback: Any) -> str:
     """` (FILE, line N)`: the last line of the callback's own file on the way to the error."""
     frames = [
         frame

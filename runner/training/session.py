@@ -215,6 +215,7 @@ class _Opening:
         stated = stated_tokens(consumption.names, build.tokens_per_sample(datasets))
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
+        build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
         evaluation = self._evaluation(replace(forward, model=average.module) if average else forward)
         set_rng_state(generators)  # whatever was created since may have drawn
         trainer = Trainer(
@@ -323,7 +324,10 @@ class _Opening:
     def _evaluation(self, forward: Forward) -> Evaluation | None:
         """The evaluations of held-out data, if any are configured."""
         sets = evaluation_sets(self.config, self.world)
-        return Evaluation(forward, sets, build_metrics(self.config, forward.device)) if sets else None
+        if sets:
+            forward.task.check_evaluation()
+        metrics = build_metrics(self.config, forward.device)
+        return Evaluation(forward, sets, metrics, self.config.seed) if sets else None
 
     def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:
         options, lease = self.config.checkpoint, self.lease

@@ -52,6 +52,7 @@ class Forward:
         """
         batch = to_device(batch, self.device)
         with peer_errors(self.world), self.autocast():
+            assert self.task.evaluation_step is not None  # `Task.check_evaluation`
             return self.task.evaluation_step(self.model, batch)
 
 
@@ -228,6 +229,11 @@ class Step:
         known = len(current.sources) if current is not None and current.sources is not None else None
         values = per_sample(maker.forward.task.name, outputs, None if self._keeps else known)
         loss = values.pop("loss")
+        if not loss.requires_grad:
+            raise UserError(
+                f"{maker.forward.task.name} gave a loss without a gradient: it is detached, or depends on no parameter "
+                "that is trained"
+            )
         self.log("loss" if optimizer is None else f"loss_{optimizer}", loss)
         for name, value in values.items():
             self.log(name, value)
@@ -238,11 +244,25 @@ class Step:
 
     def log(self, name: str, values: Any) -> None:
         """Record the mean over the step and all ranks of `values`, one per sample (B,) or a single number."""
-        check_name(self._maker.forward.task.name, name)
-        tensor = torch.as_tensor(values).detach().reshape(-1)
+        check_name(self._maker.forward.task.name, str(name))
+        tensor = self._tensor(f"log({name!r}, …)", values).reshape(-1)
         sources = self._current.sources if self._current is not None else None
         known = sources if sources is not None and len(sources) == len(tensor) else None
         self._pending.setdefault(name, []).append((tensor, known))
+
+    def _tensor(self, call: str, values: Any) -> torch.Tensor:
+        """Numbers that a task passes, as a tensor without a graph.
+
+        Raises:
+            UserError: they are none.
+        """
+        try:
+            return torch.as_tensor(values).detach()
+        except (TypeError, ValueError, RuntimeError):
+            kind = type(values).__name__
+            raise UserError(
+                f"{self._maker.forward.task.name}: step.{call} is passed a {kind}: pass a number, or one per sample"
+            ) from None
 
     def mean(self, values: Any) -> torch.Tensor:
         """The mean of `values` over their first dimension and all ranks.
@@ -255,7 +275,11 @@ class Step:
         Raises:
             PeerError: another rank has ended or does not answer.
         """
-        tensor = torch.as_tensor(values).detach()
+        tensor = self._tensor("mean", values)
+        if not tensor.ndim:
+            raise UserError(
+                f"{self._maker.forward.task.name}: step.mean takes one value or more per sample, not a number"
+            )
         sums = torch.cat([tensor.double().sum(0).reshape(-1).cpu(), torch.tensor([len(tensor)])])
         sums = self._maker.forward.world.sum(sums)
         kind = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()

@@ -35,14 +35,15 @@ class Task:
     Attributes:
         name: the class or function, for messages.
         training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,).
-        evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics.
+        evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics. None: the task
+            cannot be evaluated.
         take_step: makes whole steps, with their updates; None: forward, backward, one update.
         state: what is saved and restored with the run; None if the task has no state.
     """
 
     name: str
     training_step: Compute
-    evaluation_step: Compute
+    evaluation_step: Compute | None
     take_step: Callable[[Step], None] | None = None
     state: Stateful | None = None
 
@@ -58,6 +59,17 @@ class Task:
             snapshot(self.state.state_dict(), "the state")
         except CheckpointError as error:
             raise UserError(f"{self.name}: {error}") from error
+        except Exception as error:
+            raise UserError(f"{self.name}: state_dict() raised {type(error).__name__}: {error}") from error
+
+    def check_evaluation(self) -> None:
+        """Check that the task can be evaluated.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if self.evaluation_step is None:
+            raise UserError(f"{self.name} has no evaluation_step(model, batch): define it, or set eval.every_steps=0")
 
     def restore(self, states: Sequence[dict[str, Any]], rank: int) -> None:
         """Restore the state that this rank saved; a rank that is new takes that of rank 0.
@@ -123,19 +135,20 @@ def _task_of(name: str, made: Any) -> Task:
         others = [method for method in dir(made) if not method.startswith("_") and callable(getattr(made, method))]
         close = nearest("training_step", others)
         raise UserError(f"{name} has no training_step(model, batch){close} and no take_step(step): define one of them")
-    evaluate = found["evaluation_step"] or compute or _no_evaluation(name)
+    evaluate = found["evaluation_step"] or compute
     for function in (compute, found["evaluation_step"]):
         if function is not None:
             _check_signature(f"{name}.{getattr(function, '__name__', '__call__')}", function)
-    stateful = all(callable(getattr(made, method, None)) for method in ("state_dict", "load_state_dict"))
-    return Task(name, compute or evaluate, evaluate, found["take_step"], made if stateful else None)
+    halves = [method for method in ("state_dict", "load_state_dict") if callable(getattr(made, method, None))]
+    if len(halves) == 1:
+        raise UserError(
+            f"{name} has {halves[0]} alone: define both state_dict() and load_state_dict(state), or neither"
+        )
+    return Task(name, compute or _unused, evaluate, found["take_step"], made if halves else None)
 
 
-def _no_evaluation(name: str) -> Compute:
-    def refuse(model: nn.Module, batch: Batch) -> Any:
-        raise UserError(f"{name} has no evaluation_step(model, batch): define it, or set eval.every_steps=0")
-
-    return refuse
+def _unused(model: nn.Module, batch: Batch) -> Any:
+    raise NotImplementedError("a task with take_step computes its steps itself")
 
 
 def per_sample(name: str, outputs: Any, samples: int | None) -> dict[str, torch.Tensor]:
@@ -176,6 +189,8 @@ def check_name(name: str, key: str) -> None:
     Raises:
         UserError: the runner's own records use it.
     """
+    if not key.isprintable() or not key.strip():
+        raise UserError(f"{name} gave a value named {key!r}: choose a printable name")
     if key in RESERVED or key.startswith("eval_") or key.endswith(("_by_source", "_by_optimizer")):
         raise UserError(f"{name} gave a value named {key!r}, which the runner's own records use: choose another name")
 

@@ -34,6 +34,18 @@ class PointStream(IterableDataset[torch.Tensor]):
         return iter(self.points)
 
 
+class NoisyStream(PointStream):
+    """Draws while it is read, and when it is created."""
+
+    def __init__(self, size: int = 7) -> None:
+        super().__init__(size)
+        self.points = self.points + torch.randn(size, 2)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in torch.randperm(len(self.points)).tolist():
+            yield self.points[number] + torch.randn(2)
+
+
 class OwnIterator(PointStream):
     """A stream that cannot start again."""
 
@@ -108,6 +120,16 @@ class Remembering:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean = state["means" if self.broken == "load" else "mean"]
+
+
+class StepsOnly:
+    def take_step(self, step: Any) -> None: ...
+
+
+class HalfAState:
+    def training_step(self, model: nn.Module, batch: Any) -> Any: ...
+
+    def state_dict(self) -> Any: ...
 
 
 class Misspelt:

@@ -27,6 +27,7 @@ from runner.training.step import Forward
 from runner.training.tasks import Task
 
 CPU = torch.device("cpu")
+NOISE = 0.0
 OWN = ["data=own", "+data.sources.a._target_=custom_tasks.Points"]
 
 
@@ -73,13 +74,14 @@ CASES = [
     ({"a": 10}, 0, ["eval.batch_size=3", "eval.batches=2"]),
     ({"a": 2}, 0, ["eval.batch_size=1"]),  # fewer batches than ranks
     ({"a": 1}, 0, ["eval.batch_size=4"]),  # fewer samples than ranks
+    ({"a": 5}, 0, ["+data.eval_sources.noisy._target_=custom_tasks.NoisyStream", "eval.batch_size=2"]),
     ({"a": 5, "b": 11}, 7, ["eval.batch_size=2", "eval.sets.few={sources:[b,stream],batches:1}", *METRICS]),
 ]
 
 
 def compute(model: nn.Module, batch: Any) -> Any:
     points = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, (list, tuple)) else batch
-    output = model(points)
+    output = model(points) + NOISE * torch.randn(len(points), 1)
     return {"loss": output.square().mean(1), "preds": output[:, 0], "target": points[:, 0]}
 
 
@@ -87,6 +89,7 @@ def evaluation(config: Config, world: World, strategy: str = "ddp") -> Evaluatio
     torch.manual_seed(0)
     model = place(nn.Sequential(nn.Linear(2, 32), nn.Dropout(), nn.Linear(32, 1)), strategy, world, CPU)
     forward = Forward(world, CPU, model, Task("task", compute, compute), nullcontext)
+    torch.manual_seed(0)  # as a session does
     return Evaluation(forward, evaluation_sets(config, world), build_metrics(config, CPU))
 
 
@@ -100,6 +103,8 @@ def evaluate(rank: int, ranks: int, strategy: str, directory: str) -> None:
     method = f"file://{directory}/rendezvous-{strategy}-{ranks}"
     torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
+    global NOISE  # noqa: PLW0603 what the task draws does not depend on the ranks either
+    NOISE = 0.1
     found = [results(configured(*case[:2], *case[2]), World(rank, ranks), strategy) for case in CASES]
     (Path(directory) / f"{strategy}-{ranks}-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -138,9 +138,30 @@ def without_loss(step: Any) -> None:
     step.update()
 
 
+def constant_loss(step: Any) -> None:
+    for batch in step.batches:
+        step.backward(step.model(batch).square().mean(1).detach())
+
+
+def logs_nothing(step: Any) -> None:
+    step.log("a", None)
+
+
+def logs_by_two_lines(step: Any) -> None:
+    step.log("a\nb", 1.0)
+
+
+def mean_of_a_number(step: Any) -> None:
+    step.mean(3.0)
+
+
 @pytest.mark.parametrize(
     ("take_step", "words"),
     [
+        (constant_loss, ["a loss without a gradient", "detached"]),
+        (logs_nothing, ["step.log('a', …) is passed a NoneType"]),
+        (logs_by_two_lines, ["'a\\nb'", "printable"]),
+        (mean_of_a_number, ["step.mean takes one value or more per sample"]),
         (without_update, ["made no update", "step.update()"]),
         (unknown_optimizer, ["no optimizer 'generater'"]),
         (without_loss, ["gave no loss", "step.log('loss'"]),
@@ -228,7 +249,7 @@ def test_a_function_and_a_loss_are_tasks() -> None:
     for overrides in (["task=own", "task._target_=custom_tasks.loss"], ["train.loss._target_=custom_tasks.loss"]):
         task = build_task(compose(overrides).config)
         assert task.training_step(model, batch).shape == (4,)
-        assert task.evaluation_step(model, batch).shape == (4,)
+        assert task.evaluation_step is task.training_step
 
 
 def test_classification_finds_its_entries_or_says_what_is_there() -> None:
@@ -290,3 +311,16 @@ def test_a_task_with_a_state_of_each_rank_is_exact_after_kills(task: str, tmp_pa
         killed.wait()
     killed.finish()
     assert_same_run(plain, killed)
+
+
+def test_a_task_that_cannot_be_evaluated_is_found_at_the_start() -> None:
+    task = build_task(compose(["task=own", "task._target_=custom_tasks.StepsOnly"]).config)
+    with pytest.raises(
+        UserError, match=r"has no evaluation_step\(model, batch\): define it, or set eval.every_steps=0"
+    ):
+        task.check_evaluation()
+
+
+def test_half_a_state_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has state_dict alone: define both"):
+        build_task(compose(["task=own", "task._target_=custom_tasks.HalfAState"]).config)
