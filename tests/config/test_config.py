@@ -27,6 +27,10 @@ WITH = {
     "data=files": ["data.sources.text.paths=notes"],
     "sampler=mixture": ["data=mixture"],
     "phases=curriculum": ["data=mixture"],
+    "model=own": ["model._target_=torch.nn.Identity"],
+    "sampler=own": ["sampler._target_=torch.utils.data.RandomSampler"],
+    "scheduler=own": ["scheduler._target_=torch.optim.lr_scheduler.StepLR"],
+    "task=own": ["task._target_=runner.models.tasks.NextToken"],
 }
 # Settings that scripts of other projects use by name.
 STABLE = """seed run.dir run.name train.steps train.batch_size train.grad_accum_steps data.num_workers
