@@ -70,8 +70,23 @@ def named(key: str, node: dict[str, Any]) -> Any:
     Raises:
         UserError: it cannot be imported.
     """
-    bind(key, {"_target_": node.get("_target_")})  # its errors are those of every target
-    return pkgutil.resolve_name(str(node["_target_"]))
+    return bind(key, {"_target_": node.get("_target_")}).func
+
+
+def check_call(made: partial[Any], name: str, call: str, *arguments: Any) -> None:
+    """Check that `made` can be called with these arguments; `name` and `call` tell in the message what that is.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        signature = inspect.signature(made.func)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*made.args, *arguments, **made.keywords)
+    except TypeError as error:
+        raise UserError(f"{name} cannot be called as {call} with its options: {error}") from None
 
 
 def _check_booleans(key: str, made: partial[Any]) -> None:

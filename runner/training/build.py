@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
 from runner.config.schedule import PhaseSchedule
 from runner.config.schema import Config, Precision, SamplerKind, source_weights
-from runner.config.targets import bind, instantiate, named
+from runner.config.targets import bind, check_call, instantiate, named
 from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
 from runner.data.order.batch_shape import BatchShape, position_at
@@ -118,30 +118,15 @@ def collate(config: Config) -> Callable[[Any], Any] | None:
     node = config.data.collate
     if not node:
         return None
-    made: Any = bind("data.collate", node)
     if inspect.isclass(named("data.collate", node)):
-        made = instantiate("data.collate", node)
-        if not callable(made):
+        instance = instantiate("data.collate", node)
+        if not callable(instance):
             raise UserError(f"data.collate._target_={node['_target_']}: its instances need a method __call__(samples)")
-        made = partial(made)
-    check_call(made, "data.collate", node, "collate(samples)", None)
-    return made  # type: ignore[no-any-return]
-
-
-def check_call(made: partial[Any], key: str, node: dict[str, Any], call: str, *arguments: Any) -> None:
-    """Check that `made`, which `node` describes, can be called with these arguments.
-
-    Raises:
-        UserError: it cannot.
-    """
-    try:
-        signature = inspect.signature(made.func)
-    except ValueError:  # some functions written in C have none
-        return
-    try:
-        signature.bind(*made.args, *arguments, **made.keywords)
-    except TypeError as error:
-        raise UserError(f"{key} ({node['_target_']}) cannot be called as {call} with its options: {error}") from None
+        made = partial(instance)
+    else:
+        made = bind("data.collate", node)
+    check_call(made, f"data.collate ({node['_target_']})", "collate(samples)", None)
+    return made
 
 
 def phase_schedule(config: Config) -> PhaseSchedule:

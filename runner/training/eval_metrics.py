@@ -41,17 +41,13 @@ def build_metrics(config: Config, device: torch.device) -> list[EvaluationMetric
 
 def _metric(name: str, node: dict[str, Any], device: torch.device) -> EvaluationMetric:
     key = f"eval.metrics.{name}"
-    if not node.get("_target_"):
-        raise UserError(
-            f"{key} has no _target_: name a metric class, such as torchmetrics.classification.MulticlassF1Score"
-        )
     takes = node.get("takes") or {}
     if not isinstance(takes, Mapping):
         raise UserError(f"{key}.takes={takes} must name an entry for each argument: {{value: loss}}")
     node = {option: value for option, value in node.items() if option != "takes"}
-    made: Any = bind(key, node)
     where = f"{key} ({node['_target_']})"
     if not inspect.isclass(named(key, node)):
+        made = bind(key, node)
         return EvaluationMetric(name, where, made, dict(takes), _arguments(where, made), True)
     metric = instantiate(key, node)
     if not all(callable(getattr(metric, method, None)) for method in ("update", "compute")):

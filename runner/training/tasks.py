@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from runner.checkpoint.staging import snapshot
 from runner.checkpoint.state import Stateful
 from runner.config.schema import Config
-from runner.config.targets import bind, instantiate, named
+from runner.config.targets import bind, check_call, instantiate, named
 from runner.errors import CheckpointError, UserError, nearest
 
 if TYPE_CHECKING:
@@ -102,28 +103,12 @@ def build_task(config: Config) -> Task:
     key, node = ("train.loss", config.train.loss) if config.train.loss else ("task", config.task)
     if not node.get("_target_"):
         raise UserError(f"{key} has no _target_: name a function (model, batch), or a class; or choose task=next_token")
-    made = bind(key, node)
     name = f"{key} ({node['_target_']})"
-    if not inspect.isclass(named(key, node)):
-        _check_signature(name, made, made.args, made.keywords)
-        return Task.of(made, name)
-    return _task_of(name, instantiate(key, node))
-
-
-def _check_signature(name: str, function: Any, positional: Any = (), keywords: Any = None) -> None:
-    """Check that `function` takes a model and a batch.
-
-    Raises:
-        UserError: it does not.
-    """
-    try:
-        signature = inspect.signature(getattr(function, "func", function))
-    except ValueError:  # some functions written in C have none
-        return
-    try:
-        signature.bind(*positional, None, None, **(keywords or {}))
-    except TypeError as error:
-        raise UserError(f"{name} cannot be called as (model, batch) with its options: {error}") from None
+    if inspect.isclass(named(key, node)):
+        return _task_of(name, instantiate(key, node))
+    made = bind(key, node)
+    check_call(made, name, "(model, batch)", None, None)
+    return Task.of(made, name)
 
 
 def _task_of(name: str, made: Any) -> Task:
@@ -138,7 +123,8 @@ def _task_of(name: str, made: Any) -> Task:
     evaluate = found["evaluation_step"] or compute
     for function in (compute, found["evaluation_step"]):
         if function is not None:
-            _check_signature(f"{name}.{getattr(function, '__name__', '__call__')}", function)
+            where = f"{name}.{getattr(function, '__name__', '__call__')}"
+            check_call(partial(function), where, "(model, batch)", None, None)
     halves = [method for method in ("state_dict", "load_state_dict") if callable(getattr(made, method, None))]
     if len(halves) == 1:
         raise UserError(

@@ -187,7 +187,7 @@ def test_a_source_removed_and_one_added_during_a_run(tmp_path: Path) -> None:
 
 def test_code_changed_since_the_submission_is_reported_and_recorded(tmp_path: Path) -> None:
     """An attempt compares the code with that of the submission."""
-    run = Run(tmp_path / "run", [*SHORT, "train.steps=5"])
+    run = Run(tmp_path / "run", [*SHORT, "train.steps=5", "eval.every_steps=5"])
     run.finish()
     config, code = run.path / "config.yaml", run.path / "code.json"
     config.write_text(config.read_text().replace("steps: 5", "steps: 9"))
@@ -203,10 +203,10 @@ def test_code_changed_since_the_submission_is_reported_and_recorded(tmp_path: Pa
 
 
 def test_removed_checkpoints_are_reported_before_a_start_at_0(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", [*SHORT, "train.steps=5"])
+    run = Run(tmp_path / "run", [*SHORT, "train.steps=5", "eval.every_steps=5"])
     run.finish()
     shutil.rmtree(run.path / "checkpoints")
-    longer = Run(run.path, [*SHORT, "train.steps=8"])
+    longer = Run(run.path, [*SHORT, "train.steps=8", "eval.every_steps=5"])
     assert "the checkpoint of step 5 is gone" in longer.finish()
     assert steps(longer) == list(range(1, 9))
 
