@@ -33,6 +33,8 @@ def fork(words: list[str], log: Path, **environment: str) -> int:
     """Start one rank; its process id, which is that of its process group."""
     child = os.fork()
     if child:
+        with suppress(OSError):  # it has ended
+            os.setpgid(child, child)  # on both sides: whoever comes first, the group is there from now on
         return child
     status = 1
     try:
