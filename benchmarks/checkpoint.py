@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.timing import seconds
 from runner.checkpoint import TrainStateManager, build_train_state
 
 MIB = 1 << 20
@@ -42,12 +43,6 @@ class State:
         state = build_train_state(self.step, 0)
         manager.save(self.step, self.model, self.optimizer, state, wait=wait)
         return time.perf_counter() - start
-
-
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def durable(path: Path, write: Callable[[int], object]) -> float:

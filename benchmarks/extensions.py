@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,11 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.loop import ours
+from benchmarks.timing import seconds
 from runner.config.composition import compose
 from runner.data import StatefulDataLoader
 from runner.rundir.paths import RunDir
+from runner.training.session import Session
 
 TURNS, BATCH, BATCHES, CALLS = 21, 32, 50, 200
 
@@ -59,12 +61,6 @@ class Mean:
         return self.total
 
 
-def seconds(action: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
 def difference(costly: Callable[[], Any], plain: Callable[[], Any]) -> float:
     """The median of the differences in seconds, after one turn to warm up."""
     costly(), plain()
@@ -84,31 +80,39 @@ def seeding() -> float:
     return 1e6 * difference(take(costly), take(plain)) / (BATCH * BATCHES)
 
 
-def callback(folder: Path) -> float:
-    """Microseconds a step for a callback with `on_step_end`."""
-    both = []
-    for name, more in (("hook", ["callbacks.hook._target_=benchmarks.extensions.Hook"]), ("none", [])):
-        _, session = ours(compose(["eval.every_steps=0", "logger=none", *more]).config, RunDir(folder / name))
-        both.append(session)
-    calls = [lambda one=one: [one.trainer.callbacks.step_end(1, {"step": 1}) for _ in range(CALLS)] for one in both]
-    cost = 1e6 * difference(calls[0], calls[1]) / CALLS
+def cost(folder: Path, words: list[str], part: str, action: Callable[[Session], Any], times: int) -> float:
+    """Microseconds that the setting `part` adds to `action`, divided by how many `times` it does something."""
+    both = [
+        ours(compose([*words, "logger=none", *more]).config, RunDir(folder / name))[1]
+        for name, more in (("with", [part]), ("without", []))
+    ]
+    with_it, without = (partial(action, session) for session in both)
+    found = 1e6 * difference(with_it, without) / times
     for session in both:
         session.close()
-    return cost
+    return found
+
+
+def callback(folder: Path) -> float:
+    """Microseconds a step for a callback with `on_step_end`."""
+
+    def steps(session: Session) -> None:
+        for _ in range(CALLS):
+            session.trainer.callbacks.step_end(1, {"step": 1})
+
+    return cost(folder, ["eval.every_steps=0"], "callbacks.hook._target_=benchmarks.extensions.Hook", steps, CALLS)
 
 
 def metric(folder: Path) -> float:
     """Microseconds a batch of an evaluation for a metric with a state."""
-    both, batches = [], 8
-    for name, more in (("metric", ["eval.metrics.mean._target_=benchmarks.extensions.Mean"]), ("none", [])):
-        words = ["experiment=smoke", "eval.every_steps=1", f"eval.batches={batches}", "logger=none", *more]
-        _, session = ours(compose(words).config, RunDir(folder / name))
-        both.append(session)
-    calls = [lambda one=one: one.trainer.evaluation.run(1, lambda: False) for one in both]
-    cost = 1e6 * difference(calls[0], calls[1]) / batches
-    for session in both:
-        session.close()
-    return cost
+    batches = 8
+
+    def evaluate(session: Session) -> None:
+        assert session.trainer.evaluation is not None
+        session.trainer.evaluation.run(1, lambda: False)
+
+    words = ["experiment=smoke", "eval.every_steps=1", f"eval.batches={batches}"]
+    return cost(folder, words, "eval.metrics.mean._target_=benchmarks.extensions.Mean", evaluate, batches)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from importlib import import_module
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
+from benchmarks.timing import seconds
 from runner.data.elastic import ElasticSampler
 from runner.data.sampler import DistributedSampler, MixtureSampler
 
@@ -35,12 +35,6 @@ class Sized:
 
     def __len__(self) -> int:
         return self.size
-
-
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def medians(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

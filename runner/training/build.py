@@ -310,7 +310,7 @@ def own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replica
     from runner.data.own_sampler import own_sampler as adapted
 
     options = config.sampler
-    node = {"_target_": options._target_, **options.options}
+    node = options.node(())
     try:
         names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
     except ValueError:  # some written in C have none

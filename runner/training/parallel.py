@@ -52,7 +52,7 @@ class Computation(nn.Module):
 
 def synchronized(computation: Computation, world: World, device: torch.device) -> nn.Module:
     """`computation` with gradients that are averaged over the ranks; one rank does not need that, FSDP2 does it."""
-    if world.size == 1 or hasattr(computation.model, "set_requires_gradient_sync"):
+    if world.size == 1 or _is_sharded(computation.model):
         return computation
     from torch.nn.parallel import DistributedDataParallel
 
@@ -67,15 +67,20 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
     )
 
 
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards it; without importing that, which takes long."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
 @contextmanager
-def accumulating(computation: nn.Module, last: bool) -> Iterator[None]:
+def accumulating(computation: nn.Module | None, last: bool) -> Iterator[None]:
     """Reduce gradients over ranks in the last micro-batch of a step only.
 
     Args:
-        computation: from `synchronized`.
+        computation: from `synchronized`; None where nothing is reduced by itself.
     """
     wrapped: Any = computation
-    if hasattr(wrapped, "model") and hasattr(wrapped.model, "set_requires_gradient_sync"):
+    if isinstance(computation, Computation) and _is_sharded(computation.model):
         wrapped.model.set_requires_gradient_sync(last)
         yield
     elif not last and hasattr(wrapped, "no_sync"):

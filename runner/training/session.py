@@ -31,6 +31,7 @@ from runner.system import clock
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
+from runner.training.average import Average
 from runner.training.callbacks import Callbacks
 from runner.training.consumption import (
     ElasticConsumption,
@@ -45,6 +46,7 @@ from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
 from runner.training.held_out import evaluation_sets
 from runner.training.length import with_steps
+from runner.training.optimizers import Optimizers
 from runner.training.parallel import place
 from runner.training.peers import peer_errors
 from runner.training.profiler import Profiler
@@ -52,7 +54,7 @@ from runner.training.recorder import RunRecorder, SilentRecorder
 from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
-from runner.training.tasks import build_task
+from runner.training.tasks import Task, build_task
 from runner.training.trainer import Trainer
 
 LEASE_CHECK_S = 1.0
@@ -155,6 +157,33 @@ def _warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | Non
         raise
 
 
+@dataclass(frozen=True)
+class _Restored:
+    """The parts of a session that a checkpoint restores, and what it says of the others.
+
+    Attributes:
+        sizes: samples of each source.
+        bare: the model before it is wrapped.
+        state: the train state; empty at a fresh start.
+        saved: the runner's own entries in it.
+        run_state: those of this attempt.
+    """
+
+    device: torch.device
+    datasets: dict[str, Any]
+    sizes: list[int]
+    task: Task
+    bare: torch.nn.Module
+    model: torch.nn.Module
+    average: Average | None
+    optimizers: Optimizers
+    manager: TrainStateManager
+    state: Mapping[str, Any]
+    step: int
+    saved: RunState | None
+    run_state: RunState
+
+
 @dataclass
 class _Opening:
     """Builds the parts of a session in their order; each method builds one of them."""
@@ -168,6 +197,15 @@ class _Opening:
     shapes: tuple[BatchShape, ...] = ()  # those of the checkpoint, once they are known to matter
 
     def session(self) -> Session:
+        restored = self._restored()
+        if with_steps(self.config, restored.sizes, restored.run_state.batch_shapes) != self.config:
+            # The batch shape has changed, and so have the steps of the epochs, which the schedule follows: build anew.
+            self.shapes = restored.run_state.batch_shapes
+            restored = self._restored()
+        return self._assembled(restored)
+
+    def _restored(self) -> _Restored:
+        """What is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
         device = build.choose_device(self.config.train.device, self.world)
         make_exact(self.config, device)
         build.seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
@@ -190,57 +228,60 @@ class _Opening:
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
         run_state = self._run_state(saved, step)
-        if with_steps(config, sizes, run_state.batch_shapes) != config:
-            # The batch shape has changed, and so have the steps of the epochs, which the schedule follows: build anew.
-            self.shapes = run_state.batch_shapes
-            return self.session()
-        self._warn_if_inexact(device, run_state, saved)
-        task.check_state()
-        loader, consumption = self._training_data(datasets, device, run_state, saved, step)
-        _, tokens, _ = restore_train_state(state, optimizers, loader)
+        return _Restored(
+            device, datasets, sizes, task, bare, model, average, optimizers, manager, state, step, saved, run_state
+        )
+
+    def _assembled(self, of: _Restored) -> Session:
+        """The session around what is restored."""
+        config, step, saved = self.config, of.step, of.saved
+        self._warn_if_inexact(of.device, of.run_state, saved)
+        of.task.check_state()
+        loader, consumption = self._training_data(of.datasets, of.device, of.run_state, saved, step)
+        _, tokens, _ = restore_train_state(of.state, of.optimizers, loader)
         generators = get_rng_state()
         if saved is not None:
             consumption.load_state_dict(saved.order)
-            task.restore(saved.task, self.world.rank)
+            of.task.restore(saved.task, self.world.rank)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
-            order = build.order_record(config, consumption.sampler, datasets, run_state.batch_shapes)
+            order = build.order_record(config, consumption.sampler, of.datasets, of.run_state.batch_shapes)
             insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
-        callbacks = Callbacks.open(config, self.world, self.run, bare, device, saved)
-        meter = StepMeter(device)
-        recorder = self._recorder(step, run_state.evaluated, manager, meter)
+        callbacks = Callbacks.open(config, self.world, self.run, of.bare, of.device, saved)
+        meter = StepMeter(of.device)
+        recorder = self._recorder(step, of.run_state.evaluated, of.manager, meter)
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
-        compiled = cast(torch.nn.Module, torch.compile(model)) if config.train.compile else model
-        forward = Forward(self.world, device, compiled, task, build.autocast(config, device))
-        accum = run_state.batch_shapes[-1].grad_accum_steps
-        stated = stated_tokens(consumption.names, build.tokens_per_sample(datasets))
+        compiled = cast(torch.nn.Module, torch.compile(of.model)) if config.train.compile else of.model
+        forward = Forward(self.world, of.device, compiled, of.task, build.autocast(config, of.device))
+        accum = of.run_state.batch_shapes[-1].grad_accum_steps
+        stated = stated_tokens(consumption.names, build.tokens_per_sample(of.datasets))
         # What the first save imports takes a second: meanwhile, but not before the first step.
-        warm_up = threading.Thread(target=manager.warm_up, name="warm up", daemon=True)
+        warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
-        evaluation = self._evaluation(replace(forward, model=average.module) if average else forward)
+        evaluation = self._evaluation(replace(forward, model=of.average.module) if of.average else forward)
         set_rng_state(generators)  # whatever was created since may have drawn
         trainer = Trainer(
             world=self.world,
             train_step=TrainStep(
-                forward, optimizers, consumption.names, accum, config.train.clip_norm, stated, average
+                forward, of.optimizers, consumption.names, accum, config.train.clip_norm, stated, of.average
             ),
             loader=loader,
             consumption=consumption,
             evaluation=evaluation,
-            manager=manager,
+            manager=of.manager,
             cadence=self._cadence(step),
             best_metric=config.checkpoint.best.metric if config.checkpoint.keep_best else None,
             recorder=recorder,
-            run_state=run_state,
+            run_state=of.run_state,
             stop=lambda: bool(STOP),
             check_fence=self._fence_check(),
             skip_nonfinite=config.train.on_nonfinite is NonFinite.skip,
             step=step,
-            samples_seen=run_state.samples_seen,
+            samples_seen=of.run_state.samples_seen,
             tokens_seen=tokens,
             after_first_step=warm_up.start,
             callbacks=callbacks,
             meter=meter,
-            profiler=self._profiler(step, device),
+            profiler=self._profiler(step, of.device),
         )
         return Session(trainer, config.steps, recorder, warm_up, self.handler)
 

@@ -106,10 +106,13 @@ class TrainStep:
     def __post_init__(self) -> None:
         forward = self.forward
         self._buffers = SharedBuffers(forward.world, forward.model)
-        self.computation: nn.Module = Computation(forward.model, forward.task.training_step)
+        self.computation: nn.Module | None = None  # of a step of ours; a task that takes it calls what it likes
         if forward.task.take_step is None:
+            assert forward.task.training_step is not None
             with peer_errors(forward.world):  # DDP compares the parameters
-                self.computation = synchronized(self.computation, forward.world, forward.device)
+                self.computation = synchronized(
+                    Computation(forward.model, forward.task.training_step), forward.world, forward.device
+                )
 
     def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
         """Make the step that begins when `index` steps are complete.
@@ -135,6 +138,7 @@ class TrainStep:
         return result
 
     def _take_step(self, step: Step) -> None:
+        assert self.computation is not None
         for batch in step.batches:
             step.backward(self.computation(batch))
         for name in self.optimizers.names:

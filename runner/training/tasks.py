@@ -35,7 +35,8 @@ class Task:
 
     Attributes:
         name: the class or function, for messages.
-        training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,).
+        training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,). None: the
+            task takes whole steps.
         evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics. None: the task
             cannot be evaluated.
         take_step: makes whole steps, with their updates; None: forward, backward, one update.
@@ -43,7 +44,7 @@ class Task:
     """
 
     name: str
-    training_step: Compute
+    training_step: Compute | None
     evaluation_step: Compute | None
     take_step: Callable[[Step], None] | None = None
     state: Stateful | None = None
@@ -130,11 +131,7 @@ def _task_of(name: str, made: Any) -> Task:
         raise UserError(
             f"{name} has {halves[0]} alone: define both state_dict() and load_state_dict(state), or neither"
         )
-    return Task(name, compute or _unused, evaluate, found["take_step"], made if halves else None)
-
-
-def _unused(model: nn.Module, batch: Batch) -> Any:
-    raise NotImplementedError("a task with take_step computes its steps itself")
+    return Task(name, compute, evaluate, found["take_step"], made if halves else None)
 
 
 def per_sample(name: str, outputs: Any, samples: int | None) -> dict[str, torch.Tensor]:

@@ -36,7 +36,9 @@ def test_a_users_dataset_model_loss_and_optimizer_are_instantiated(composer: Com
     assert type(model).__name__ == "Perceptron"
     assert isinstance(build.optimizers(config, model)["optimizer"], torch.optim.RMSprop)
     batch = {"x": torch.zeros(4, 1), "y": torch.ones(4, 1)}
-    assert build_task(config).training_step(model, batch).shape == (4,)
+    training_step = build_task(config).training_step
+    assert training_step is not None
+    assert training_step(model, batch).shape == (4,)
 
 
 @pytest.mark.parametrize(

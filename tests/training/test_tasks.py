@@ -248,6 +248,7 @@ def test_a_function_and_a_loss_are_tasks() -> None:
     model, batch = nn.Linear(3, 2), torch.randn(4, 3)
     for overrides in (["task=own", "task._target_=custom_tasks.loss"], ["train.loss._target_=custom_tasks.loss"]):
         task = build_task(compose(overrides).config)
+        assert task.training_step is not None
         assert task.training_step(model, batch).shape == (4,)
         assert task.evaluation_step is task.training_step
 
