@@ -13,12 +13,13 @@ import socket
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from launch import rendezvous, requeue, scheduler
-from runner.system import files, signals
+from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # States of a node that has lost its jobs, see scontrol(1); "*" after the state: it does not respond.
@@ -79,13 +80,36 @@ class SlurmJob:
         self.early_signal = self.early_signal or signum
 
     def identity(self) -> dict[str, Any]:
-        """job_id, restart_count, host and node (its name in Slurm)."""
+        """job_id, restart_count, host, node (its name in Slurm) and the number of nodes."""
         return {
             "job_id": self.job_id,
             "restart_count": self.restart_count,
             "host": socket.gethostname(),
             "node": os.environ.get("SLURMD_NODENAME"),
+            "nodes": int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
         }
+
+    def began(self) -> float:
+        """When the batch script of this start began, on `clock.monotonic`; on another machine, this process."""
+        boot, _, seconds = os.environ.get(requeue.BATCH_BEGAN, "").partition(" ")
+        with suppress(ValueError):
+            if boot and boot == processes.boot_id() and float(seconds) >= 0:
+                return min(processes.uptime(float(seconds)), processes.began())
+        return processes.began()
+
+    def waited(self) -> dict[str, float]:
+        """How long this job waited before it was started this time, by Slurm's clock.
+
+        `hold_s`: held back, by its user, by a dependency, or for two minutes after a requeue. `queue_s`: waiting for
+        nodes. Empty if Slurm does not answer.
+        """
+        try:
+            record = scheduler.show_job(self.job_id)
+            times = [datetime.fromisoformat(record[f"{name}Time"]) for name in ("Submit", "Eligible", "Start")]
+        except (scheduler.SchedulerError, KeyError, ValueError):
+            return {}
+        hold, queue = ((after - before).total_seconds() for before, after in pairwise(times))
+        return {"hold_s": max(hold, 0.0), "queue_s": max(queue, 0.0)}
 
     def on_started(self) -> None:
         """From here on attempts without progress are counted, instead of starts that fail before an attempt began."""

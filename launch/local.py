@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -59,11 +60,14 @@ class LocalLauncher:
 
     def preview(self, run_dirs: list[Path]) -> str:
         """The commands, one per run."""
-        return "\n".join(" ".join([*self.command, str(run_dir)]) for run_dir in run_dirs)
+        return "\n".join(shlex.join([*self.command, str(run_dir)]) for run_dir in run_dirs)
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         """None: there is no scheduler. A live run holds the lease of its directory."""
         return {}
+
+    def after(self, run_dir: Path) -> None:
+        """Nothing here outlives the command, so nothing can wait."""
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Run the runs as processes, `slots` at a time; the first exit status that is not 0, else 0.

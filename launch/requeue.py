@@ -38,6 +38,8 @@ SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
 MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: the environment is broken
 GIVEN_UP = "not requeued: "  # what the batch script puts before the reason of the last failed start
 NOTE_BYTES = 255  # of a file of failed starts, before the end of the line
+BATCH_BEGAN = "RUNNER_BATCH_BEGAN"
+"""The variable in which the batch script passes on when it began: the boot of its machine, and the seconds since."""
 ARM_SCRIPT = "REQUEUE_ARMED=yes"
 """The line of the batch script after the user's setup: from here on, a job that fails may be requeued."""
 

@@ -15,6 +15,10 @@ trap : TERM USR1 USR2
 # The job id of the last task of an array is also that of the array.
 REQUEUE_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 REQUEUE_JOB=${REQUEUE_JOB:-$SLURM_JOB_ID}
+# Where the time of the job goes is counted from here on: the boot of this machine, and the seconds since.
+read -r REQUEUE_UPTIME _ </proc/uptime
+read -r REQUEUE_BOOT </proc/sys/kernel/random/boot_id
+export RUNNER_BATCH_BEGAN="$REQUEUE_BOOT $REQUEUE_UPTIME"
 REQUEUE_BEGAN=$(TZ=UTC0 date +%Y-%m-%dT%H:%M:%S)
 
 # Left behind if an earlier start of this job was killed right after its verdict.

@@ -116,6 +116,13 @@ class SlurmLauncher(SlurmOptions):
             executor.parameters["map_count"] = runs
         return executor._make_submission_file_text(executor._submitit_command_str, "")
 
+    def after(self, run_dir: Path) -> SlurmLauncher | None:
+        """Jobs that Slurm starts once the job of the run has succeeded; None if it has none in the queue."""
+        info = self.jobs([run_dir]).get(run_dir)
+        if info is None or not info.live:
+            return None
+        return replace(self, dependency=",".join(filter(None, (self.dependency, f"afterok:{info.job_id}"))))
+
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Submit the runs and return at once; 0 if all are submitted, else 2."""
         if self.dry_run:

@@ -1,8 +1,21 @@
 """runner: a Hydra-configured experiment runner for training that may be killed at any moment."""
 
+from __future__ import annotations
+
 import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.training.load import Loaded
 
 __version__ = "0.1.0"
 
 # Modules log; who uses them decides where that is shown. Training shows and records warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def load(run: Any, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
+    """The model of a run as a checkpoint has it: `.model`, `.config`, `.step`; see `runner.training.load.load`."""
+    from runner.training.load import load as loaded  # not before it is used: torch takes seconds
+
+    return loaded(run, step, device, raw=raw)

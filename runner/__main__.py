@@ -68,7 +68,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         )
     if word in WITH_SETTINGS:
         _find_own_classes()
-    if word == "resume" and not set(HELP) & set(arguments):
+    if word in ("resume", "fork") and not set(HELP) & set(arguments):
         STOP.install()
     return int(import_module(f"runner.cli.{word}").main(arguments[1:]))
 

@@ -86,13 +86,20 @@ class Launcher(Protocol):
     def preview(self, run_dirs: list[Path]) -> str:
         """What `launch` would start, as text."""
 
+    def after(self, run_dir: Path) -> Launcher | None:
+        """This launcher for runs that start once the run in `run_dir` has finished; None if nobody can wait for that.
+
+        Raises:
+            OSError: there is a scheduler and it does not answer.
+        """
+
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Start the runs; the exit status.
 
         What was started before an error stays started, and is recorded in the run directories.
 
         Args:
-            run_dirs: existing run directories with a frozen config, one or more.
+            run_dirs: existing directories that hold all that `attempt` needs, such as runs; one or more.
             attempt: `module:function`; inside a scheduler's job the function is called as `function(run_dir, job=job)`
                 with a `Job`, and returns an exit status.
             guards: the right to submit each run and to write its job.json, as long as the call lasts; empty: nobody
@@ -126,7 +133,13 @@ class Job(Protocol):
     """A signal that came before the attempt's handlers were installed."""
 
     def identity(self) -> dict[str, Any]:
-        """job_id, restart_count, host and node."""
+        """job_id, restart_count, host and node; more than one node as `nodes`."""
+
+    def began(self) -> float:
+        """When this start of the job began to hold its nodes, on `clock.monotonic`, or when this process began."""
+
+    def waited(self) -> dict[str, float]:
+        """Seconds before this start by the scheduler's clock: `hold_s` held back, `queue_s` queued; or nothing."""
 
     def cause(self, signum: int) -> str:
         """Why `signum` came: preempted, time limit, cancelled, requeued, node failure or interrupted."""

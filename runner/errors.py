@@ -47,6 +47,10 @@ class CheckpointError(UserError):
     status = ExitStatus.FAILED
 
 
+class MismatchError(CheckpointError):
+    """A checkpoint is intact, and of another model, optimizer, precision or data than what is to be loaded from it."""
+
+
 class CallbackError(UserError):
     """A callback raised, and the config asks to stop then."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 from collections.abc import Sequence
@@ -16,20 +15,18 @@ from rich.table import Table
 
 from runner.chaos.compare import Comparison
 from runner.chaos.faults import KINDS
-from runner.chaos.picture import draw_png
 from runner.chaos.plan import Outcome, PlannedFault
 from runner.errors import UserError
+from runner.report.page import page
+from runner.report.picture import draw, is_possible
+from runner.report.runs import RunResults, read_run
 from runner.rundir.paths import RunDir
 from runner.system.files import write_atomic
 
 COLUMNS = ("fault", "injected", "at step", "steps lost", "what the run did")
 DETAILS = ("#", "fault", "trigger", "run", "step", "steps lost", "what the run did")
 RIGHT, WRONG = "✓", "✗"
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.3em .6em;text-align:left;vertical-align:top}"
-    "img{max-width:100%}.good{color:#070}.bad{color:#b00}"
-)
+POINTS = 1000  # of a curve
 
 
 @dataclass
@@ -146,23 +143,31 @@ def write(result: Result, path: Path) -> list[Path]:
     Raises:
         UserError: a file cannot be written.
     """
-    picture = None if path.suffix == ".json" else draw_png(result.reference, result.killed, result.outcomes)
     beside = path.with_suffix(".png")
-    written = [path]
+    contents: dict[Path, str | bytes]
+    if path.suffix == ".json":
+        contents = {path: json.dumps(result.as_json(), indent=2) + "\n"}
+    elif path.suffix == ".html":
+        contents = {path: as_html(result)}
+    else:
+        runs = [run for run in _results(result) if "loss" in run.series]
+        picture = {beside: draw(runs, "loss")} if runs and is_possible() else {}
+        contents = {**picture, path: as_markdown(result, beside.name if picture else None)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".json":
-            write_atomic(path, json.dumps(result.as_json(), indent=2) + "\n")
-        elif path.suffix == ".html":
-            write_atomic(path, as_html(result, picture))
-        else:
-            if picture is not None:
-                write_atomic(beside, picture)
-                written.append(beside)
-            write_atomic(path, as_markdown(result, beside.name if picture is not None else None))
+        for file, content in contents.items():
+            write_atomic(file, content)
     except OSError as error:
         raise UserError(f"--report {path} cannot be written ({error.strerror}): choose another file") from None
-    return written
+    return [path, *(file for file in contents if file != path)]
+
+
+def _results(result: Result) -> list[RunResults]:
+    """The reference and the runs under faults."""
+    found = [read_run(run, run.path.parent, POINTS) for run in (result.reference, *result.killed)]
+    for run in found:
+        run.state = str(run.status.get("state", ""))
+    return found
 
 
 def _facts(result: Result) -> list[str]:
@@ -194,26 +199,18 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
-def as_html(result: Result, picture: bytes | None) -> str:
-    """The report as one HTML file that contains the plots."""
+def as_html(result: Result) -> str:
+    """The report as one HTML file: the verdict and the faults, and then the runs beside each other."""
     first, *rest = result.verdict()
-    title = html.escape(f"{result.config} under faults")
-    image = base64.b64encode(picture).decode() if picture else ""
     singles = [[str(cell) for cell in _single(outcome)] for outcome in result.outcomes]
-    return "\n".join(
-        [
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>',
-            f"<h1>{title}</h1>",
-            f'<p class="{"good" if result.good else "bad"}"><strong>{html.escape(first)}</strong></p>',
-            _html_list(rest),
-            f'<img alt="Losses with and without faults" src="data:image/png;base64,{image}">' if picture else "",
-            _html_table(COLUMNS, rows(result.outcomes)),
-            "<h2>Every fault</h2>",
-            _html_table(DETAILS, singles),
-            _html_list([fact.replace("`", "") for fact in _facts(result)]),
-            "</html>\n",
-        ]
-    )
+    parts = [
+        f'<p class="{"good" if result.good else "bad"}"><strong>{html.escape(first)}</strong></p>',
+        _html_list(rest),
+        _html_table(COLUMNS, rows(result.outcomes)),
+        f"<details><summary>Every fault</summary>{_html_table(DETAILS, singles)}</details>",
+        _html_list([fact.replace("`", "") for fact in _facts(result)]),
+    ]
+    return page(_results(result), f"{result.config} under faults", "loss", intro="".join(parts))
 
 
 def _html_list(lines: Sequence[str]) -> str:

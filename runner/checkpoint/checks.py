@@ -10,7 +10,7 @@ from torch import nn
 from runner.checkpoint.reader import CheckpointReader
 from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, Tensors, collect
 from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState, TrainState
-from runner.errors import CheckpointError
+from runner.errors import MismatchError
 
 _MAX_NAMED = 3
 _REMEDY = "or start a new run in another directory (run.name or run.dir)"
@@ -20,14 +20,14 @@ def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], wher
     """Compare the parts that both fingerprints name.
 
     Raises:
-        CheckpointError: naming the values that differ.
+        MismatchError: naming the values that differ.
     """
     differences: list[str] = []
     for key in present:
         if key in saved:
             _compare(saved[key], _as_json(present[key]), key, differences)
     if differences:
-        raise CheckpointError(f"{where} is of another run: {_joined(differences)}; restore these settings, {_REMEDY}")
+        raise MismatchError(f"{where} is of another run: {_joined(differences)}; restore these settings, {_REMEDY}")
 
 
 def _as_json(value: Any) -> Any:
@@ -73,7 +73,7 @@ def check_fit(
     """Compare a checkpoint with the model, the optimizer and the averaged weights that are to be loaded from it.
 
     Raises:
-        CheckpointError: naming what differs.
+        MismatchError: naming what differs.
     """
     collected = collect(model, optimizer, averaged)
     check_model(reader, collected.nested["model"], where)
@@ -87,7 +87,7 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
     """Compare the names, shapes and dtypes of the saved tensors with the model's.
 
     Raises:
-        CheckpointError: naming what differs.
+        MismatchError: naming what differs.
     """
     saved = reader.names(prefix)
     differences = [f"it lacks {name!r}" for name in tensors if name not in saved]
@@ -100,7 +100,7 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
         elif tensor.dtype != saved[name].dtype:
             differences.append(f"{name!r} was {saved[name].dtype} and is {tensor.dtype} now")
     if differences:
-        raise CheckpointError(
+        raise MismatchError(
             f"{where} is of another model: {_joined(differences)}; use the model settings it was saved with, {_REMEDY}"
         )
 
@@ -109,15 +109,15 @@ def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str)
     """Compare the saved averaged weights with those of this run, whose `tensors` are None if it has none.
 
     Raises:
-        CheckpointError: only one of the two has them, or they differ.
+        MismatchError: only one of the two has them, or they differ.
     """
     saved = AVERAGE_COUNT in reader.entries
     if saved and tensors is None:
-        raise CheckpointError(
+        raise MismatchError(
             f"{where} has averaged weights, and this run has none: set train.ema_decay as it was, {_REMEDY}"
         )
     if tensors is not None and not saved:
-        raise CheckpointError(
+        raise MismatchError(
             f"{where} has no averaged weights, and this run has train.ema_decay: set it to null, {_REMEDY}"
         )
     if tensors is not None:
@@ -128,8 +128,16 @@ def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where
     """Compare the saved optimizer's class, groups and parameters with this one's.
 
     Raises:
-        CheckpointError: naming what differs.
+        MismatchError: naming what differs.
     """
+    if difference := optimizer_difference(saved, present):
+        raise MismatchError(
+            f"{where} does not fit the optimizer: {difference}; use the optimizer settings it was saved with, {_REMEDY}"
+        )
+
+
+def optimizer_difference(saved: OptimizerState | None, present: OptimizerState) -> str | None:
+    """What differs in class, groups or parameters between a saved optimizer and this one, or None."""
     difference = None
     if saved is None:
         difference = f"it was saved without an optimizer, and this run has {present.class_name}"
@@ -144,7 +152,4 @@ def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where
             index = next(n for n, (old, new) in enumerate(zip(then, now, strict=True)) if old != new)
             names = sorted(set(then[index]) ^ set(now[index]))
             difference = f"parameter group {index} differs in {_joined([repr(name) for name in names])}"
-    if difference:
-        raise CheckpointError(
-            f"{where} does not fit the optimizer: {difference}; use the optimizer settings it was saved with, {_REMEDY}"
-        )
+    return difference

@@ -22,12 +22,13 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.manifest import BEST_METRIC, CorruptionError, Manifest
+from runner.checkpoint.pins import is_kept
 from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
@@ -39,6 +40,7 @@ DIRECTORY_MODE = 0o755
 _COMMITTED = re.compile(r"step_(\d+)")
 _TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-\d+-\d+(?:-taken|-swept\d+)?")
 _SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
+_TAKEN = "taken"  # a whole checkpoint that may be deleted, in a temporary directory
 _COUNT = itertools.count()
 
 
@@ -323,13 +325,17 @@ def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
 
 
 def delete(path: Path, fence: Fence) -> None:
-    """Delete a checkpoint so that part of it is never visible under its name.
+    """Delete a checkpoint so that part of it is never visible under its name; not if it is to be kept by now (`pins`).
 
     Raises:
         SupersededError: a newer attempt holds the lease; nothing was changed.
         OSError: the file system refused.
     """
-    container = _take(path, "deleted", fence)  # a name that `sweep` does not put back
+    container = _take(path, _TAKEN, fence)
+    if is_kept(path):  # looked at again: a pin that is set later finds the checkpoint gone
+        files.rename(container / _TAKEN, path)
+    else:
+        files.rename(container / _TAKEN, container / "deleted")  # a name that `sweep` does not put back
     files.fsync_dir(path.parent)
     remove_tree(container)
 
@@ -354,7 +360,8 @@ def sweep(directory: Path, fence: Fence) -> None:
 
     Listed first and checked afterwards, so that nothing of a newer attempt is among them, however long this process is
     stopped. Each is renamed first: after that, an older process cannot rename anything out of it or into it. A
-    checkpoint that was being set aside gets the name that it was to have.
+    checkpoint that was being set aside gets the name that it was to have, and one that was pinned before it was
+    deleted gets its own back.
 
     Raises:
         SupersededError: a newer attempt holds the lease.
@@ -370,6 +377,8 @@ def sweep(directory: Path, fence: Fence) -> None:
             for name in files.list_dir(mine):
                 if _SET_ASIDE.fullmatch(name) and not os.path.lexists(directory / name):
                     files.rename(mine / name, directory / name)
+                if name == _TAKEN and is_kept(step) and not os.path.lexists(step):
+                    files.rename(mine / name, step)  # killed before it saw the pin
             remove_tree(mine)
         except FileNotFoundError:  # removed meanwhile
             continue
@@ -401,13 +410,14 @@ class Retention:
     best_metric: str = BEST_METRIC
     best_mode: str = "min"
 
-    def to_delete(self, found: Iterable[Candidate]) -> list[Candidate]:
-        """The intact ones among `found` that need not be kept, oldest first."""
+    def to_delete(self, found: Iterable[Candidate], pinned: Collection[int] = ()) -> list[Candidate]:
+        """The intact ones among `found` that need not be kept, oldest first; not those of `pinned` steps."""
         intact = sorted((c for c in found if c.manifest is not None), key=lambda c: c.step)
         kept = {c.path for c in intact[-max(self.keep_last, 1) :]}
         if self.keep_every_steps:
             kept |= {c.path for c in intact if c.step % self.keep_every_steps == 0}
         kept |= {c.path for c in self.best(intact)[: self.keep_best]}
+        kept |= {c.path for c in intact if c.step in pinned}
         return [c for c in intact if c.path not in kept]
 
     def best(self, intact: Iterable[Candidate]) -> list[Candidate]:

@@ -13,13 +13,14 @@ from torch import nn
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
 from runner.checkpoint.background import Background
-from runner.checkpoint.checks import check_fit
+from runner.checkpoint.checks import check_fit, optimizer_difference
 from runner.checkpoint.directory import Fence, Info, Retention
 from runner.checkpoint.manifest import BEST_METRIC, BEST_MODES
 from runner.checkpoint.reading import in_one_line
 from runner.checkpoint.restore import load_tensors
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.checkpoint.selection import open_checkpoint, select
+from runner.checkpoint.staging import collect
 from runner.checkpoint.state import Averaged, OptimizerLike, StateDict, TrainState
 from runner.errors import SupersededError, UserError
 from runner.system import clock
@@ -172,11 +173,19 @@ class TrainStateManager:
         return checkpoint_dir.newest(self.directory)
 
     def load(
-        self, model: nn.Module, optimizer: OptimizerLike | None = None, averaged: Averaged | None = None
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike | None = None,
+        averaged: Averaged | None = None,
+        *,
+        another_optimizer: bool = False,
     ) -> StateDict | None:
         """Load the newest checkpoint that verifies into `model`, `optimizer` and `averaged`, in place.
 
         Corrupt ones of higher steps are set aside as `….corrupt`.
+
+        Args:
+            another_optimizer: one that does not fit what was saved is left as it is, with a warning.
 
         Returns:
             Its train state, for `restore_train_state`; None if there is no checkpoint at all.
@@ -188,7 +197,7 @@ class TrainStateManager:
         """
         self.wait()
         with in_one_line(self.directory):
-            found = self._restore(model, optimizer, averaged)
+            found = self._restore(model, optimizer, averaged, another_optimizer)
         if found is None:
             return None
         info, state = found
@@ -196,7 +205,7 @@ class TrainStateManager:
         return replace(state, optimizer=None, model_extra=None, version=None).to_dict()
 
     def _restore(
-        self, model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None
+        self, model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None, another_optimizer: bool
     ) -> tuple[Info, TrainState] | None:
         world = self._world
         world.run_on_main(self._saver.sweep)
@@ -205,6 +214,12 @@ class TrainStateManager:
             return None
         state, reader = world.run_on_all(lambda: open_checkpoint(info, self._fingerprint))
         with reader:
+            if another_optimizer and optimizer is not None:
+                present = collect(model, optimizer).optimizer
+                if present is not None and (difference := optimizer_difference(state.optimizer, present)):
+                    if world.is_main:
+                        _log.warning(f"the optimizer begins without a state: {difference}")
+                    optimizer = None
             world.run_on_all(lambda: check_fit(reader, state, model, optimizer, averaged, f"checkpoint {info.path}"))
             world.run_on_all(lambda: load_tensors(reader, state, model, optimizer, averaged))
         return info, state

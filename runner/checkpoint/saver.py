@@ -17,6 +17,7 @@ from runner.checkpoint import writer
 from runner.checkpoint.commit import Transaction, write_file
 from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
 from runner.checkpoint.manifest import TRAIN_STATE, VERSION, Manifest
+from runner.checkpoint.pins import kept
 from runner.checkpoint.reader import METADATA
 from runner.checkpoint.staging import HostBuffers, Tensors, collect, snapshot
 from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
@@ -243,7 +244,9 @@ class Saver:
             OSError, CheckpointError: the file system refused.
         """
         try:
-            for candidate in self._retention.to_delete(checkpoint_dir.candidates(self._directory)):
+            for candidate in self._retention.to_delete(
+                checkpoint_dir.candidates(self._directory), kept(self._directory)
+            ):
                 checkpoint_dir.delete(candidate.path, self._fence)
         finally:
             checkpoint_dir.sweep(self._directory, self._fence)

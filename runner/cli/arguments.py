@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from runner import __version__
@@ -17,6 +18,7 @@ def parser() -> Parser:
     add = made.add_argument
     add("overrides", nargs="*", metavar="key=value")
     add("-m", "--multirun", action="store_true")
+    add("-n", "--dry-run", action="store_true")
     add("-c", "--cfg", choices=["job", "hydra", "all"])
     add("--resolve", action="store_true")
     add("-p", "--package")
@@ -42,3 +44,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def dirs(options: argparse.Namespace) -> list[str]:
     """The additional config directories."""
     return [options.config_dir] if options.config_dir else []
+
+
+def runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The run directories among `words`, and the settings.
+
+    A directory is one even if its name looks like a setting; an empty word (an unset variable) is neither.
+    """
+    settings = [word for word in words if ("=" in word or word[:1] in ("+", "~")) and not os.path.isdir(word)]
+    return [word for word in words if word and word not in settings], settings

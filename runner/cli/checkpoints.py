@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint import choice
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate, Fence, Retention, Stranger
+from runner.checkpoint.pins import kept as kept_steps
 from runner.cli.console import PROGRAM, Parser, console, size, table
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
@@ -24,6 +27,8 @@ from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_kinds
 
 DIFFERENT = 1
+
+WEIGHT_FILES = (".bin", ".ckpt", ".h5", ".npz", ".onnx", ".pt", ".pth")  # what an export does not write
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "--export",
         type=Path,
         metavar="FILE",
-        help="write the model's weights (their average with train.ema_decay) as a .safetensors file",
+        help="write the model's weights (their average with train.ema_decay) as a .safetensors file; a Hugging Face "
+        "model as a folder",
     )
     what.add_argument(
         "--diff",
@@ -63,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help="compare two, each a step of RUN or the path of a checkpoint; exit status 1 if they differ",
     )
-    made.add_argument("--step", type=int, help="with --export: this step instead of the newest valid one")
+    made.add_argument("--step", help="with --export: this step, or best, instead of the newest valid one")
     made.add_argument("--raw", action="store_true", help="with --export: the weights themselves, not their average")
     made.add_argument("--keep-last", type=int, metavar="N", help="with --prune: how many to keep (default: 1)")
     made.add_argument("--dry-run", action="store_true", help="with --prune: only print what would be deleted")
@@ -103,8 +109,9 @@ def checkpoints_of(path: Path) -> Path:
     Raises:
         UserError: there is none, or the run directory holds links or the like.
     """
-    check_kinds(RunDir(path))
     inside = RunDir(path).checkpoints
+    if os.path.lexists(inside):  # else it is no run, and what it holds is none of ours
+        check_kinds(RunDir(path))
     if inside.is_dir():
         return inside
     if path.is_dir() and (checkpoint_dir.candidates(path) or path.name == inside.name):
@@ -119,8 +126,8 @@ def show(directory: Path, verify: bool, as_json: bool) -> int:
     """List all checkpoints; with `verify`, after reading every byte."""
     found = list(reversed(checkpoint_dir.scan(directory)))
     candidates = [entry for entry in found if isinstance(entry, Candidate)]
-    best = _best(candidates)
-    rows = [{**_row(entry, verify), "best": entry.path == best} for entry in candidates]
+    best = choice.best(candidates)
+    rows = [{**_row(entry, verify), "best": entry is best} for entry in candidates]
     others = {
         "not_used": [f"{entry.path.name} ({entry.reason})" for entry in found if isinstance(entry, Stranger)],
         "set_aside": [path.name for path in checkpoint_dir.set_aside_earlier(directory)],
@@ -132,15 +139,6 @@ def show(directory: Path, verify: bool, as_json: bool) -> int:
     else:
         _print_list(directory, rows, others, warning, verify)
     return int(ExitStatus.FAILED) if any(row["corruption"] or row["error"] for row in rows) else 0
-
-
-def _best(candidates: list[Candidate]) -> Path | None:
-    """The best checkpoint by the metric and the mode of the newest one that has a metric."""
-    judged = [entry.manifest for entry in candidates if entry.manifest and entry.manifest.metric is not None]
-    if not judged:
-        return None
-    by = Retention(best_metric=judged[0].metric_name, best_mode=judged[0].metric_mode)
-    return next((entry.path for entry in by.best(candidates)), None)
 
 
 def _row(candidate: Candidate, verify: bool) -> dict[str, Any]:
@@ -219,7 +217,8 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
         kept = checkpoint_dir.newest(directory)
         found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]
         left = checkpoint_dir.leftovers(directory)
-        to_delete = [c.path for c in Retention(keep_last).to_delete(c for c, corruption in found if not corruption)]
+        intact = [c for c, corruption in found if not corruption]
+        to_delete = [c.path for c in Retention(keep_last).to_delete(intact, kept_steps(directory))]
         to_delete += [c.path for c, corruption in found if corruption]
         to_delete += [path for path in checkpoint_dir.set_aside_earlier(directory) if ".corrupt" in path.name]
         if not dry_run:
@@ -239,7 +238,7 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
 # Export
 
 
-def export(directory: Path, target: Path, step: int | None, raw: bool, as_json: bool) -> int:
+def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: bool) -> int:
     """Write the model's tensors, by name, to a safetensors file; the averaged ones if there are any, unless `raw`.
 
     Raises:
@@ -252,8 +251,8 @@ def export(directory: Path, target: Path, step: int | None, raw: bool, as_json: 
     from runner.system import files
 
     if target.suffix != ".safetensors":
-        raise UserError(f"--export {target}: the file name must end in .safetensors")
-    chosen = newest(directory) if step is None else choose(directory, str(step))
+        return export_folder(directory, target, step, raw, as_json)
+    chosen = choice.choose(directory, choice.LAST if step is None else step, _skipped)
     assert chosen.manifest is not None
     averaged = {} if raw else dict(reader.tensors(chosen.path, chosen.manifest, AVERAGE))
     weights = averaged or dict(reader.tensors(chosen.path, chosen.manifest, MODEL))
@@ -273,42 +272,63 @@ def export(directory: Path, target: Path, step: int | None, raw: bool, as_json: 
     return 0
 
 
-def newest(directory: Path) -> Candidate:
-    """The newest valid checkpoint.
+def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as_json: bool) -> int:
+    """Write a Hugging Face model as the folder that `from_pretrained` reads: weights and its own config.
 
     Raises:
-        UserError: there is none.
+        UserError: the model has no `save_pretrained`, the folder exists, or there is no such step.
     """
-    found = checkpoint_dir.newest(directory, lambda bad, why: _warn(f"{bad.path} is corrupt ({why}): skipped"))
-    if found is None:
-        raise UserError(f"{directory} has no checkpoint")
-    return Candidate(found.path, found.step, found.manifest)
+    from runner.system import files
+    from runner.training.load import load
+
+    if target.suffix in WEIGHT_FILES:
+        raise UserError(f"--export {target}: the file name must end in .safetensors, or name a folder")
+    if not RunDir(directory.parent).config.is_file():
+        raise UserError(f"--export {target}: the file name must end in .safetensors; a folder needs the run directory")
+    loaded = load(directory.parent, step, raw=raw)
+    save: Any = getattr(loaded.model, "save_pretrained", None)
+    if not callable(save):
+        raise UserError(
+            f"--export {target}: the file name must end in .safetensors; a folder is for models of Hugging Face's "
+            f"libraries, and {type(loaded.model).__name__} has no save_pretrained"
+        )
+    if os.path.lexists(target):
+        raise UserError(f"--export {target} exists: choose another folder")
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        save(str(temporary))
+        files.rename(temporary, target)
+    except OSError as error:
+        raise UserError(f"--export {target} cannot be written ({error.strerror or error})") from error
+    finally:
+        if temporary.exists():
+            files.remove_tree(temporary)
+    if as_json:
+        print(json.dumps({"folder": str(target), "step": loaded.step, "averaged": loaded.averaged}))
+    else:
+        print(f"wrote {type(loaded.model).__name__} of step {loaded.step} to {target}")
+    return 0
 
 
-def choose(directory: Path | None, which: str) -> Candidate:
+def _skipped(bad: Candidate, why: str) -> None:
+    _warn(f"{bad.path} is corrupt ({why}): skipped")
+
+
+def compared(directory: Path | None, which: str) -> Candidate:
     """The checkpoint of a step in `directory`, or at a path; every byte was verified.
 
     Raises:
         UserError: there is no such checkpoint.
         CheckpointError: it is corrupt.
     """
-    found = {} if directory is None else {c.step: c for c in checkpoint_dir.candidates(directory)}
-    if which.isdigit() and int(which) in found:
-        chosen = found[int(which)]
-    elif Path(which).is_dir():
-        path = Path(which).resolve()
-        within = {candidate.path.resolve(): candidate for candidate in checkpoint_dir.candidates(path.parent)}
-        if path not in within:
-            raise UserError(f"{which} is not a checkpoint; pass a step, or the path of a directory named step_…")
-        chosen = within[path]
-    elif directory is None:
+    if directory is not None and not Path(which).is_dir():
+        return choice.choose(directory, which)
+    if not Path(which).is_dir():
         raise UserError(f"{which} is not a directory: pass the paths of two checkpoints, or RUN and two of its steps")
-    else:
-        steps = ", ".join(str(step) for step in sorted(found))
-        raise UserError(f"there is no checkpoint of step {which} in {directory}; available: {steps or 'none'}")
-    if corruption := checkpoint_dir.corruption_of(chosen):
-        raise CheckpointError(f"{chosen.path} is corrupt: {corruption}")
-    return chosen
+    path = Path(which).resolve()
+    if path.name not in {candidate.path.name for candidate in checkpoint_dir.candidates(path.parent)}:
+        raise UserError(f"{which} is not a checkpoint; pass a step, or the path of a directory named step_…")
+    return choice.choose(path.parent, int(path.name.removeprefix("step_")))
 
 
 def _warn(message: str) -> None:
@@ -322,7 +342,7 @@ def diff(directory: Path | None, first: str, second: str, *, as_json: bool) -> i
     """Compare tensors bit for bit and the train states value by value."""
     from runner.checkpoint.compare import compare_checkpoints
 
-    one, two = choose(directory, first), choose(directory, second)
+    one, two = compared(directory, first), compared(directory, second)
     assert one.manifest is not None
     assert two.manifest is not None
     found = compare_checkpoints(one.path, two.path, (one.manifest, two.manifest)).differences

@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PROGRAM = "python -m runner"
+MAX_INTERVAL_S = 86_400.0
 PIPED_WIDTH = 1000  # columns where no terminal sets them: names and paths are never truncated in a file
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of a command: a mistake in the arguments is one error line, not a usage text."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse.
@@ -35,6 +40,23 @@ class Parser(argparse.ArgumentParser):
             UserError: always.
         """
         raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _path(text: str) -> Path:
+    """A path of the command line. An empty one, such as "$UNSET", would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
+def check_interval(seconds: float | None) -> None:
+    """Whether `--watch SECONDS` can be slept for.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if seconds is not None and not 0 < seconds <= MAX_INTERVAL_S:
+        raise UserError(f"--watch {seconds:g}: must be more than 0 seconds, and at most a day ({MAX_INTERVAL_S:g})")
 
 
 def print_errors(error: UserError) -> int:

@@ -6,15 +6,20 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.cli import kills
 from runner.cli.console import PROGRAM, Parser, console, size
 from runner.contracts import Finding
 from runner.errors import ExitStatus
-from runner.system import clock, files
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from runner.config.composition import Composed
     from runner.config.schema import Config
 
@@ -31,6 +36,11 @@ def parser() -> Parser:
     )
     made.add_argument("overrides", nargs="*", metavar="key=value", help=f"of one run, as for {PROGRAM}")
     made.add_argument("--no-measure", action="store_true", help="do not build the model and save it")
+    made.add_argument(
+        "--kills-per-hour", type=float, metavar="RATE", help="predict the share of useful time under so many kills"
+    )
+    for option, what in (("--step-s", "a step"), ("--start-s", "a start"), ("--save-s", "a save")):
+        made.add_argument(option, type=float, metavar="SECONDS", help=f"for the prediction: how long {what} takes")
     made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
     made.add_argument("--config-name", default="config", metavar="NAME", help="another primary config")
     return made
@@ -45,23 +55,25 @@ def main(arguments: Sequence[str]) -> int:
     from rich.text import Text
 
     options = parser().parse_intermixed_args(list(arguments) or ["--help"])
+    kills.check_options(options)
     from runner.config.composition import compose
 
     composed = compose(options.overrides, options.config_dir, options.config_name)
     out, status = console(), ExitStatus.FINISHED
-    for finding in examine(composed, measure=not options.no_measure):
+    for finding in examine(composed, measure=not options.no_measure, options=options):
         remedy = f" -> {finding.remedy}" if finding.remedy else ""
         out.print(Text(f"{finding.level:8}", style=STYLES[finding.level]) + Text(finding.text + remedy))
         status = ExitStatus.USAGE if finding.level == "error" else status
     return int(status)
 
 
-def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
+def examine(composed: Composed, measure: bool = True, options: Namespace | None = None) -> Iterator[Finding]:
     """All findings for this config.
 
     Args:
         composed: the run.
         measure: build the model and save it, to know the size of a checkpoint and how long a save takes.
+        options: of the command, for a prediction.
 
     Raises:
         UserError: the launcher or the model cannot be created.
@@ -74,13 +86,30 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
     folder = existing_parent(composed.run_dir)
     disk = examine_disk(folder)
     yield disk
-    save_s = None
+    saved = None
     if measure and disk.level != "error":
-        count, save_s = measure_save(composed.config, folder)
-        yield Finding("ok", f"a checkpoint has {size(count)} and takes {save_s:.2f} s to save on this machine")
-        yield examine_space(composed.config, folder, count)
+        saved = measure_save(composed.config, folder)
+        text = f"a checkpoint has {size(saved.bytes)} and takes {saved.seconds:.2f} s to save on this machine"
+        yield Finding("ok", text)
+        yield examine_space(composed.config, folder, saved.bytes)
     if not errors:
-        yield from launcher.examine(save_s)
+        yield from launcher.examine(saved.seconds if saved else None)
+    if options is not None and options.kills_per_hour is not None:
+        yield from kills.predict(composed.config, options.kills_per_hour, _times(composed, saved, options))
+
+
+def _times(composed: Composed, saved: Saved | None, options: Namespace) -> kills.Times:
+    """Those of the command line; else those of the run, if it has made attempts; else those measured here."""
+    times = kills.recorded(RunDir(composed.run_dir))
+    if saved is not None and times.start_s is None:
+        times.start_s, times.source = saved.start_s, "measured here"
+    if saved is not None and times.stall_s is None:
+        times.stall_s, times.commit_s = saved.stall_s, saved.commit_s
+    if options.save_s is not None:
+        times.stall_s, times.commit_s = options.save_s, 0.0
+    times.step_s = times.step_s if options.step_s is None else options.step_s
+    times.start_s = times.start_s if options.start_s is None else options.start_s
+    return times
 
 
 def existing_parent(path: Path) -> Path:
@@ -141,8 +170,26 @@ def examine_space(config: Config, folder: Path, count: int) -> Finding:
     return Finding("error", text, "keep fewer (checkpoint.keep_last, keep_every_steps) or choose another run.root")
 
 
-def measure_save(config: Config, folder: Path) -> tuple[int, float]:
-    """Bytes of one checkpoint of this config, and seconds to save it in `folder`, as in the middle of a run.
+@dataclass
+class Saved:
+    """What a save costs, as in the middle of a run.
+
+    Attributes:
+        bytes: of one checkpoint.
+        seconds: until it is committed.
+        stall_s: that training would stand still for it, and `commit_s`: from then until it is committed.
+        start_s: from the start of this process until its model was built, and to restore it: a start without the data.
+    """
+
+    bytes: int
+    seconds: float
+    stall_s: float
+    commit_s: float
+    start_s: float
+
+
+def measure_save(config: Config, folder: Path) -> Saved:
+    """Save a checkpoint of this config in `folder`.
 
     Builds the model on the CPU and makes one optimizer step on zero gradients; no data is read.
     """
@@ -160,12 +207,19 @@ def measure_save(config: Config, folder: Path) -> tuple[int, float]:
         parameter.grad = torch.zeros_like(parameter)
     for name in optimizers.names:
         optimizers[name].step()
+    start_s = clock.monotonic() - processes.began()
     with _temporary(folder) as here:
-        manager = TrainStateManager(here, fingerprint={}, keep_last=1, keep_every_steps=None, keep_best=0, mode="sync")
+        mode = config.checkpoint.mode.value
+        manager = TrainStateManager(here, fingerprint={}, keep_last=1, keep_every_steps=None, keep_best=0, mode=mode)
         for step in (1, 2):  # the first save imports what it needs, once per attempt
             started = clock.perf_counter()
             state = build_train_state(step, 0, None, None, {})
-            manager.save(step, model, optimizers, state, averaged=averaged, wait=True)
+            manager.save(step, model, optimizers, state, averaged=averaged)
+            stall_s = clock.perf_counter() - started
+            manager.wait()
             seconds = clock.perf_counter() - started
         saved = [Path(directory) / name for directory, _, names in files.walk(here) for name in names]
-        return sum(path.stat().st_size for path in saved), seconds
+        count = sum(path.stat().st_size for path in saved)
+        started = clock.perf_counter()
+        manager.load(model, optimizers, averaged)
+        return Saved(count, seconds, stall_s, seconds - stall_s, start_s + clock.perf_counter() - started)

@@ -27,7 +27,7 @@ Examples
   python -m runner train.steps=2000                       a longer run; extends it if it is finished
   python -m runner -m seed=1,2,3 model.width=64,128       a sweep over all combinations
   python -m runner -m launcher=slurm seed=1,2,3           the same as Slurm jobs; returns at once
-  python -m runner launcher=slurm launcher.dry_run=true   print what would be submitted
+  python -m runner -m seed=1,2,3 --dry-run                print what would be started, and why
   torchrun --nproc-per-node 4 -m runner                   four ranks on this machine
 
 Groups, one option of each (group=option)
@@ -52,6 +52,7 @@ Settings (key=value; --cfg job lists them all, the files in conf/ explain them)
 
 Flags
   -m, --multirun           a sweep: values separated by commas, range(...), glob(...)
+  -n, --dry-run            print what would be done about each run, and why; start nothing
   -c, --cfg job            print the composed config; with --resolve as it would be run, with -p KEY a part of it
   -i, --info defaults      print which files it was composed from
   -cd, --config-dir DIR    an additional directory of groups and experiments

@@ -6,17 +6,26 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runner.cli.console import shown
 from runner.config.composition import Composed
-from runner.config.frozen import load_plain
+from runner.config.frozen import load_plain, trained
 from runner.config.identity import ConfigChange, differences
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import finished_at, incomplete_records, is_finished, status_of
+from runner.rundir.attempt_log import (
+    ended_attempts,
+    finished_at,
+    incomplete_records,
+    is_finished,
+    last_step,
+    status_of,
+)
 from runner.rundir.lease import describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.trunk import Trunk, find
 from runner.rundir.trust import check_trusted, reading
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
@@ -33,6 +42,8 @@ class PlannedRun:
     state: str  # new, unfinished, finished, live, failed or unusable
     summary: str  # for the user
     changes: list[ConfigChange] = field(default_factory=list)
+    after: Path | None = None
+    """The trunk that a branch has to wait for."""
 
     @property
     def starts(self) -> bool:
@@ -68,7 +79,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
         except UserError as error:
             errors.append(str(error))
     if errors:
-        raise UserError("\n".join(errors))
+        raise UserError("\n".join(dict.fromkeys(errors)))
     if single and planned[0].state == "live":
         raise LockedError(f"{jobs[0].run_dir} is in use: {planned[0].summary}; wait for it, or stop it first")
     return planned
@@ -97,9 +108,10 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
     if not run.config.exists():
         _check_place(run)
         check_trusted(run)
-        return PlannedRun(job, "new", "new")
+        return _new(job)
     changes = differences(load_plain(run.path), job.plain)
     _check_changes(job, changes)
+    awaited = None if finished or run.newest_step() else _awaited(job)
     if finished:
         done = finished_at(run)
         lack = incomplete_records(run, done)
@@ -107,10 +119,74 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
     status = status_of(run)
     state = status.get("state")
     if state in ("failed", "crash loop") and not retry_failed:
-        reason = status.get("reason") or status.get("cause") or "see its logs"
+        reason = _one_line(status.get("reason") or status.get("cause") or "see its logs")
         return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", changes)
     check_trusted(run)
-    return PlannedRun(job, "unfinished", f"resuming at step {run.newest_step()}", changes)
+    if awaited is not None:
+        summary = f"a branch of {shown(awaited)} at step {job.config.fork.step}, which it waits for"
+        return PlannedRun(job, "unfinished", summary, changes, awaited)
+    return PlannedRun(job, "unfinished", _resuming(run, job, status), changes)
+
+
+def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
+    """What is done about an unfinished run, and because of what."""
+    first, total = job.config.fork.step or 0, job.config.known_steps  # a branch starts with a checkpoint
+    step = max(run.newest_step(), first)
+    ended = ended_attempts(run)
+    doing = f"resuming at step {step}" + (f" of {total}" if total else "")
+    if step == first:
+        doing = f"starting at step {step}"
+    if not status and not ended:
+        return f"{doing}: it was never started" if not run.job.exists() else f"{doing}: it left the queue"
+    if finished_at(run):
+        return f"{doing}: it had finished at step {finished_at(run)}, and is longer now"
+    reached = max(last_step(run), step)
+    again = f", {reached - step} of its steps were not saved" if reached > step else ""
+    known = ended and ended[-1].get("attempt") == status.get("attempt", ended[-1].get("attempt"))
+    cause = ended[-1]["cause"] if known else "killed"
+    number = len(ended) if known else len(ended) + 1
+    reason = _one_line(status.get("reason") or "") if known and cause in ("failed", "crash") else ""
+    return f"{doing}: attempt {number} ended at step {reached} ({cause}{f': {reason}' if reason else ''}){again}"
+
+
+def _one_line(reason: object) -> str:
+    """The message of an error, which may have several lines."""
+    return " ".join(str(reason).split())[:300]
+
+
+def _new(job: Composed) -> PlannedRun:
+    """A run that does not exist yet.
+
+    Raises:
+        UserError: it is a branch, and its trunk has no checkpoint for it, or is not to be trusted.
+    """
+    fork = job.config.fork
+    if fork.run is None:
+        return PlannedRun(job, "new", "new: there is no run with these settings yet")
+    trunk = find(fork.run, job.run_dir)
+    check_trusted(trunk)
+    summary = f"new, a branch of {shown(trunk.path)} at step {fork.step}"
+    awaited = _awaited(job)
+    return PlannedRun(job, "new", summary + (", which it waits for" if awaited else ""), after=awaited)
+
+
+def _awaited(job: Composed) -> Path | None:
+    """The trunk that a run without a checkpoint has to wait for; None if it has none, or need not wait.
+
+    Raises:
+        UserError: it is a branch, and its trunk has no checkpoint for it, and never will.
+    """
+    fork = job.config.fork
+    if fork.run is None or fork.step is None:
+        return None
+    trunk = find(fork.run, job.run_dir)
+    with reading(trunk):
+        of = trained(load_plain(trunk.path))
+        try:
+            waits = Trunk(trunk, of.known_steps, of.checkpoint.every_steps).waits_for(fork.step)
+        except LookupError as error:
+            raise UserError(str(error)) from None
+    return trunk.path if waits else None
 
 
 def _is_finished(job: Composed) -> bool:

@@ -8,13 +8,13 @@ torchrun --nproc-per-node 4 -m runner resume RUN
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.cli.arguments import runs_and_settings
 from runner.cli.console import PROGRAM, Parser, print_errors
 from runner.errors import ExitStatus, RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -37,11 +37,12 @@ def parser() -> Parser:
     """The arguments of the command."""
     made = Parser(
         prog=f"{PROGRAM} resume",
-        usage=f"{PROGRAM} resume [-h] [--config-dir DIR] RUN [RUN ...] [key=value ...]",
+        usage=f"{PROGRAM} resume [-h] [-n] [--config-dir DIR] RUN [RUN ...] [key=value ...]",
         description=ABOUT,
-        epilog=f"launcher.dry_run=true prints what would be started. {PROGRAM} status lists run directories.",
+        epilog=f"{PROGRAM} status lists run directories.",
     )
     made.add_argument("words", nargs="*", metavar="RUN", help="a run directory, such as outputs/NAME")
+    made.add_argument("-n", "--dry-run", action="store_true", help="only print what would be done, and why")
     made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
     return made
 
@@ -53,10 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         UserError: a RUN is not a run directory, or a config error; then nothing was started.
     """
     options = parser().parse_intermixed_args(list(arguments))
-    is_override = {
-        word: ("=" in word or word[:1] in ("+", "~")) and not os.path.isdir(word) for word in options.words if word
-    }
-    run_dirs = [Path(word) for word in is_override if not is_override[word]]
+    words, overrides = runs_and_settings(options.words)
+    run_dirs = [Path(word) for word in dict.fromkeys(words)]
     if not run_dirs:
         raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
     if errors := [error for path in run_dirs if (error := _not_a_run(path))]:
@@ -64,13 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     from runner.cli.start import start_runs
     from runner.config.composition import Composer
 
-    overrides = [word for word in options.words if is_override[word]]
     found, unusable = jobs(Composer(options.config_dir), run_dirs, overrides)
     if not found:
         raise RunDirError("\n".join(unusable))
     if unusable:
         print_errors(RunDirError("\n".join(unusable)))
-    return start_runs(found) or int(ExitStatus.FAILED if unusable else ExitStatus.FINISHED)
+    return start_runs(found, options.dry_run) or int(ExitStatus.FAILED if unusable else ExitStatus.FINISHED)
 
 
 def jobs(

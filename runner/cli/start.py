@@ -12,17 +12,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from runner.checkpoint.pins import reserve, unpin
 from runner.cli.arguments import dirs, parse
 from runner.cli.console import say, shown
 from runner.cli.launcher import common_launcher
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, SupersededError, UserError
+from runner.errors import ExitStatus, FileError, SupersededError, UserError
 from runner.rundir import provenance
 from runner.rundir.attempt_log import is_finished, last_step
 from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.trunk import find
 from runner.system import clock, files
 from runner.system.signals import STOP
 from runner.system.terminal import printable
@@ -40,16 +42,21 @@ def start(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     composer = Composer(dirs(options), options.config_name)
     jobs = composer.jobs(options.overrides) if options.multirun else [composer.compose(options.overrides)]
-    return start_runs(jobs)
+    return start_runs(jobs, options.dry_run)
 
 
-def start_runs(jobs: Sequence[Composed]) -> int:
+def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     """Start, resume or skip `jobs`, as the state of each run requires; the exit status.
+
+    Args:
+        jobs: the runs of the command.
+        dry_run: only print what would be done about each.
 
     Raises:
         UserError: something keeps one of them from starting; then none was started and nothing was written.
     """
     launcher = common_launcher(jobs)
+    dry_run = dry_run or launcher.dry_run
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launcher.in_process:
         raise UserError("torchrun requires launcher=local")
     if int(os.environ.get("RANK", "0")) > 0:
@@ -57,17 +64,50 @@ def start_runs(jobs: Sequence[Composed]) -> int:
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
     planned = plan_runs(jobs, launcher, single)
+    waiting = _waiting(planned, launcher)
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     _refuse(launcher.check(starting) if starting else [])
-    if single and planned[0].starts and not launcher.dry_run:
-        return run_here(jobs[0], launcher)
-    if launcher.dry_run or not starting:
+    if single and planned[0].starts and not dry_run:
+        return run_here(planned[0])
+    if dry_run or not starting:
         _show(planned)
-        if starting:
-            print(launcher.preview(starting))
+        for each, together in _grouped(planned, launcher, waiting):
+            print(each.preview(together))
         return _status(planned)
     return _start_all(planned, launcher)
+
+
+def _waiting(planned: Sequence[PlannedRun], launcher: Launcher) -> dict[Path, Launcher]:
+    """For each trunk that branches have to wait for, the launcher that does so.
+
+    Raises:
+        UserError: the launcher cannot, or the trunk is not on its way.
+    """
+    found = {}
+    for run in planned:
+        if run.after is None or run.after in found:
+            continue
+        try:
+            made = launcher.after(run.after)
+        except OSError as error:
+            raise UserError(f"cannot tell whether {run.after} is queued ({error}): nothing was started") from None
+        if made is None:
+            raise UserError(
+                f"{shown(run.after)} has not saved step {run.job.config.fork.step} yet: fork it once it has. A branch "
+                "waits by itself only where both are jobs of one cluster (launcher=slurm)"
+            )
+        found[run.after] = made
+    return found
+
+
+def _grouped(
+    planned: Sequence[PlannedRun], launcher: Launcher, waiting: Mapping[Path, Launcher]
+) -> Iterator[tuple[Launcher, list[Path]]]:
+    """The runs that are to be started, by what starts them: those that wait for the same trunk together."""
+    starting = [run for run in planned if run.starts]
+    for trunk in dict.fromkeys(run.after for run in starting):
+        yield waiting[trunk] if trunk else launcher, [run.job.run_dir for run in starting if run.after == trunk]
 
 
 def _refuse(errors: Sequence[str]) -> None:
@@ -75,7 +115,7 @@ def _refuse(errors: Sequence[str]) -> None:
         raise UserError("\n".join(errors))
 
 
-def run_here(job: Composed, launcher: Launcher) -> int:
+def run_here(planned: PlannedRun) -> int:
     """Make an attempt at a run in this process; its exit status.
 
     The run is looked at once more under its lease, since another command may have changed it meanwhile.
@@ -84,7 +124,7 @@ def run_here(job: Composed, launcher: Launcher) -> int:
         LockedError: another process holds the lease.
         UserError: the run directory cannot be used, or the config does not fit it.
     """
-    run = RunDir(job.run_dir)
+    job, run = planned.job, RunDir(planned.job.run_dir)
     missing = {parent for parent in (run.path, *run.path.parents) if not parent.exists()}
     try:
         files.make_dirs(run.path, files.OWNED)
@@ -93,22 +133,23 @@ def run_here(job: Composed, launcher: Launcher) -> int:
     with Lease.acquire(run.lease, LocalJob().identity(), job.config.run.lease_timeout_s, report=_report) as lease:
         refused = True
         try:
-            status = _run_under(lease, job)
+            status = _run_under(lease, planned)
             refused = status == ExitStatus.USAGE
         finally:
             if refused and run.path in missing:
-                _discard([run.path], {run.path: lease.guard}, lease.fence)
+                _discard([job], {run.path: lease.guard}, lease.fence)
                 _remove_empty(missing)
     return status
 
 
-def _run_under(lease: Lease, job: Composed) -> int:
-    """`run_here` once this process holds the lease of the run."""
-    run = RunDir(job.run_dir)
+def _run_under(lease: Lease, before: PlannedRun) -> int:
+    """`run_here` once this process holds the lease of the run, which was seen `before`."""
+    job, run = before.job, RunDir(before.job.run_dir)
     try:
         planned = plan_run(job, None, retry_failed=True, held=True)
     except OSError as error:
         raise UserError(unusable(run.path, "read", error)) from None
+    _refuse_gone([before], [planned])
     lease.check_fence()  # after the look: what it found may be a newer attempt's
     if planned.changes or not planned.starts:
         _show([planned])
@@ -121,24 +162,51 @@ def _run_under(lease: Lease, job: Composed) -> int:
     return attempt(run.path, lease=lease)
 
 
+def _refuse_gone(before: Sequence[PlannedRun], now: Sequence[PlannedRun]) -> None:
+    """Refuse to begin a run anew that was there when this command looked first.
+
+    Raises:
+        UserError: `runner mv` or `rm` was faster.
+    """
+    gone = [new.job.run_dir for old, new in zip(before, now, strict=True) if old.state != "new" and new.state == "new"]
+    _refuse([f"{shown(path)} was moved or removed meanwhile: rerun the command to begin it anew" for path in gone])
+
+
 def _start_all(planned: Sequence[PlannedRun], launcher: Launcher) -> int:
-    """Start what is to be started elsewhere, and follow it if the launcher is set to wait; the exit status."""
-    new = [run.job.run_dir for run in planned if run.state == "new"]
-    missing = {parent for path in new for parent in path.parents if not parent.exists()}
+    """Start what is to be started elsewhere, and follow it if the launcher is set to wait; the exit status.
+
+    Args:
+        planned: what to do about each run.
+        launcher: of all of them.
+    """
+    new = [run.job for run in planned if run.state == "new"]
+    missing = {parent for job in new for parent in job.run_dir.parents if not parent.exists()}
+    status, pins = int(ExitStatus.USAGE), set[Path]()
     with ExitStack() as held:
         jobs = [run.job for run in planned if run.starts]
         guards = held.enter_context(_submitting(jobs))
-        # Another shell may have submitted them while this one waited.
-        again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single=False)}
-        planned = [again.get(run.job.run_dir, run) for run in planned]
-        _show(planned)
-        jobs = [run.job for run in planned if run.starts]
-        _freeze(jobs, guards)
-        if launcher.in_process:
-            held.close()  # it takes until the runs are over, and each of them acquires its own lease
-        status = _launch(launcher, [job.run_dir for job in jobs], guards) or _status(planned)
-        if status == ExitStatus.USAGE:
-            _discard(new, guards)
+        try:
+            # Another shell may have submitted them while this one waited.
+            again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single=False)}
+            before, planned = planned, [again.get(run.job.run_dir, run) for run in planned]
+            new = [run.job for run in planned if run.state == "new"]
+            _refuse_gone(before, planned)
+            waiting = _waiting(planned, launcher)
+            _show(planned)
+            pins = _reserve(planned)
+            _freeze([run.job for run in planned if run.starts], guards)
+            if launcher.in_process:
+                held.close()  # it takes until the runs are over, and each of them acquires its own lease
+            status = _status(planned)
+            for each, together in _grouped(planned, launcher, waiting):
+                status = _launch(each, together, guards) or status
+        finally:
+            if status == ExitStatus.USAGE:
+                _discard(new, guards)
+                submitted = {checkpoint for run, checkpoint in _expected(planned) if RunDir(run).job.exists()}
+                for checkpoint in pins - submitted:
+                    with suppress(OSError):
+                        unpin(checkpoint)
     if status == ExitStatus.USAGE:
         _remove_empty(missing)
     started = [run.job.run_dir for run in planned if run.starts]
@@ -151,36 +219,37 @@ def _remove_empty(parents: Iterable[Path]) -> None:
             files.remove_dir(parent)
 
 
-def _discard(run_dirs: Sequence[Path], guards: Mapping[Path, files.Guard], fence: int = 0) -> None:
+def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], fence: int = 0) -> None:
     """Remove the directories of new runs that were refused, unless something has come of them.
 
     Args:
-        run_dirs: of runs that did not exist before this command.
+        jobs: runs that did not exist before this command.
         guards: the right to change each.
         fence: number of this process's lease, if it holds that of the run.
     """
-    for path in run_dirs:
+    for job in jobs:
+        path, begin = job.run_dir, job.config.fork.step or 0
         aside = RunDir(path.with_name(f".{path.name}.refused-{os.getpid()}"))
         with suppress(OSError, SupersededError):
             guards[path].check()
-            if _is_used(RunDir(path), fence):
+            if _is_used(RunDir(path), fence, begin):
                 continue
             files.rename(path, aside.path)  # first, since another shell may be about to use it
-            if _is_used(aside, fence):
+            if _is_used(aside, fence, begin):
                 files.rename(aside.path, path)
             else:
                 files.remove_tree(aside.path)
 
 
-def _is_used(run: RunDir, fence: int) -> bool:
-    """Whether a run was submitted, has trained, or has had a holder after number `fence`.
+def _is_used(run: RunDir, fence: int, begin: int) -> bool:
+    """Whether a run was submitted, has trained beyond step `begin`, or has had a holder after number `fence`.
 
     Raises:
         OSError: the run directory cannot be read.
     """
     holder = read_holder(run.lease)
     newer = holder is not None and holder[0] > fence
-    return newer or run.job.exists() or last_step(run) > 0 or bool(run.checkpoint_steps())
+    return newer or run.job.exists() or last_step(run) > begin or run.newest_step() > begin
 
 
 @contextmanager
@@ -249,11 +318,51 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             for change in provenance.code_changes(run.path):
                 say(f"  the code has changed since this run last started: {change}")
             guard = guards[job.run_dir]
+            _take_over(job, run, guard)
             provenance.write_code(run.code, code, job.overrides, guard)
             # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:
             raise UserError(unusable(run.path, "written", error)) from None
+
+
+def _take_over(job: Composed, run: RunDir, guard: files.Guard) -> None:
+    """Take what a branch needs over from its trunk, before anybody deletes it there; later if the branch waits."""
+    fork = job.config.fork
+    if fork.run is None or fork.step is None or run.newest_step():
+        return
+    trunk = find(fork.run, run.path)
+    if trunk.checkpoint(fork.step).is_dir():
+        from runner.checkpoint.directory import Fence
+        from runner.training.branch import take_over
+
+        take_over(RunDir(run.path, guard), trunk, fork.step, Fence(0, guard.check))
+
+
+def _expected(planned: Sequence[PlannedRun]) -> Iterator[tuple[Path, Path]]:
+    """(run directory, checkpoint that it waits for) of the branches that wait."""
+    for run in planned:
+        if run.starts and run.after is not None and run.job.config.fork.step is not None:
+            yield run.job.run_dir, RunDir(run.after).checkpoint(run.job.config.fork.step)
+
+
+def _reserve(planned: Sequence[PlannedRun]) -> set[Path]:
+    """Pin the checkpoints that branches wait for: the trunk may have deleted them by the time it ends.
+
+    The paths of those that had no pin.
+
+    Raises:
+        FileError: the directory of a trunk cannot be written.
+    """
+    made = set()
+    for _, checkpoint in _expected(planned):
+        try:
+            if reserve(checkpoint):
+                made.add(checkpoint)
+        except OSError as error:
+            reason = f"{shown(checkpoint)} cannot be pinned ({error.strerror or error})"
+            raise FileError(f"{reason}: fork that step once it is saved") from None
+    return made
 
 
 def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:
@@ -274,6 +383,8 @@ def _follow_rank_0(job: Composed) -> int:
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (run.config.exists() and files.read_regular(run.config) == text):
+        if STOP:  # rank 0 has ended, with its reason: torchrun stops the others then
+            return int(ExitStatus.INTERRUPTED)
         if clock.monotonic() > deadline:
             raise UserError(f"rank 0 did not freeze {run.config} within {RANK_TIMEOUT_S:g} s: see the output of rank 0")
         clock.sleep(RANK_POLL_S)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.cli.console import PROGRAM, Parser, console, table
+from runner.cli.console import PROGRAM, Parser, check_interval, console, table
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
@@ -87,10 +88,19 @@ def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -
         on_error: called for each directory that cannot be read.
     """
     for directory, children, names in files.walk(root, onerror=on_error):
-        if not RUN_FILES.isdisjoint((*names, *children)):
+        present = RUN_FILES.intersection((*names, *children))
+        if present and not (present == {"config.yaml"} and _composes(Path(directory) / "config.yaml")):
             children.clear()
             yield RunDir(Path(directory))
         children[:] = sorted(child for child in children if not child.startswith("."))
+
+
+def _composes(config: Path) -> bool:
+    """Whether a config.yaml is one that others are composed from, as in a project's conf, and not a run's."""
+    try:
+        return re.search(rb"^defaults:", files.read_regular(config), re.MULTILINE) is not None
+    except OSError:
+        return False
 
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
@@ -350,17 +360,18 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument is wrong.
     """
     parser = Parser(f"{PROGRAM} status", description="Show what each run in a directory is doing.")
-    parser.add_argument("root", nargs="?", default="outputs", metavar="DIR", help="the directory (default: outputs)")
+    parser.add_argument(
+        "root", nargs="?", type=Path, default="outputs", metavar="DIR", help="the directory (default: outputs)"
+    )
     parser.add_argument(
         "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh until Ctrl-C (default: every 5 s)"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
     options = parser.parse_args(arguments)
-    root = Path(options.root)
+    root: Path = options.root
     if not root.is_dir():
         raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
-    if options.watch is not None and not (options.watch > 0 and math.isfinite(options.watch)):
-        raise UserError(f"--watch {options.watch:g}: must be more than 0 seconds")
+    check_interval(options.watch)
     if options.json:
         print(json.dumps([_finite(row) for row in collect(root)[0]], indent=2))
     elif options.watch is not None:

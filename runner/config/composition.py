@@ -14,13 +14,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.explain import ERRORS, Diagnosis, explain, unused_setting
-from runner.config.frozen import escaped, load_plain, plain_values, schema, to_config, to_yaml
+from runner.config.fork import replaced_values
+from runner.config.frozen import load_plain, plain_values, schema, to_config, to_yaml
 from runner.config.identity import flatten, identity, readable_name
 from runner.config.paths import anchor
+from runner.config.plain_yaml import escaped
 from runner.config.schema import Config, config_errors
 from runner.config.targets import target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
 from runner.errors import UserError
+from runner.system import files
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Composer:
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         self.tree = ConfigTree(config_dirs, config_name)
+        self._listed: dict[Path, list[str]] = {}
         self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
 
     def compose(self, overrides: Sequence[str], base: Path | None = None) -> Composed:
@@ -55,12 +59,61 @@ class Composer:
         Raises:
             UserError: all errors of the config, one per line.
         """
-        base = Path.cwd() if base is None else base
+        base, given = Path.cwd() if base is None else base, tuple(overrides)
+        fork = fork_of(overrides)
+        overrides = [text for text in overrides if not _FORK.match(text)]
+        if fork is not None:
+            return self._branch(*fork, overrides, given, base)
         hydra_config, plain = _checked(self.tree, overrides, self.tree.compose)
         anchor(plain, base)
-        run_dir = Path(plain["run"]["dir"] or Path(plain["run"]["root"]) / self._name(hydra_config, plain, base))
+        name_source(plain)
+        run_dir = self._run_dir(plain, lambda: self._readable(hydra_config, plain, base, overrides))
         plain["run"]["dir"] = str(run_dir)
-        return Composed(to_config(plain), plain, tuple(overrides), run_dir)
+        return Composed(to_config(plain), plain, given, run_dir)
+
+    def _branch(self, trunk: Path, step: int, overrides: Sequence[str], given: tuple[str, ...], base: Path) -> Composed:
+        """The job of a branch: the trunk's frozen config with `overrides` applied, checked.
+
+        Args:
+            trunk: the run directory of the trunk, relative to `base`.
+            step: at which the branch leaves it, 1 or more.
+            overrides: without the one that names the fork.
+            given: all of them.
+            base: the directory that relative paths are resolved against.
+
+        Raises:
+            UserError: the trunk's config cannot be read, or all errors of the config, one per line.
+        """
+        trunk = Path(os.path.abspath(base / trunk.expanduser()))
+        if errors := [line for text in overrides if (line := _not_for_branches(text))]:
+            raise UserError("\n".join(errors))
+        if not trunk.exists():
+            remedy = "if it was removed, runner resume continues its branches"
+            raise UserError(f"fork={trunk}@{step}: {trunk} is not a run directory; {remedy}")
+        old = load_plain(trunk)
+        own = {**old["run"], "dir": None, "name": None, "root": str(trunk.parent)}
+        fork = {"run": str(trunk), "step": step, "digest": identity(old), "seed": None, "was": {}}
+        fork["trunk"] = old["fork"] if old["fork"]["run"] is not None else {}
+        frozen = {**old, "run": own, "fork": fork}
+        _, plain = _checked(self.tree, overrides, lambda texts: self.tree.compose(texts, frozen))
+        anchor(plain, base)
+        name_source(plain)
+        plain["fork"] |= {"was": replaced_values(old, plain), "seed": plain["seed"]}
+        title = re.sub(r"-[0-9a-f]{8}$", "", trunk.name)
+        base_values = {**old, "fork": plain["fork"]}
+        run_dir = self._run_dir(
+            plain, lambda: readable_name(f"{title}-at{step}", base_values, plain, *self._given(overrides))
+        )
+        plain["run"]["dir"] = str(run_dir)
+        config = to_config(plain)
+        if run_dir == trunk:
+            raise UserError(f"run.dir={run_dir} is the trunk itself: choose another one, or leave it out")
+        if config.known_steps is not None and config.known_steps <= step:
+            raise UserError(
+                f"fork={trunk}@{step} with train.steps={config.known_steps} has no steps of its own: "
+                "raise train.steps, or fork an earlier step"
+            )
+        return Composed(config, plain, given, run_dir)
 
     def recompose(self, run_dir: Path, overrides: Sequence[str], base: Path | None = None) -> Composed:
         """The job of an existing run: its frozen config with `overrides` applied, checked.
@@ -81,6 +134,7 @@ class Composer:
             raise UserError("\n".join(f"{text} cannot move the run {run_dir}: leave it out" for text in fixed))
         _, plain = _checked(self.tree, overrides, lambda texts: self.tree.compose(texts, frozen))
         anchor(plain, Path.cwd() if base is None else base)
+        name_source(plain)
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, tuple(overrides), run_dir)
 
@@ -165,11 +219,37 @@ class Composer:
             return []  # composing the jobs reports the error
         return [f"{key}={value}" for key, value in params.items()] if params else []
 
-    def _name(self, hydra_config: DictConfig, plain: dict[str, Any], base: Path) -> str:
-        """Name of the run directory: a readable part, then the identity."""
-        return f"{plain['run']['name'] or self._readable(hydra_config, plain, base)}-{identity(plain)}"
+    def _run_dir(self, plain: dict[str, Any], readable: Callable[[], str]) -> Path:
+        """The run directory: one that ends in the identity, whatever its name, or a new one with a readable name."""
+        if plain["run"]["dir"] is not None:
+            return Path(plain["run"]["dir"])
+        root, digest = Path(plain["run"]["root"]), identity(plain)
+        name = f"{plain['run']['name'] or readable()}-{digest}"
+        if (root / name).exists():
+            return root / name
+        if root not in self._listed:
+            try:
+                self._listed[root] = files.list_dir(root)
+            except OSError:
+                self._listed[root] = []
+        same = [other for other in self._listed[root] if other.endswith(f"-{digest}") and not other.startswith(".")]
+        found = [root / other for other in sorted(same) if (root / other / "config.yaml").is_file()]
+        return found[0] if found and plain["run"]["name"] is None else root / name
 
-    def _readable(self, hydra_config: DictConfig, plain: dict[str, Any], base: Path) -> str:
+    def _given(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The keys that overrides set, and the options of groups that they choose."""
+        keys, options = [], []
+        titled = "experiment" if any(re.match(r"[+]*experiment=", text) for text in overrides) else "data"
+        for text in overrides:
+            key, _, value = text.lstrip("+~").partition("=")
+            group = self.tree.group_of(text)
+            if group is None:
+                keys.append(key)
+            elif group not in ("experiment", titled) and "/" not in value:
+                options.append(f"{key}={value}")
+        return keys, options
+
+    def _readable(self, hydra_config: DictConfig, plain: dict[str, Any], base: Path, overrides: Sequence[str]) -> str:
         choices = hydra_config.hydra.runtime.choices
         experiment, data = choices.get("experiment"), choices.get("data")
         if (experiment, data) not in self._bases:
@@ -177,7 +257,67 @@ class Composer:
             self._bases[experiment, data] = _resolved(self.tree.compose(chosen), flatten(plain))
             anchor(self._bases[experiment, data], base)
         title = str(experiment or data or self.tree.config_name).replace("/", "_")
-        return readable_name(title, self._bases[experiment, data], plain)
+        return readable_name(title, self._bases[experiment, data], plain, *self._given(overrides))
+
+
+_FORK = re.compile(r"\+*fork=")
+WEIGHTS = ".safetensors"
+
+
+def fork_of(overrides: Sequence[str]) -> tuple[Path, int] | None:
+    """The trunk's run directory and the step that `fork=RUN@STEP` among `overrides` names; None without one.
+
+    Raises:
+        UserError: it is not written so.
+    """
+    texts = [text.partition("=")[2].strip("'\"") for text in overrides if _FORK.match(text)]
+    if not texts or texts[-1] == "null":
+        return None
+    run, _, step = texts[-1].rpartition("@")
+    if not run or not re.fullmatch(r"\d{1,12}", step) or int(step) < 1:
+        raise UserError(f"fork={texts[-1]} must be RUN@STEP, such as fork=outputs/NAME@700, with a step of 1 or more")
+    return Path(run), int(step)
+
+
+def name_source(plain: dict[str, Any]) -> None:
+    """Of a warm start from a run, freeze which run it is besides where: in place.
+
+    A run is told by its identity, so that it may be moved; a file by its path.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    node = plain["init_from"]
+    if node["path"] is None:
+        return
+    if node["path"].endswith(WEIGHTS):  # looked at when it is needed: a run that has a checkpoint needs it no more
+        node |= {"run": None, "at": None, "digest": None}
+        return
+    path, at = Path(node["path"]), "last"
+    if "@" in path.name and not path.is_dir():
+        run, _, at = node["path"].rpartition("@")
+        path = Path(run)  # outputs/NAME/@700, too: shells complete a directory with a slash
+        if path.suffix == WEIGHTS:
+            raise UserError(f"init_from={node['path']}: a {WEIGHTS} file has no steps: leave @{at} out")
+        if not re.fullmatch(r"\d{1,12}|best|last", at):
+            raise UserError(f"init_from={node['path']}: what follows @ must be a step, best or last")
+    if not (path / "config.yaml").is_file():
+        inside = path / f"model{WEIGHTS}"
+        remedy = f"pass {inside}" if inside.is_file() else "pass a run directory, which has a config.yaml"
+        if not path.exists():
+            remedy += "; if it was removed, runner resume continues the runs that began with it"
+        raise UserError(f"init_from={node['path']}: {path} is neither a run nor a {WEIGHTS} file: {remedy}")
+    at = at.lstrip("0") or "0" if at.isdigit() else at
+    node |= {"path": None, "run": str(path), "at": at, "digest": identity(load_plain(path))}
+
+
+def _not_for_branches(override: str) -> str | None:
+    """A line for an override that a branch does not take."""
+    if re.match(r"[+~]*fork\b", override):
+        return f"{override} is filled in for a branch: fork=RUN@STEP alone says what it is a branch of"
+    if re.match(r"[+~]*init_from\b", override):
+        return f"{override} has no effect on a branch, which begins with its trunk's weights: leave one of the two out"
+    return None
 
 
 def compose(

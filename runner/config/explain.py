@@ -174,6 +174,8 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
         line += f"; there {'is' if len(options) == 1 else 'are'} {', '.join(options)}"
     if parent == "data.sources":
         line += "; data=files, data=shards and data=mixture have others, and +data.sources.NAME adds one"
+    if parent == "data.eval_sources":
+        line += "; +data.eval_sources.NAME adds one"
     if "_target_" in options and override:
         line += f"; to pass its class another argument, write +{override.lstrip('+')}"
     return line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,7 +12,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.fork import planned, trunk_values
 from runner.config.own_target import Replaceable
+from runner.config.plain_yaml import MAX_BYTES, check_structure, escaped
 from runner.config.schema import Config, config_errors
 from runner.errors import RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -21,8 +22,6 @@ from runner.system import files
 
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
-MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
-MAX_DEPTH = 100
 
 
 def schema() -> DictConfig:
@@ -48,7 +47,7 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     run = RunDir(run_dir)
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
-        _check_structure(text)
+        check_structure(text)
         frozen = OmegaConf.load(io.StringIO(text))
         if lost := [field.name for field in fields(Config) if field.name not in frozen]:
             raise ValueError(f"it has no {', '.join(lost)}")
@@ -66,32 +65,22 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
         ) from None
 
 
-def _check_structure(text: str) -> None:
-    """Refuse what a frozen config never has, and what would cost the reader its stack, or hours.
-
-    Raises:
-        ValueError: it refers to other parts of itself, or is nested too deeply.
-        YAMLError: it is not YAML.
-    """
-    depth = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"the alias *{event.anchor} refers to another part of the file")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
-
-
 def load(run_dir: Path) -> Config:
     """The frozen config of a run; nodes with `_target_` stay plain dictionaries.
 
     Raises:
         UserError: it is missing, cannot be read, or does not fit the schema.
     """
-    config = to_config(load_plain(run_dir))
-    if errors := config_errors(config):
+    plain = load_plain(run_dir)
+    if errors := config_errors(to_config(plain)):
         raise UserError("\n".join(f"{RunDir(run_dir).config}: {error}" for error in errors))
-    return config
+    return trained(plain)
+
+
+def trained(plain: dict[str, Any]) -> Config:
+    """What a run trains by: its config, and of a branch the trunk's up to the fork; see `runner.config.fork`."""
+    config = to_config(plain)
+    return config if config.fork.run is None else planned(config, trained(trunk_values(plain)))
 
 
 def to_config(plain: dict[str, Any]) -> Config:
@@ -126,14 +115,3 @@ def _without_tuples(node: Any) -> Any:
     if isinstance(node, dict):
         return {key: _without_tuples(value) for key, value in node.items()}
     return [_without_tuples(value) for value in node] if isinstance(node, list | tuple) else node
-
-
-def escaped(node: Any) -> Any:
-    """Resolved values with `${` escaped, so that OmegaConf reads them back unchanged."""
-    if isinstance(node, dict):
-        return {key: escaped(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [escaped(value) for value in node]
-    if isinstance(node, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node)
-    return node

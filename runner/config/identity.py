@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 HASH_DIGITS = 8
 ABSENT = "(absent)"
 MAX_NAME = 80
+MAX_GIVEN = 160  # with what the command sets: file systems allow 255 bytes
 # In the name of a run their values are clear without the key.
 CLEAR_WITHOUT_KEY = ("sampler.kind", "scheduler.decay", "strategy")
+# Keys of paths, of which the last part is shown.
+PATHS = (".path", "_dir")
 
 # Dotted keys, or prefixes that end in a dot. What cannot change the result of a run is not part of its identity.
 FREE_KEYS = (
@@ -32,6 +37,10 @@ FREE_KEYS = (
     "data.pin_memory",
     "data.cache_dir",
     "data.eval_sources.",
+    "fork.run",  # where the trunk is; `fork.digest` tells what it is
+    "init_from.run",  # likewise
+    "fork.was.",
+    "fork.trunk.",
 )
 # How a global batch is split: with the elastic sampler the data order continues across a change.
 SHAPE_KEYS = ("train.batch_size", "train.grad_accum_steps", "train.global_batch_size")
@@ -95,9 +104,21 @@ def identity(plain: dict[str, Any]) -> str:
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
     """Dotted key -> value of everything that can change the result."""
     flat = {key: value for key, value in flatten(plain).items() if kind_of(key) != "free"}
+    marks = (("fork.", ("step",)), ("init_from.", ("path", "digest")))
+    unused = [name for name, keys in marks if all(plain[name[:-1]][key] is None for key in keys)]
+    flat = {key: value for key, value in flat.items() if not key.startswith(tuple(unused))}
     if plain["train"]["global_batch_size"] is not None:
         del flat["train.batch_size"], flat["train.grad_accum_steps"]
     return flat
+
+
+def evaluation_digest(plain: dict[str, Any]) -> str:
+    """Eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
+    data, options = plain["data"], plain["eval"]
+    flat = flatten({"eval": options, "sources": data["eval_sources"], "collate": data["collate"]})
+    flat = {key: value for key, value in flat.items() if not key.endswith((".every_steps", ".cache_dir"))}
+    flat["eval.batch_size"] = options["batch_size"] or plain["train"]["batch_size"]
+    return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:HASH_DIGITS]
 
 
 def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChange]:
@@ -120,21 +141,56 @@ def _is_emptied_dict(key: str, old: Any, new: Any, old_flat: dict[str, Any], new
     return False
 
 
-def readable_name(title: str, base: dict[str, Any], plain: dict[str, Any]) -> str:
-    """`title`, then the values in which `plain` differs from `base`, then the seed.
+def readable_name(
+    title: str, base: dict[str, Any], plain: dict[str, Any], given: Sequence[str] = (), options: Sequence[str] = ()
+) -> str:
+    """`title`, then the values in which `plain` differs from `base` or that were given, then the seed.
 
     Args:
         title: the name of the experiment or of the data option.
         base: resolved config of that experiment and data option alone.
         plain: resolved config of the run.
+        given: keys that the command sets, perhaps to what they are anyway: another job may set another value.
+        options: of groups that the command chooses, likewise.
     """
-    parts = [title]
-    for key, _, value, _ in differences(identifying_values(base), identifying_values(plain)):
-        if key == "seed" or isinstance(value, dict | list) or value in (None, ABSENT):
+    flat = identifying_values(plain)
+    changed = {change.key: change.new for change in differences(identifying_values(base), flat)}
+    values = {**changed, **{key: flat[key] for key in given if key in flat}}
+    own, usual = {key for key in given if key in flat}, flatten(base)
+    parts: dict[str, str] = {}
+    for key in sorted(values, key=lambda key: (key not in own, key)):  # what was given must not lack room
+        is_usual = _is_left_out(key, values[key]) or values[key] == usual.get(key, ABSENT)
+        if key == "seed" or values[key] == {} or (key not in own and is_usual):
             continue
-        text = as_text(value).rpartition(".")[2] if key.endswith("_target_") else as_text(value)
-        name = "" if key in CLEAR_WITHOUT_KEY or key.endswith("_target_") else key.rpartition(".")[2]
-        part = re.sub(r"[^\w.+-]+", "_", f"{name}{text}")
-        if part not in parts and len("-".join([*parts, part])) <= MAX_NAME:
-            parts.append(part)
-    return "-".join([*parts, f"seed{plain['seed']}"])
+        part = _part(key, values[key])
+        if part not in (title, *parts.values()) and len("-".join([title, *parts.values(), part])) <= (
+            MAX_GIVEN if key in own else MAX_NAME
+        ):
+            parts[key] = part
+    shown = [title, *(parts[key] for key in sorted(parts))]
+    for option in options:
+        group, _, name = option.partition("=")
+        if kind_of(f"{group}.") != "free" and not any(key.startswith(f"{group}.") for key in changed):
+            shown.append(_plain(name))
+    return "-".join([*shown, f"seed{plain['seed']}"])
+
+
+def _is_left_out(key: str, value: Any) -> bool:
+    if key == "init_from.strict" and value:  # a base that does not start warm has no such value
+        return True
+    return value is None or value is ABSENT or isinstance(value, dict | list)
+
+
+def _part(key: str, value: Any) -> str:
+    """A key and its value, or only the value where that is clear, as a part of a file name."""
+    if key.endswith("_target_"):
+        return _plain(as_text(value).rpartition(".")[2])
+    if key in ("init_from.path", "init_from.digest"):
+        return _plain(f"from{PurePath(as_text(value)).stem}")
+    text = str(value).rstrip("/").rpartition("/")[2] if key.endswith(PATHS) else as_text(value)
+    name = "" if key in CLEAR_WITHOUT_KEY else key.removesuffix(".path").rpartition(".")[2]
+    return _plain(f"{name}{text}")
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
     run["root"] = anchored(run["root"], base)
     if run["dir"] is not None:
         run["dir"] = anchored(run["dir"], base)
+    if plain["init_from"]["path"] is not None:
+        plain["init_from"]["path"] = os.path.abspath(anchored(plain["init_from"]["path"], base))
     if data["cache_dir"] is not None:
         data["cache_dir"] = anchored(data["cache_dir"], base)
     for node in (data["sources"], data["eval_sources"], data["loader"]):

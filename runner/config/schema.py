@@ -164,6 +164,26 @@ class CheckpointConfig:
 
 
 @dataclass
+class InitConfig:
+    path: str | None = None  # of a .safetensors file; as given, also a run, which goes to the three below
+    run: str | None = None
+    at: str | None = None  # a step, `last` or `best`
+    digest: str | None = None  # the identity of the run
+    match: list[str] = field(default_factory=list)
+    strict: bool = True
+
+
+@dataclass
+class ForkConfig:
+    run: str | None = None
+    step: int | None = None
+    digest: str | None = None
+    seed: int | None = None
+    was: dict[str, Any] = field(default_factory=dict)
+    trunk: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Config:
     seed: int = 0
     run: RunConfig = field(default_factory=RunConfig)
@@ -182,6 +202,8 @@ class Config:
     launcher: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    init_from: InitConfig = field(default_factory=InitConfig)
+    fork: ForkConfig = field(default_factory=ForkConfig)
 
     @property
     def known_steps(self) -> int | None:
@@ -233,6 +255,7 @@ def config_errors(config: Config) -> list[str]:
         *_evaluation_errors(config),
         *_epochs_errors(config),
         *length_errors(config),
+        *_fork_errors(config),
     ]
 
 
@@ -287,7 +310,9 @@ def _bound(value: float) -> str:
 
 
 def _range_errors(config: Config) -> Iterator[str]:
-    for key, text in (("run.dir", config.run.dir), ("run.root", config.run.root), ("run.name", config.run.name)):
+    run = config.run
+    paths = {"run.dir": run.dir, "run.root": run.root, "run.name": run.name, "init_from": config.init_from.path}
+    for key, text in paths.items():
         if text is not None and not text.strip():
             yield f"{key} is empty: set a name, or null for the default"
         if text is not None and not text.isprintable():
@@ -457,6 +482,14 @@ def _sampler_errors(config: Config) -> Iterator[str]:
 def source_weights(config: Config) -> dict[str, float]:
     """The base weight of every source, in their order; 1 where `sampler.weights` does not name it."""
     return {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
+
+
+def _fork_errors(config: Config) -> Iterator[str]:
+    """Entries that only the composition of a branch fills in, and all of them."""
+    fork = config.fork
+    given = [f"fork.{name}={value}" for name, value in vars(fork).items() if value not in (None, {})]
+    if given and None in (fork.run, fork.step, fork.digest):
+        yield f"{given[0]} is filled in for a branch: name its trunk with fork=RUN@STEP on the command line"
 
 
 def _length_of_sample_errors(config: Config) -> Iterator[str]:

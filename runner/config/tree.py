@@ -23,7 +23,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
-from runner.config.frozen import escaped, schema
+from runner.config.frozen import schema
+from runner.config.plain_yaml import escaped
 from runner.config.search_path import conf_dir, groups
 from runner.errors import UserError
 
@@ -160,6 +161,8 @@ class ConfigTree:
 def opened(override: str) -> str:
     """`override`, rewritten so that a new key in one of the `OPEN` dictionaries is accepted without a `+`."""
     key, equals, value = override.partition("=")
+    if key.lstrip("+") == "init_from" and not value.startswith("{"):
+        return f"{key}.path={value}"
     bare = key.lstrip("+")
     if not equals or key.startswith("~"):
         return override

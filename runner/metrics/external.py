@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from runner.errors import SupersededError, UserError
+from runner.metrics.lineage import FAILED, Lineage, Summary
 from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
 from runner.system import files
@@ -63,6 +64,9 @@ class ExternalWriter(ABC):
         self.run = run
         self.step = step
         self._report = report
+        self.lineage = Lineage()
+        self.ended = FAILED
+        self.is_new = False
         self._queue: queue.Queue[dict[str, Any] | Media | None] = queue.Queue(QUEUE_RECORDS)
         self._thread: threading.Thread | None = None
         self._broken = False
@@ -85,6 +89,18 @@ class ExternalWriter(ABC):
 
     def show(self, media: Media) -> None:  # noqa: B027 a library without images and texts needs no method
         """Log an image or a text; by default it is in the run directory only."""
+
+    def behind(self) -> bool:
+        """Whether the library lacks records up to the step at which the run resumes; asked once it is open."""
+        return False
+
+    def about(self, lineage: Lineage) -> None:
+        """What is known of the run; called before the first record."""
+        self.lineage = lineage
+
+    def ending(self, state: str) -> None:
+        """How the attempt ended: see `lineage`; called before `close`."""
+        self.ended = state
 
     def write(self, record: dict[str, Any]) -> None:
         """Pass `record` to the thread, which is started with the first one."""
@@ -128,11 +144,15 @@ class ExternalWriter(ABC):
         try:
             self._check_guard()
             self.open()
+            self.summary = Summary(self.run, self.step, self.lineage.best)
+            if self.step and self.behind():
+                self._catch_up()
             while not self._broken and (record := self._queue.get()) is not None:
                 self._check_guard()
                 if isinstance(record, Media):
                     self.show(record)
                 elif record:
+                    self.summary.add(record)
                     self.log(int(record["step"]), scalars(record))
                 else:
                     self.sync()
@@ -141,6 +161,16 @@ class ExternalWriter(ABC):
             self._broken = True
         except Exception as error:  # noqa: BLE001 whatever the library raises must not end the training
             self._fail(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _catch_up(self) -> None:
+        """Log what the run has recorded already: a branch's part of its trunk, and what a kill kept from being sent."""
+        for record in files.read_lines(self.run.metrics):
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
+            if record["step"] > self.step or self._broken:
+                break
+            self._check_guard()
+            self.log(record["step"], scalars(record))
 
     def _check_guard(self) -> None:
         """Before the library writes: unlike our own records, its files cannot be protected against a later moment."""
@@ -157,6 +187,7 @@ class ExternalWriter(ABC):
         """The id by which the library knows this run: created once, then read from the run directory."""
         ids = files.read_object(self.run.loggers)
         if self.name not in ids:
+            self.is_new = True
             ids[self.name] = make()
             files.write_json(self.run.loggers, ids, guard=self.run.guard)
         return str(ids[self.name])

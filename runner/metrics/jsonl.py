@@ -121,6 +121,17 @@ def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Gua
         SupersededError: by `guard`; nothing was changed.
         OSError: the file cannot be read or replaced; it is unchanged.
     """
+    data, last = _cut(path, step, evaluated)
+    return JsonlWriter(path, files.replace(path, data, guard=guard), len(data), last, guard)
+
+
+def up_to(path: Path, step: int) -> bytes:
+    """The lines of a `.jsonl` file up to those of `step`; none if it is missing."""
+    return _cut(path, step, True)[0]
+
+
+def _cut(path: Path, step: int, evaluated: bool) -> tuple[bytes, int]:
+    """The lines to keep, as for `resume_jsonl`, and the highest step of all lines that were looked at."""
     try:
         data = files.read_bytes(path)
     except FileNotFoundError:
@@ -134,7 +145,7 @@ def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Gua
         if here is not None and here <= step and not again:
             break
         end = start
-    return JsonlWriter(path, files.replace(path, data[:end], guard=guard), end, last, guard)
+    return data[:end], last
 
 
 def _step(line: bytes) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from runner.metrics.external import ExternalWriter
+from runner.metrics.lineage import FAILED, FINISHED, STOPPED
 from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
 from runner.system import clock
@@ -15,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 BATCH = 1000  # metrics per request: the maximum of MLflow
 EVERY_S = 5.0
+PARAMS, PARAM_LENGTH = 100, 500  # per request, and in characters: what every version of MLflow takes
+STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 
 
 class MLflow(ExternalWriter):
@@ -49,13 +53,15 @@ class MLflow(ExternalWriter):
 
     def open(self) -> None:
         from mlflow import MlflowClient
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, Param
 
-        self._metric = Metric
+        self._metric, self._param = Metric, Param
         self._client = MlflowClient(self._tracking_uri)
         self._id = self.identity(self._create)
         self._client.update_run(self._id, status="RUNNING")
+        self._client.set_tag(self._id, "runner.attempts", str(self.lineage.attempt))
         self._waiting: list[Any] = []
+        self._step = self.step
         self._sent_at = clock.monotonic()
         latest = self._client.get_run(self._id).data.metrics
         self._last = {key: max(m.step for m in self._client.get_metric_history(self._id, key)) for key in latest}
@@ -63,10 +69,31 @@ class MLflow(ExternalWriter):
     def _create(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-        return str(self._client.create_run(experiment, run_name=self.run.path.name).info.run_id)
+        made = self._client.create_run(experiment, tags=self._tags(), run_name=self.run.path.name)
+        params = [self._param(key, value[:PARAM_LENGTH]) for key, value in _flat(self.lineage.settings)]
+        for first in range(0, len(params), PARAMS):
+            self._client.log_batch(made.info.run_id, params=params[first : first + PARAMS])
+        return str(made.info.run_id)
+
+    def _tags(self) -> dict[str, str]:
+        """Of a branch: where it left its trunk, as the child of which it is shown if that is in the same store."""
+        fork = self.lineage.fork
+        if fork is None:
+            return {}
+        tags = {"run": fork.trunk.path.name, "step": str(fork.step), "digest": fork.digest}
+        tags = {f"runner.fork.{name}": text for name, text in tags.items()}
+        parent = fork.logged_as(self.name)
+        if parent is not None:
+            with suppress(Exception):  # whatever the library raises for a run that it does not know
+                self._client.get_run(parent)
+                tags["mlflow.parentRunId"] = parent
+        return tags
+
+    def behind(self) -> bool:
+        return max(self._last.values(), default=0) < self.step
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        now = int(clock.wall() * 1000)
+        now, self._step = int(clock.wall() * 1000), step
         fresh = {key: value for key, value in values.items() if step > self._last.get(key, -1)}
         self._waiting += [self._metric(key, value, now, step) for key, value in fresh.items()]
         if len(self._waiting) >= BATCH or clock.monotonic() - self._sent_at > EVERY_S:
@@ -83,5 +110,15 @@ class MLflow(ExternalWriter):
         self._sent_at = clock.monotonic()
 
     def end(self) -> None:
+        self.log(self._step, self.summary.values())
         self.sync()
-        self._client.set_terminated(self._id)
+        self._client.set_tag(self._id, "runner.state", self.ended)
+        self._client.set_terminated(self._id, status=STATUS[self.ended])
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

@@ -29,9 +29,13 @@ class TensorBoard(ExternalWriter):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
+        self.is_new = not self.run.tensorboard.exists()
         self._writer = EventFileWriter(str(self.run.tensorboard))
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=self.step + 1, wall_time=clock.wall(), session_log=start))
+
+    def behind(self) -> bool:
+        return self.is_new
 
     def log(self, step: int, values: dict[str, float]) -> None:
         entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.metrics.external import ExternalWriter
+from runner.metrics.lineage import FAILED, STOPPED
 from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
 
@@ -48,11 +49,25 @@ class WandB(ExternalWriter):
         import wandb
 
         identity = self.identity(lambda: secrets.token_hex(4))
-        self._logged = wandb.init(id=identity, resume="allow", dir=str(self.run.path), **self._options)
+        options, fork = self._options, self.lineage.fork
+        origin: dict[str, Any] = {}
+        if fork is not None:  # not W&B's own `fork_from`, which most servers do not have
+            name = fork.trunk.path.name
+            options = {"group": name, "job_type": "branch", "notes": f"branch of {name} at step {fork.step}", **options}
+            origin = {"trunk": {"run": name, "step": fork.step, "digest": fork.digest, "id": fork.logged_as(self.name)}}
+        self._logged = wandb.init(id=identity, resume="allow", dir=str(self.run.path), **options)
         self._next = int(self._logged.step)
+        self._first = True
+        self._logged.config.update({**self.lineage.settings, **origin}, allow_val_change=True)
+
+    def behind(self) -> bool:
+        # An offline run cannot tell what W&B has: each attempt has a folder of its own, with its own steps.
+        return self.is_new or (self._next <= self.step and not getattr(self._logged, "offline", False))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         if step >= self._next:
+            if self._first and step > self.step:  # where the attempts begin
+                self._first, values = False, {**values, "runner/attempt": float(self.lineage.attempt)}
             self._logged.log(values, step=step)
 
     def show(self, media: Media) -> None:
@@ -69,4 +84,8 @@ class WandB(ExternalWriter):
         """W&B sends by itself."""
 
     def end(self) -> None:
-        self._logged.finish()
+        state = {"state": self.ended, "attempts": self.lineage.attempt}
+        self._logged.summary.update({**self.summary.values(), **state})
+        if self.ended == STOPPED:  # it is shown as preempted, and not as failed
+            self._logged.mark_preempting()
+        self._logged.finish(exit_code=int(self.ended in (FAILED, STOPPED)))

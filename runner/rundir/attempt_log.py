@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from runner.errors import CrashLoopError, FileError, SupersededError, TimeoutsError
+from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError
 from runner.rundir.paths import RunDir
+from runner.rundir.time_account import TimeAccount, closed, latest
 from runner.system import clock, files
 
 T = TypeVar("T")
@@ -25,6 +27,7 @@ T = TypeVar("T")
 HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted", "superseded"})
 CRASH_LOOP_LIMIT = 3
 TIME_LIMIT = "time limit"
+BETWEEN_STEPS = (ExitStatus.FINISHED, ExitStatus.INTERRUPTED)  # exit statuses of attempts that ended after a save
 UPDATE_INTERVAL_S = 2.0
 MAX_WARNINGS = 10
 METRICS_TAIL = 1 << 16  # bytes
@@ -163,6 +166,7 @@ class AttemptLog:
     warnings: list[str] = field(default_factory=list)
     lost_records: str | None = None  # why metrics of this attempt are not on the disk, if they could not be written
     auto_restarts: bool = False  # the scheduler restarts the job, where otherwise a person reruns the command
+    account: TimeAccount = field(default_factory=TimeAccount)
     _kept: bytes = b""  # the lines of earlier attempts, as they were found
     _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
     _unwritten: set[Path] = field(default_factory=set)
@@ -175,6 +179,8 @@ class AttemptLog:
         identity: dict[str, Any],
         total: int | None,
         explain: Callable[[dict[str, Any]], str],
+        account: TimeAccount | None = None,
+        last_sign: Mapping[str, Any] = MappingProxyType({}),
     ) -> AttemptLog:
         """Close the entry of an attempt that was killed, if there is one, and open this attempt's.
 
@@ -183,18 +189,22 @@ class AttemptLog:
             identity: job_id, restart_count, host and node of this attempt.
             total: the number of steps to train to, if it is known.
             explain: the likely cause of the end of an attempt that did not record it, from its record.
+            account: of this attempt's time; one that begins now by default.
+            last_sign: what the last attempt that set its heartbeat left there, see `sign`.
 
         Raises:
             SupersededError: a newer process holds the lease.
             OSError: the records of earlier attempts cannot be read.
         """
-        log = AttemptLog(run, total, ended_attempts(run), _kept=_lines(run.attempts))
+        account = account or TimeAccount()
+        log = AttemptLog(run, total, ended_attempts(run), account=account, _kept=_lines(run.attempts))
         left = files.read_object(run.attempt)
         if isinstance(left.get("attempt"), int) and left["attempt"] not in [line["attempt"] for line in log.earlier]:
             noted = left.get("cause")
             # When a rank dies, srun signals the others before it kills them: "interrupted" alone proves nothing.
             cause = explain(left) if noted in (None, "interrupted") else str(noted)
-            log._close(left, cause, None, last_step(run))
+            time = latest(left["attempt"], files.read_object(run.status), last_sign)
+            log._close(left, cause, None, last_step(run), time)
         number = max((line["attempt"] for line in log.earlier), default=0) + 1
         start = {"started": clock.wall(), "start_step": run.newest_step(), "total": total}
         log._write_record({"attempt": number, **identity, "pid": os.getpid(), **start})
@@ -275,12 +285,18 @@ class AttemptLog:
         with suppress(OSError):  # a full or read-only disk is reported where it matters: by the save
             self._write_status()
 
+    def sign(self) -> dict[str, Any]:
+        """What the heartbeat carries: if this attempt is killed, where its time went until then."""
+        return {"attempt": self.record["attempt"], "time": self.account.state()}
+
     def _write_status(self) -> None:
         identity = {key: self.record.get(key) for key in ("job_id", "restart_count", "host", "node", "pid")}
         status = {
             "state": "running",
             **self.status,
             **identity,
+            "attempt": self.record["attempt"],
+            "time": self.account.state(),
             "total": self.total,
             "attempts": len(self.earlier) + (0 if self.record.get("ended") else 1),
             "steps_lost": _steps_lost(self.earlier),
@@ -313,7 +329,7 @@ class AttemptLog:
         """
         if reason:
             self.record["reason"] = reason
-        self._close(self.record, cause, status, self.step)
+        self._close(self.record, cause, status, self.step, self.account.state())
         insist(self._write_all, self.run.attempts)
         self.status.update(state=self._state_after(cause), cause=cause, **({"reason": reason} if reason else {}))
         with suppress(FileError):  # the other records show the same
@@ -332,8 +348,10 @@ class AttemptLog:
                 self._unwritten.add(self.run.attempt)
                 self._flush()
 
-    def _close(self, record: dict[str, Any], cause: str, status: int | None, end_step: int) -> None:
+    def _close(self, record: dict[str, Any], cause: str, status: int | None, end_step: int, time: Any) -> None:
+        """Close an entry. `time`: the last state of its `TimeAccount`, if it is known."""
         saved = self.run.newest_step()
+        boundary = end_step if status in BETWEEN_STEPS else None
         with self._lock:
             record.update(
                 ended=clock.wall(),
@@ -342,6 +360,7 @@ class AttemptLog:
                 steps_lost=max(0, end_step - saved),
                 cause=cause,
                 exit=status,
+                **closed(time, int(record.get("start_step") or 0), saved, boundary),
             )
             if not any(line is record for line in self._closed):  # an end that cannot be recorded is a failure
                 self._closed.append(record)

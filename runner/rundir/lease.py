@@ -1,9 +1,9 @@
 """The lease: one process at a time works on a run directory, and a fencing number orders those that did.
 
 A process acquires the lease by creating the file of the next number exclusively; the highest number is the holder's. A
-heartbeat shows that the holder is alive. A newcomer takes over at once from a holder that is known to be gone, watches
-the heartbeat where it cannot know, and is refused if the holder is alive. A superseded process that wakes up finds a
-higher number and must not write: see `Lease.guard`.
+heartbeat shows that the holder is alive, and carries a record that outlives it. A newcomer takes over at once from a
+holder that is known to be gone, watches the heartbeat where it cannot know, and is refused if the holder is alive. A
+superseded process that wakes up finds a higher number and must not write: see `Lease.guard`.
 
 Clocks of different machines are never compared: a watcher checks whether the heartbeat *changes*. Nothing here imports
 torch, numpy or hydra.
@@ -12,6 +12,7 @@ torch, numpy or hydra.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -29,6 +30,8 @@ from runner.system.signals import STOP
 
 MAX_INTERVAL_S = 2.0
 """The longest time between two heartbeats."""
+MIN_INTERVAL_S, INTERVAL_SHARE = 0.02, 0.004
+"""A young process beats more often: what is known of one that is killed is then at most this share of its life old."""
 MISSED_BEATS = 3
 """A holder that misses this many heartbeats is shown as dead; a newcomer takes over only after `run.lease_timeout_s`,
 and not before that."""
@@ -122,14 +125,33 @@ def _heartbeat(directory: Path, fence: int) -> tuple[str | None, str | None]:
     return beat, holder
 
 
+def read_carried(directory: Path) -> dict[str, Any]:
+    """The JSON object that the last heartbeat carried; empty if there is none, or nobody can read it."""
+    with contextlib.suppress(OSError):
+        for name in sorted(files.list_dir(directory), reverse=True):
+            # One line; after it may be the rest of a longer one.
+            text = (name.endswith(".beat") and files.read_small(directory / name)) or ""
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(text.partition("\n")[0].partition(" ")[2])
+                if isinstance(found, dict):
+                    return found
+    return {}
+
+
 @dataclass
 class Lease:
-    """A lease that is held. Make one with `Lease.acquire`."""
+    """A lease that is held. Make one with `Lease.acquire`.
+
+    Attributes:
+        carried: what each heartbeat carries, a JSON object; called in the thread of the heartbeat. At first what the
+            last one of the previous holder carried, which a holder that sets nothing passes on.
+    """
 
     directory: Path
     fence: int
     holder: dict[str, Any]
     _stop: threading.Event
+    carried: Callable[[], dict[str, Any]] = dict
     _thread: threading.Thread | None = None
 
     @classmethod
@@ -174,9 +196,14 @@ class Lease:
                     report(f"{str(error).partition(';')[0]}: waiting up to {wait_s:.0f} s for it")
                     reported = True
             except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                remedy = (
+                    "free some space there"
+                    if full
+                    else "make the run directory writable or choose another with run.dir"
+                )
                 raise UserError(
-                    f"{directory} cannot be used for the lease of the run ({error.strerror or error}); "
-                    "make the run directory writable or choose another with run.dir"
+                    f"{directory} cannot be used for the lease of the run ({error.strerror or error}); {remedy}"
                 ) from error
             clock.sleep(POLL_S)
 
@@ -191,6 +218,8 @@ class Lease:
             lease = cls(directory, fence + 1, own, threading.Event())
             if lease._claim():
                 break
+        inherited = read_carried(directory)
+        lease.carried = lambda: inherited
         lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
         lease._thread.start()
         try:
@@ -227,8 +256,11 @@ class Lease:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         with contextlib.suppress(OSError, SupersededError):
-            mine = _file(self.directory, self.fence, "json")
-            files.write_json(mine, {**self.holder, "released": True}, guard=self.guard)
+            self._write_released()
+
+    def moved(self, directory: Path) -> None:
+        """The directory of the lease has been renamed to `directory`, with the run that it is in."""
+        self.directory = directory
 
     def __enter__(self) -> Lease:
         return self
@@ -238,6 +270,19 @@ class Lease:
 
     def _is_mine(self, holder: Mapping[str, Any]) -> bool:
         return all(holder.get(key) == self.holder[key] for key in ("host", "pid", "start_time", "boot_id"))
+
+    def _write_released(self) -> None:
+        mine, released = _file(self.directory, self.fence, "json"), {**self.holder, "released": True}
+        try:
+            files.write_json(mine, released, guard=self.guard)
+        except OSError:
+            # A full disk has no room for a new file. A holder that lives on would block everybody, itself included.
+            self.check_fence()
+            fd = files.open_fd(mine, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                files.write_at(fd, json.dumps(released, indent=2).encode() + b"\n", 0)
+            finally:
+                files.close_fd(fd)
 
     def _claim(self) -> bool:
         """Create the file of this number; False if another process has the number.
@@ -267,8 +312,8 @@ class Lease:
 
     def _beat(self) -> None:
         """Rewrite a counter in place, so that a full disk does not stop it, until this process is superseded."""
-        count, fd = 0, -1
-        while not self._stop.wait(self.holder["interval_s"] if count else 0):
+        count, fd, began = 0, -1, processes.began()
+        while not self._stop.wait(self._pause_s(clock.monotonic() - began) if count else 0):
             count += 1
             try:
                 if fd < 0:
@@ -276,10 +321,13 @@ class Lease:
                 if _highest(self.directory) != self.fence:  # looked at after the opening, which may have brought back
                     files.remove(_file(self.directory, self.fence, "beat"))  # what the successor has swept
                     break
-                files.write_at(fd, b"%020d" % count, 0)
+                files.write_at(fd, b"%020d %s\n" % (count, json.dumps(self.carried()).encode()), 0)
             except OSError:
                 fd = _closed(fd)  # opened anew: the server of the file system may have been restarted
         _closed(fd)
+
+    def _pause_s(self, age_s: float) -> float:
+        return float(min(self.holder["interval_s"], max(MIN_INTERVAL_S, INTERVAL_SHARE * age_s)))
 
     def _open_beat(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

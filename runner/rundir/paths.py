@@ -65,6 +65,26 @@ class RunDir:
         return self.path / "finished.json"
 
     @property
+    def evaluations(self) -> Path:
+        """One line per checkpoint that `runner evaluate` has evaluated, and per settings."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def evaluation_lease(self) -> Path:
+        """The lease of the process that adds results to them."""
+        return self.path / "evaluation"
+
+    @property
+    def evaluation_work(self) -> Path:
+        """Leases of the processes that evaluate, and submitted evaluations (see `runner.rundir.evaluations`)."""
+        return self.path / "evaluations"
+
+    @property
+    def init(self) -> Path:
+        """Which weights the run began with, if it had a warm start, and what became of them."""
+        return self.path / "init.json"
+
+    @property
     def job(self) -> Path:
         """The submitted job (its id and launcher), written by the launcher."""
         return self.path / "job.json"

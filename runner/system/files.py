@@ -22,6 +22,8 @@ from typing import Any, BinaryIO
 MAX_RECORD_BYTES = 64 << 20
 """The largest record that is read whole; our own are a thousand times smaller, except code.json with its diffs."""
 
+SMALL_BYTES = 1 << 20
+
 open_file = open
 """Open a file as the built-in `open` does."""
 
@@ -138,6 +140,15 @@ def touch(path: Path) -> None:
     os.utime(path)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give the file `source` a second name; it is not followed if it is a link itself.
+
+    Raises:
+        OSError: `target` exists, or the file system cannot.
+    """
+    os.link(source, target, follow_symlinks=False)
+
+
 def symlink(link: Path, target: str) -> None:
     """Make `link` point to `target`, replacing an existing link."""
     link.unlink(missing_ok=True)
@@ -179,6 +190,15 @@ def open_append(path: Path) -> BinaryIO:
         close_fd(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(fd, "ab")
+
+
+def open_new(path: Path) -> BinaryIO:
+    """A new file, open for writing.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    return open(path, "xb")
 
 
 @contextmanager
@@ -229,7 +249,8 @@ def read_bytes(path: Path) -> bytes:
 def read_small(path: str | Path) -> str | None:
     """The text of a small regular file without surrounding white space; None if it cannot be read."""
     try:
-        return read_regular(path, follow=True).decode(errors="replace").strip()
+        # With a small buffer: the kernel allocates as much to answer for a file of /proc/sys, and refuses megabytes.
+        return read_regular(path, limit=SMALL_BYTES, follow=True).decode(errors="replace").strip()
     except OSError:
         return None
 

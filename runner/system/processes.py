@@ -45,6 +45,23 @@ def state_of(pid: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
+def began() -> float:
+    """When this process began, on `clock.monotonic`; now where that cannot be told."""
+    state = state_of(os.getpid())
+    # Counted in ticks since the machine was started: proc(5), field 22.
+    return time.monotonic() if state is None else uptime(int(state[1]) / os.sysconf("SC_CLK_TCK"))
+
+
+def uptime(seconds: float) -> float:
+    """When this machine had been up for `seconds`, on `clock.monotonic`, which stops while it is suspended."""
+    return time.monotonic() - max(time.clock_gettime(time.CLOCK_BOOTTIME) - seconds, 0.0)
+
+
+def boot_id() -> str | None:
+    """What tells this boot of this machine from all others."""
+    return files.read_small("/proc/sys/kernel/random/boot_id")
+
+
 def this_process() -> dict[str, Any]:
     """What identifies this process among all processes of all machines."""
     state = state_of(os.getpid())
@@ -52,7 +69,7 @@ def this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "start_time": state[1] if state else None,
-        "boot_id": files.read_small("/proc/sys/kernel/random/boot_id"),
+        "boot_id": boot_id(),
         "machine_id": files.read_small("/etc/machine-id"),
         "pid_namespace": files.read_link("/proc/self/ns/pid"),
     }

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from runner.rundir.attempt_log import TIME_LIMIT, AttemptLog, finished_at, incom
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
+from runner.rundir.time_account import TimeAccount
 from runner.rundir.trust import check_trusted
 from runner.system import files, processes
 from runner.system.distributed import World
@@ -61,32 +63,36 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Leas
         lease: that of the run directory if the caller holds it; released at the end.
     """
     STOP.install()
-    job = job or LocalJob()
+    job, run = job or LocalJob(), RunDir(Path(run_dir).absolute())
+    return carry_out(run.path, job, lambda world: _attempt(run, job, world, lease))
+
+
+def carry_out(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> int:
+    """The exit status of what `make` does on this rank of a job; errors are printed. Signals are handled already."""
     if job.early_signal is not None and STOP.signum is None:
         STOP.signum = job.early_signal
-    status = _status_of(RunDir(Path(run_dir).absolute()), job, lease)
+    status = _status_of(run_dir, job, make)
     job.record_verdict()  # now: leaving the ranks may end this process
     leave_ranks(status)  # here, where nothing refers to the model any more
     return status
 
 
-def _status_of(run: RunDir, job: Job, lease: Lease | None) -> int:
-    """The exit status of an attempt; errors are printed."""
+def _status_of(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> int:
     world = World()
     try:
         world = World.from_environment()
-        return int(_attempt(run, job, world, lease))
+        return int(make(world))
     except UserError as error:
         if world.is_main:
-            _print_error("\n".join(f"error: {line}" for line in str(error).splitlines()))
+            print_error("\n".join(f"error: {line}" for line in str(error).splitlines()))
         elif not error.everywhere:
-            _print_error(f"error (rank {world.rank}): {error}")
+            print_error(f"error (rank {world.rank}): {error}")
         if (isinstance(error, PeerError) and not error.reported) or (error.everywhere and not world.is_main):
             job.yield_verdict()
         return int(error.status)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        _print_error(f"error: {error.strerror or error}:{where} (run directory {run.path})")
+        print_error(f"error: {error.strerror or error}:{where} (run directory {run_dir})")
         return int(ExitStatus.FAILED)
     except Exception as error:  # noqa: BLE001 a bug, before or after the attempt was in the attempt log
         _print_traceback(error)
@@ -96,7 +102,7 @@ def _status_of(run: RunDir, job: Job, lease: Lease | None) -> int:
 def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitStatus:
     from runner.config.frozen import load
 
-    with _beginning(job):
+    with beginning(job):
         check_trusted(run)
         config = load(run.path)
     made = _Attempt(run, job, world, config)
@@ -112,7 +118,7 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
 
 
 @contextmanager
-def _beginning(job: Job) -> Iterator[None]:
+def beginning(job: Job) -> Iterator[None]:
     """Around what precedes the entry in the attempt log: a full disk there decides nothing, since it may pass.
 
     Nothing can be recorded in the run directory then. The job is requeued within its budget of failed starts.
@@ -141,9 +147,9 @@ def _leased(
 
     def acquire() -> None:
         nonlocal lease
-        lease = lease or acquire_for_job(run, job, config.run.lease_timeout_s, _print_error)
+        lease = lease or acquire_for_job(run, job, config.run.lease_timeout_s, print_error)
 
-    with _beginning(job):
+    with beginning(job):
         world.run_on_main(acquire)
     return lease if lease and not held else nullcontext(held)
 
@@ -163,6 +169,7 @@ class _Attempt:
     """Whether the session could not be opened for a reason that may pass, and the job is restarted."""
 
     def __post_init__(self) -> None:
+        self.account = TimeAccount(self.job.began())
         timeout_s = self.config.train.peer_timeout_s
         self.watch = PeerWatch(
             self.world, timeout_s, lambda: self.session.step if self.session else None, self._end_without_peers
@@ -185,7 +192,7 @@ class _Attempt:
 
     def make(self) -> ExitStatus:
         """Train, and record how it ended, whatever happens."""
-        with _beginning(self.job):
+        with beginning(self.job):
             finished = self.world.run_on_main(self._begin)
         if finished:
             return ExitStatus.FINISHED
@@ -233,22 +240,33 @@ class _Attempt:
             self.job.on_started()
             _print(f"finished: {self.run.path} has all its {done} steps")
             if lack := incomplete_records(self.run, done):
-                _print_error(f"warning: {lack}")
+                print_error(f"warning: {lack}")
             return True
-        log = AttemptLog.begin(self.run, self.job.identity(), steps, self.job.cause_of_loss)
+        identity = {**self.job.identity(), "ranks": self.world.size}
+        left = self.lease.carried() if self.lease else {}
+        log = AttemptLog.begin(self.run, identity, steps, self.job.cause_of_loss, self.account, left)
+        if self.lease:
+            self.lease.carried = log.sign
         log.auto_restarts = self.job.auto_restarts
         self.log = log
         self.job.on_started()
+        if self.job.auto_restarts:  # in a thread: the scheduler may take long to answer
+            threading.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()
         if log.earlier or self.job.auto_restarts:  # a job may wait in the queue for days
             self._compare_code(log)
         return False
+
+    def _note_wait(self, log: AttemptLog) -> None:
+        """Record how long the job waited for this start."""
+        with suppress(SupersededError):
+            log.note(**self.job.waited())
 
     def _compare_code(self, log: AttemptLog) -> None:
         """Report and record changes of the code since the run was submitted."""
         changes = code_changes(self.run.path)
         if changes:
             log.note(code_changed=changes)
-            _print_error("\n".join(f"warning: the code changed since the submission: {change}" for change in changes))
+            print_error("\n".join(f"warning: the code changed since the submission: {change}" for change in changes))
 
     def _train(self) -> ExitStatus:
         job, world, log = self.job, self.world, self.log
@@ -334,14 +352,14 @@ class _Attempt:
         try:
             with suppress(OSError):
                 processes.end_after(LEAVE_S, int(status))  # a disk may hang as well
-            _print_error(f"error: {reason}" if self.world.is_main else f"error (rank {self.world.rank}): {reason}")
+            print_error(f"error: {reason}" if self.world.is_main else f"error (rank {self.world.rank}): {reason}")
             requeued = self.job.yield_verdict()
             try:
                 if self.session:
                     self.session.recorder.close()
                 self._end("crash", status, reason, requeued)
             except SupersededError as error:  # the records belong to the newer attempt
-                _print_error(f"error: {error}")
+                print_error(f"error: {error}")
                 status = error.status
             if self.lease:
                 self.lease.release()
@@ -356,7 +374,7 @@ class _Attempt:
                 if requeued:
                     self.log.update(state="requeued", force=True)
             except (OSError, FileError) as error:  # a full disk must not hide the reason of the end
-                _print_error(f"warning: the end of this attempt could not be recorded: {error}")
+                print_error(f"warning: the end of this attempt could not be recorded: {error}")
 
 
 def _print(message: str) -> None:
@@ -364,7 +382,7 @@ def _print(message: str) -> None:
         print(message, flush=True)
 
 
-def _print_error(message: str) -> None:
+def print_error(message: str) -> None:
     with suppress(OSError):
         print(printable_lines(message), file=sys.stderr, flush=True)
 
@@ -378,7 +396,7 @@ def main(arguments: list[str]) -> int:
     """`python -m runner.training.attempt RUN_DIR`."""
     if len(arguments) != 1 or not RunDir(Path(arguments[0])).config.is_file():
         found = " ".join(arguments) or "nothing"
-        _print_error(f"error: expected one run directory with a config.yaml, got {found}")
+        print_error(f"error: expected one run directory with a config.yaml, got {found}")
         return int(ExitStatus.USAGE)
     return attempt(arguments[0])
 

@@ -6,6 +6,8 @@ import os
 import socket
 from typing import Any
 
+from runner.system import processes
+
 
 class LocalJob:
     """A process on this machine; nothing requeues it but rerunning the command."""
@@ -17,6 +19,12 @@ class LocalJob:
     def identity(self) -> dict[str, Any]:
         host = socket.gethostname()
         return {"job_id": os.environ.get("TORCHELASTIC_RUN_ID"), "restart_count": 0, "host": host, "node": None}
+
+    def began(self) -> float:
+        return processes.began()
+
+    def waited(self) -> dict[str, float]:
+        return {}  # in no queue
 
     def cause(self, signum: int) -> str:
         return "interrupted"

@@ -6,6 +6,7 @@ are saved and restored in the same way, under the names of parameters.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from runner.config.optimizers import SINGLE
-from runner.errors import CheckpointError, TrainingError
+from runner.errors import MismatchError, TrainingError
 from runner.training.parallel import total_norm
 
 
@@ -48,7 +49,7 @@ class Schedulers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.keys() != self._made.keys():
-            raise CheckpointError(
+            raise MismatchError(
                 f"the train state has schedulers of {', '.join(state)}, and this run has optimizers "
                 f"{', '.join(self._made)}: use the optimizers that it was saved with"
             )
@@ -160,15 +161,41 @@ class Optimizers:
         return {"schedulers": self.schedulers.state_dict(), **scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restore_scaling(state)
+        self.schedulers.load_state_dict(state["schedulers"])
+
+    def _restore_scaling(self, state: Mapping[str, Any]) -> None:
         if ("scaler" in state) != (self.scaler is not None):
             then, now = ("was" if "scaler" in state else "was not"), ("is" if self.scaler is not None else "is not")
-            raise CheckpointError(
+            raise MismatchError(
                 f"the train state {then} saved with train.precision=float16, and this run {now} trained with it: "
                 "restore the precision, or start a new run in another directory (run.name or run.dir)"
             )
-        self.schedulers.load_state_dict(state["schedulers"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+    def beginning(self) -> dict[str, Any]:
+        """Options and schedules as they were made, before anything is restored; see `restart`."""
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"options": options, "schedulers": copy.deepcopy(self.schedulers.state_dict())}
+
+    def restart(self, beginning: dict[str, Any], state: Mapping[str, Any], step: int) -> None:
+        """Give the options and the schedules of this config to optimizers that another one's were restored to.
+
+        Args:
+            beginning: from the method of that name.
+            state: of the other one's, from `state_dict`: of it, the scaling is kept.
+            step: complete steps, by which the schedules are advanced.
+
+        Raises:
+            MismatchError: only one of the two scales gradients.
+        """
+        self._restore_scaling(state)
+        for group, options in zip(self.param_groups, beginning["options"], strict=True):
+            group.update(options)
+        self.schedulers.load_state_dict(beginning["schedulers"])
+        for _ in range(step):
+            self.schedulers.step()
 
     @property
     def class_name(self) -> str:

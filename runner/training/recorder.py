@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from runner.errors import FileError
 from runner.metrics import JsonlWriter, Writer
+from runner.metrics.lineage import FAILED, Lineage
 from runner.metrics.media import Media
 from runner.rundir.attempt_log import AttemptLog, insist
 from runner.system import clock, files
@@ -37,6 +38,8 @@ class Bar(Protocol):
 
 class SilentRecorder:
     """For the ranks that write nothing."""
+
+    state = FAILED
 
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
         pass
@@ -71,12 +74,20 @@ class RunRecorder:
     log: AttemptLog
     meter: StepMeter
     last_save: Callable[[], dict[str, Any] | None]
+    state: str = FAILED
+    """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _seconds: float = 0.0
     _samples: int = 0
     _tokens: int | None = 0  # None: the data have none
     _reported_save: int | None = None
     _interval: str = ""
+
+    def about(self, lineage: Lineage) -> None:
+        """Pass what is known of the run to the loggers that show it."""
+        for writer in self.writers:
+            if hasattr(writer, "about"):
+                writer.about(lineage)
 
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
         """Write one step's record.
@@ -171,6 +182,8 @@ class RunRecorder:
             self.log.lost_records = str(error)
             self.warn(f"{len(self._waiting)} records could not be written: {error}")
         for writer in self.writers:
+            if hasattr(writer, "ending"):
+                writer.ending(self.state)
             writer.close()
         self.bar.close()
         for file in (self.metrics, self.timings):

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
 from runner.checkpoint import TrainStateManager, get_rng_state, restore_train_state, set_rng_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
+from runner.checkpoint.directory import Fence
+from runner.config.plain_yaml import read_plain
 from runner.config.schedule import unreached_phases
 from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, profiled_steps
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.ledger import DataLedger
-from runner.errors import UserError
+from runner.errors import MismatchError, UserError
 from runner.metrics import resume_jsonl
+from runner.metrics.lineage import FINISHED, STOPPED, Fork, Lineage
 from runner.metrics.progress import ProgressBar
 from runner.rundir.attempt_log import AttemptLog, insist
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.system import clock
+from runner.rundir.time_account import TimeAccount, lived_s
+from runner.system import clock, files
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
 from runner.training.average import Average
+from runner.training.branch import restarts_optimizers, take_over, trunk_of
 from runner.training.callbacks import Callbacks
 from runner.training.consumption import (
     ElasticConsumption,
@@ -56,6 +62,7 @@ from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
 from runner.training.tasks import Task, build_task
 from runner.training.trainer import Trainer
+from runner.training.warm_start import Source, Table, fill, open_source, starts_warm
 
 LEASE_CHECK_S = 1.0
 
@@ -88,11 +95,6 @@ def _print_warning(message: str) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def _has_times(attempt: dict[str, Any]) -> bool:
-    """Whether a line of the attempt log, which may have been edited, says when it began and ended."""
-    return all(isinstance(attempt.get(key), (int, float)) for key in ("started", "ended"))
-
-
 @dataclass
 class Session:
     """What an attempt needs to train."""
@@ -113,7 +115,9 @@ class Session:
         Files are closed either way.
         """
         try:
-            return self.trainer.run(self.steps if steps is None else steps)
+            finished = self.trainer.run(self.steps if steps is None else steps)
+            self.recorder.state = FINISHED if finished else STOPPED
+            return finished
         finally:
             self.trainer.manager.settle()
             self.trainer.profiler.close()
@@ -164,6 +168,7 @@ class _Restored:
     Attributes:
         sizes: samples of each source.
         bare: the model before it is wrapped.
+        beginning: of the optimizers, before they were restored.
         state: the train state; empty at a fresh start.
         saved: the runner's own entries in it.
         run_state: those of this attempt.
@@ -177,6 +182,7 @@ class _Restored:
     model: torch.nn.Module
     average: Average | None
     optimizers: Optimizers
+    beginning: dict[str, Any]
     manager: TrainStateManager
     state: Mapping[str, Any]
     step: int
@@ -195,6 +201,7 @@ class _Opening:
     lease: Lease | None
     handler: WarningHandler | None
     shapes: tuple[BatchShape, ...] = ()  # those of the checkpoint, once they are known to matter
+    _own_account: TimeAccount = field(default_factory=TimeAccount)  # on the ranks without a log
 
     def session(self) -> Session:
         restored = self._restored()
@@ -216,20 +223,41 @@ class _Opening:
             raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
         config = self.config = with_steps(self.config, sizes, self.shapes or (self._shape_from(0),))
         bare = build.model(config)
+        if starts_warm(config) and not self.run.newest_step():
+            self._warm_start(bare)
         average = build.average(config, bare, self.world, device)
         with peer_errors(self.world):
             model = place(bare, config.strategy.value, self.world, device)
         optimizers = build.optimizers(config, model, device)
+        beginning = optimizers.beginning()
         build.seed_everything(config.seed, self.world.rank)
         manager = self._manager(build.fingerprint(config, datasets))
-        state: Mapping[str, Any] = manager.load(model, optimizers, average.averaged if average else None) or {}
+        with self.account.doing("restore"):
+            self._take_over()
+            anew = self._begins_branch(self.run.newest_step()) and restarts_optimizers(config)
+            with self._fits():
+                averaged = average.averaged if average else None
+                state = manager.load(model, optimizers, averaged, another_optimizer=anew) or {}
         if not state:
             self._warn_if_checkpoints_are_gone()
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
         run_state = self._run_state(saved, step)
         return _Restored(
-            device, datasets, sizes, task, bare, model, average, optimizers, manager, state, step, saved, run_state
+            device,
+            datasets,
+            sizes,
+            task,
+            bare,
+            model,
+            average,
+            optimizers,
+            beginning,
+            manager,
+            state,
+            step,
+            saved,
+            run_state,
         )
 
     def _assembled(self, of: _Restored) -> Session:
@@ -238,7 +266,14 @@ class _Opening:
         self._warn_if_inexact(of.device, of.run_state, saved)
         of.task.check_state()
         loader, consumption = self._training_data(of.datasets, of.device, of.run_state, saved, step)
-        _, tokens, _ = restore_train_state(of.state, of.optimizers, loader)
+        begins = self._begins_branch(step)
+        anew = begins and restarts_optimizers(config)
+        with self._fits():
+            _, tokens, _ = restore_train_state(of.state, None if anew else of.optimizers, loader)
+            if anew:
+                of.optimizers.restart(of.beginning, of.state["scheduler"], step)
+        if begins and "seed" in config.fork.was and config.fork.seed is not None:
+            build.seed_everything(config.fork.seed, self.world.rank, step)
         generators = get_rng_state()
         if saved is not None:
             consumption.load_state_dict(saved.order)
@@ -269,7 +304,8 @@ class _Opening:
             evaluation=evaluation,
             manager=of.manager,
             cadence=self._cadence(step),
-            best_metric=config.checkpoint.best.metric if config.checkpoint.keep_best else None,
+            best_metric=config.checkpoint.best.metric,
+            needs_best=config.checkpoint.keep_best > 0,
             recorder=recorder,
             run_state=of.run_state,
             stop=lambda: bool(STOP),
@@ -280,10 +316,67 @@ class _Opening:
             tokens_seen=tokens,
             after_first_step=warm_up.start,
             callbacks=callbacks,
+            account=self.account,
             meter=meter,
             profiler=self._profiler(step, of.device),
         )
         return Session(trainer, config.steps, recorder, warm_up, self.handler)
+
+    @property
+    def account(self) -> TimeAccount:
+        return self.log.account if self.log else self._own_account
+
+    def _warm_start(self, model: torch.nn.Module) -> None:
+        """Fill a new run's model with the weights that it is to begin with: after a kill with the same ones."""
+        options, opened = self.config.init_from, list[Source]()
+
+        def choose() -> dict[str, Any]:
+            opened.append(open_source(options, self.run, files.read_object(self.run.init)))
+            return opened[0].record()
+
+        # On rank 0 first: what is the newest or the best may change before another rank looks.
+        chosen = self.world.run_on_main(choose)
+
+        def load() -> Table:
+            return fill(model, opened[0] if opened else open_source(options, self.run, chosen), options)
+
+        table = self.world.run_on_all(load)
+        if self.world.is_main:
+            record = {**chosen, **asdict(table)}
+            insist(lambda: files.write_json(self.run.init, record, guard=self.run.guard), self.run.init)
+            lines = [f"initial weights from {chosen['source']}:", *(f"  {each}" for each in table.lines())]
+            print("\n".join(lines), flush=True)
+
+    def _begins_branch(self, step: int) -> bool:
+        """Whether what was restored is the trunk's, and what the branch changes takes effect now."""
+        return self.config.fork.run is not None and step == self.config.fork.step
+
+    @contextmanager
+    def _fits(self) -> Iterator[None]:
+        """What the checkpoint of a trunk does not fit is an error in the command that begins the branch.
+
+        Raises:
+            UserError: in place of a MismatchError.
+        """
+        try:
+            yield
+        except MismatchError as error:
+            if not self._begins_branch(self.run.newest_step()):
+                raise
+            # Without its remedy, which is for a run of its own.
+            fork, reason = self.config.fork, re.split(r"; |: (?=restore|set|use)", str(error))[0]
+            raise UserError(
+                f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "
+                f"the trunk has it, or begin a new run with the weights that fit (init_from={fork.run}@{fork.step} "
+                "init_from.strict=false)"
+            ) from None
+
+    def _take_over(self) -> None:
+        """What a branch has of its trunk, if it has not begun yet."""
+        trunk, step = trunk_of(self.config), self.config.fork.step
+        if trunk is not None and step is not None:
+            fence = Fence(self.lease.fence, self.lease.check_fence) if self.lease else Fence()
+            self.world.run_on_main(lambda: take_over(self.run, trunk, step, fence))
 
     def _warn_if_checkpoints_are_gone(self) -> None:
         """A run whose checkpoints were all removed starts again, but not silently."""
@@ -337,7 +430,7 @@ class _Opening:
         dataset = build.join(datasets, collate)
         # The same plan at other positions: only the batch shape changed.
         same_plan = saved is not None and saved.data_plan == run_state.data_plan
-        allow = config.run.allow_data_change or same_plan
+        allow = config.run.allow_data_change or same_plan or self._begins_branch(step)
         sampler = build.sampler(config, dataset, datasets, world, run_state.batch_shapes, allow)
         pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
         options = replace(config.data, pin_memory=pin)
@@ -428,10 +521,21 @@ class _Opening:
             meter=meter or StepMeter(torch.device("cpu")),
             last_save=lambda: dict(manager.last_save) if manager.last_save else None,
         )
+        if recorder.writers:
+            recorder.about(self._lineage(self.log.record["attempt"]))
         if self.handler is not None:
             self.handler.warn = recorder.warn
         self._show_start(recorder, step, self.log)
         return recorder
+
+    def _lineage(self, attempt: int) -> Lineage:
+        """What loggers show of the run beside its numbers."""
+        fork, trunk, best = self.config.fork, trunk_of(self.config), self.config.checkpoint.best
+        settings: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            settings = read_plain(self.run.config)
+        origin = Fork(trunk, fork.step, fork.digest or "") if trunk is not None and fork.step is not None else None
+        return Lineage(settings, attempt, origin, {best.metric: best.mode.value} if best.metric else {})
 
     def _show_start(self, recorder: RunRecorder, step: int, log: AttemptLog) -> None:
         steps = self.config.steps
@@ -439,7 +543,10 @@ class _Opening:
             recorder.bar.say(f"warning: {message}")
         lost = log.earlier[-1].get("steps_lost") if log.earlier else 0
         repeated = f" (repeating {lost} steps that were not saved)" if lost else ""
-        recorder.bar.say(f"{'resuming' if step else 'starting'} at step {step} of {steps} in {self.run.path}{repeated}")
+        doing = "resuming" if step else "starting"
+        if self._begins_branch(step):
+            doing = f"branching off {self.config.fork.run}"
+        recorder.bar.say(f"{doing} at step {step} of {steps} in {self.run.path}{repeated}")
 
     def _cadence(self, step: int) -> Cadence:
         options = self.config.checkpoint
@@ -447,8 +554,8 @@ class _Opening:
         if options.adaptive:
             adaptive = AdaptiveInterval(options.min_interval_s, options.max_interval_s)
             if self.log:
-                timed = [line for line in self.log.earlier if _has_times(line)]
-                adaptive.observe_attempts((line["ended"] - line["started"], line["cause"]) for line in timed)
+                ended = [(lived_s(line), line["cause"]) for line in self.log.earlier]
+                adaptive.observe_attempts((seconds, cause) for seconds, cause in ended if seconds is not None)
         now = clock.monotonic()
         return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
 

@@ -17,8 +17,10 @@ import torch
 
 from runner.checkpoint import build_train_state
 from runner.checkpoint.cadence import Cadence
+from runner.checkpoint.manifest import BEST_METRIC
 from runner.data.loading.protocols import BatchRecord
 from runner.errors import TrainingError, UserError, nearest
+from runner.rundir.time_account import TimeAccount
 from runner.system import clock
 from runner.system.distributed import World
 from runner.training.callbacks import Callbacks
@@ -81,11 +83,13 @@ class Trainer:
     step: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
-    best_metric: str | None = None  # which result of an evaluation a checkpoint is judged by, if any
+    best_metric: str = BEST_METRIC  # which result of an evaluation a checkpoint is judged by
+    needs_best: bool = False  # the evaluations have to give it
     results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     clock: Callable[[], float] = clock.monotonic
     after_first_step: Callable[[], None] = lambda: None
     callbacks: Callbacks = field(default_factory=Callbacks.none)
+    account: TimeAccount = field(default_factory=TimeAccount)
     meter: StepMeter = field(default_factory=lambda: StepMeter(torch.device("cpu")))
     profiler: Profiler = field(default_factory=lambda: Profiler(None, Path(), torch.device("cpu")))
     _batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
@@ -106,14 +110,22 @@ class Trainer:
             PeerError: another rank has ended or does not answer.
             CallbackError: a callback raised, and the run is to stop then.
         """
+        try:
+            return self._run(steps)
+        finally:
+            self.account.switch("end")
+
+    def _run(self, steps: int) -> bool:
         started_at = self.step
         self.callbacks.start(self.step)
         self._agree()  # a signal may have come while the session was opened
+        self.account.switch("steps")
         while True:
             self.check_fence()
             interrupted = False
             if self.evaluation and not self.evaluated and self.evaluation.due(self.step):
-                self.evaluated = self._evaluate(self.evaluation)
+                with self.account.doing("evaluation"):
+                    self.evaluated = self._evaluate(self.evaluation)
                 interrupted = not self.evaluated
             leaving, saved = self._stop_agreed or self.step >= steps, True
             if (leaving and self.step > started_at) or self._save_agreed:
@@ -122,6 +134,7 @@ class Trainer:
                 if leaving and not saved and not self._stop_agreed:
                     raise TrainingError(self._unsaved())
             if leaving:
+                self.account.switch("end")
                 finished = self.step >= steps and not interrupted and saved
                 if finished:
                     self.callbacks.end(self.step)
@@ -140,7 +153,7 @@ class Trainer:
             self._batches = None
         began = self.clock()
         self.profiler.begin(self.step + 1)
-        result = self.train_step(self.meter.begin(self._next_batch), self.step)
+        result = self.train_step(self.meter.begin(self._wait_for_batch), self.step)
         if result.skipped and not (self.skip_nonfinite or result.overflow):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
@@ -158,6 +171,11 @@ class Trainer:
         Args:
             wait: return only when it is committed.
         """
+        self.account.saving(self.step)
+        with self.account.doing("save"):
+            return self._save(wait)
+
+    def _save(self, wait: bool) -> bool:
         if not self.world.run_on_main(self.recorder.before_save):
             return False
         task = self.train_step.forward.task.state
@@ -171,7 +189,7 @@ class Trainer:
         kept = self.callbacks.keep(kept)
         model, optimizers = self.train_step.forward.model, self.train_step.optimizers
         state = build_train_state(self.step, self.tokens_seen, optimizers, self.loader, kept.to_extra())
-        metric = self.results.get(self.best_metric) if self.evaluated and self.best_metric else None
+        metric = _number(self.results.get(self.best_metric)) if self.evaluated else None
         self._learn_cost()
         average = self.train_step.average
         averaged = {} if average is None else {"averaged": average.averaged}
@@ -180,6 +198,10 @@ class Trainer:
         if saved:
             self.callbacks.saved(self.step)
         return saved
+
+    def _wait_for_batch(self) -> Drawn:
+        with self.account.doing("data_wait"):
+            return self._next_batch()
 
     def _next_batch(self) -> Drawn:
         for _ in range(2):  # an epoch may end here, and the next one begin
@@ -232,14 +254,14 @@ class Trainer:
         return True
 
     def _judged(self, evaluation: Evaluation, results: dict[str, Any]) -> dict[str, Any]:
-        """`results`, which have the number that the best checkpoints are judged by.
+        """`results`, which have the number that the best checkpoints are judged by, if any are to be kept.
 
         Raises:
             UserError: it is not among them, although all that is evaluated now is all that there is.
         """
         name = self.best_metric
-        numbers = [key for key, value in results.items() if isinstance(value, float)]
-        if name is not None and name not in numbers and evaluation.complete(self.step):
+        numbers = [key for key, value in results.items() if _number(value) is not None]
+        if self.needs_best and name not in numbers and evaluation.complete(self.step):
             raise UserError(
                 f"checkpoint.best.metric={name}{nearest(name, numbers)} is not a number that an evaluation gives: "
                 f"choose one of {', '.join(numbers)}"
@@ -279,3 +301,7 @@ class Trainer:
     def _kept(self) -> str:
         last = self.manager.newest()
         return f"the checkpoint of step {last.step} is kept" if last else "there is no checkpoint yet"
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, float) else None

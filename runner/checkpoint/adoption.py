@@ -1,0 +1,74 @@
+"""Takes a committed checkpoint over into the directory of another run, which then depends on nothing of the first.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint import manifest as manifests
+from runner.checkpoint.commit import Transaction, write_file
+from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence
+from runner.checkpoint.manifest import BLOCK_BYTES, CorruptionError
+from runner.errors import CheckpointError
+from runner.system import files
+
+# What a file system says that has no links, or none to this file.
+UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+
+
+def adopt(source: Path, directory: Path, fence: Fence) -> None:
+    """Commit the checkpoint at `source` in `directory`, under its own name; nothing to do if it is there already.
+
+    Its files are never changed once they are committed, so they are linked; where the file system cannot link them,
+    they are copied. Every byte is verified before the commit. A checkpoint that is deleted meanwhile is either taken
+    over as a whole or not at all.
+
+    Args:
+        source: a committed checkpoint.
+        directory: of the checkpoints of the run that takes it over.
+        fence: of that run.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint at `source`.
+        SupersededError: a newer attempt holds the lease of the run that takes it over.
+        OSError: the file system refused.
+    """
+    final = directory / source.name
+    if isinstance(checkpoint_dir.judge(final), Candidate):
+        return
+    found = checkpoint_dir.judge(source)
+    if not isinstance(found, Candidate) or found.manifest is None:
+        reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
+        raise CheckpointError(f"{source} cannot be taken over: {reason}")
+    files.make_dirs(directory, DIRECTORY_MODE)
+    transaction = Transaction(final, fence)
+    transaction.begin()
+    try:
+        for name in found.manifest.files:
+            _link_or_copy(source / name, transaction.path / name)
+        manifests.verify(transaction.path, found.manifest)
+        transaction.commit(found.manifest)
+    except FileNotFoundError:
+        transaction.abort()
+        raise CheckpointError(f"{source} cannot be taken over: it was deleted meanwhile") from None
+    except CorruptionError as corruption:
+        transaction.abort()
+        raise CheckpointError(f"{source} cannot be taken over: it is corrupt ({corruption})") from None
+    except BaseException:
+        transaction.abort()
+        raise
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        files.link(source, target)
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        with files.open_regular(source) as reader:
+            blocks = iter(lambda: reader.read(BLOCK_BYTES), b"")
+            write_file(target, lambda file: [file.write(block) for block in blocks])

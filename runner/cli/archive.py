@@ -1,0 +1,239 @@
+"""`runner archive RUN FILE.tar`: pack a run that nobody trains into one file, and verify that."""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from runner.checkpoint import choice
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.adoption import UNLINKABLE
+from runner.checkpoint.pins import pinned
+from runner.cli.console import PROGRAM, Parser, say, shown, size
+from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_for, remove, remove_rest, report
+from runner.errors import FileError, UserError
+from runner.rundir.custody import custody
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+SUFFIXES = {".tar": "w", ".tar.gz": "w:gz", ".tar.xz": "w:xz"}
+KEEP = ("all", "last", "best", "none")
+BLOCK_BYTES = 1 << 20
+DIGEST_LENGTH = 64
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} archive",
+        description="Packs a run directory into one file, which is read again and compared before it gets its name. "
+        "Unpacked anywhere, it is the run, and can be resumed.",
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    made.add_argument("file", type=Path, metavar="FILE", help=f"the new file: {', '.join(SUFFIXES)}")
+    made.add_argument(
+        "--checkpoints", choices=KEEP, default="all", help="which to pack, beside pinned ones (default: all)"
+    )
+    made.add_argument("--remove", action="store_true", help="remove the run directory afterwards")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: the run is live, or the file exists or cannot be written.
+    """
+    options = parser().parse_args(arguments)
+    target = Path(os.path.abspath(options.file))
+    mode = next((how for suffix, how in SUFFIXES.items() if target.name.endswith(suffix)), None)
+    if mode is None:
+        raise UserError(f"{options.file}: the file name must end in {', '.join(SUFFIXES)}")
+    rests = _removed_before(options.run, target) if options.remove else []
+    if rests:
+        for rest in rests:
+            remove_rest(rest)
+        say(f"{shown(target)} holds the run; removed {', '.join(map(shown, rests))}, the rest of its directory")
+        return 0
+    if not options.remove:
+        _refuse_existing(target)
+    refuse_inside_run(target)
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    aside = None
+    try:
+        for left in _leftovers(target):
+            files.remove(left)
+        with custody(options.run, report) as held:
+            run = held.run
+            if options.remove:
+                refuse_waited_for(run)
+            content = _pack(run.path, _members(run, options.checkpoints), temporary, mode)
+            if not (options.remove and _holds(target, content)):  # a killed command has come so far already
+                _name(temporary, target)
+            if options.remove:
+                aside = remove(held)
+    except OSError as error:
+        kept = "; nothing was removed" if options.remove else ""
+        raise FileError(f"{error.filename or options.file}: {error.strerror or error}{kept}") from error
+    finally:
+        files.remove(temporary)
+    count = sum(len(each) == DIGEST_LENGTH for each in content.values())
+    say(f"packed {count} files of {shown(run.path)} into {shown(target)} ({size(target.stat().st_size)})")
+    if aside is not None:
+        remove_rest(aside)
+        say(f"removed {shown(run.path)}")
+    return 0
+
+
+def _removed_before(run: Path, target: Path) -> list[Path]:
+    """What a command that was killed while it removed the run has left: the file had its name by then."""
+    path = Path(os.path.abspath(run))
+    return leftovers(path) if os.path.lexists(target) and not os.path.lexists(path) else []
+
+
+def _refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise UserError(f"{shown(target)} exists: choose another name")
+
+
+def _leftovers(target: Path) -> list[Path]:
+    """What killed commands for the same file have left; a live one fails, and reports that."""
+    name = re.compile(re.escape(f".{target.name}.tmp-") + r"\d+")
+    return [target.with_name(each) for each in files.list_dir(target.parent) if name.fullmatch(each)]
+
+
+def _name(temporary: Path, target: Path) -> None:
+    """Give the file its name, durably, and replace nothing.
+
+    Raises:
+        UserError: another command has made a file of that name.
+        OSError: the file system refused.
+    """
+    try:
+        files.link(temporary, target)
+    except FileExistsError:
+        _refuse_existing(target)
+        raise
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        _refuse_existing(target)
+        files.rename(temporary, target)
+    files.fsync_dir(target.parent)
+
+
+def _members(run: RunDir, which: str) -> list[Path]:
+    """What to pack, relative to the run directory, beginning with that; leases are of processes and stay behind.
+
+    Raises:
+        UserError: there is no checkpoint of that kind.
+        OSError: the run directory cannot be read.
+    """
+    left_out = {run.lease.name, run.submission.name, run.evaluation_lease.name, run.evaluation_work.name}
+    kept = _kept(run, which)
+    found = []
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in files.walk(run.path, onerror=unreadable):
+        relative = Path(folder).relative_to(run.path)
+        if relative == Path():
+            folders[:] = [name for name in folders if name not in left_out]
+        if relative == Path(run.checkpoints.name) and kept is not None:
+            folders[:] = [name for name in folders if name in kept]
+        folders.sort()
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        found += [relative, *(relative / name for name in sorted([*names, *links]))]
+    return found
+
+
+def _kept(run: RunDir, which: str) -> set[str] | None:
+    """The names of the checkpoints to pack; None for all."""
+    if which == "all":
+        return None
+    steps = pinned(run.checkpoints)
+    if which != "none":
+        steps.add(choice.choose(run.checkpoints, which).step)
+    return {checkpoint_dir.step_name(step) for step in steps}
+
+
+class _Hashing:
+    """A file that is read, and what it held."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def read(self, count: int = -1) -> bytes:
+        data = self._file.read(count)
+        self.digest.update(data)
+        return data
+
+
+def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[str, str]:
+    """Write the file, make it durable, and read it again; what is in it, by name.
+
+    Raises:
+        OSError: the file system refused, or what was read is not what was written.
+    """
+    written: dict[str, str] = {}
+    with files.open_new(target) as out:
+        # A file with several names, in this run and in a branch, is packed as a file.
+        with tarfile.open(fileobj=out, mode=mode, dereference=True) as tar:  # type: ignore[call-overload]
+            for member in members:
+                name = str(Path(root.name) / member)
+                written[name] = _add(tar, root / member, name)
+        out.flush()
+        files.fsync_fd(out.fileno())
+    if _read(target) != written:
+        raise OSError(None, "what was written reads back differently", str(target))
+    return written
+
+
+def _read(target: Path) -> dict[str, str]:
+    """What is in the file, by name."""
+    with files.open_regular(target) as packed, tarfile.open(fileobj=packed, mode="r") as tar:
+        return {entry.name: _content(tar, entry) for entry in tar}
+
+
+def _holds(target: Path, content: dict[str, str]) -> bool:
+    """Whether the file is there, and has this content."""
+    try:
+        return _read(target) == content
+    except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError):
+        return False
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
+    """Add what is at `path`; its content, as `_content` describes it."""
+    if (link := files.read_link(path)) is not None:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname, entry.mtime = tarfile.SYMTYPE, link, int(path.lstat().st_mtime)
+        tar.addfile(entry)
+        return f"link to {link}"
+    if path.is_dir():
+        tar.addfile(tar.gettarinfo(path, arcname=name))
+        return "directory"
+    with files.open_regular(path) as source:
+        hashing = _Hashing(source)
+        tar.addfile(tar.gettarinfo(arcname=name, fileobj=source), hashing)
+    return hashing.digest.hexdigest()
+
+
+def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:
+    """What an entry holds: the digest of a file, or what else it is."""
+    if entry.issym():
+        return f"link to {entry.linkname}"
+    if entry.isdir():
+        return "directory"
+    reader, digest = tar.extractfile(entry), hashlib.sha256()
+    while reader is not None and (block := reader.read(BLOCK_BYTES)):
+        digest.update(block)
+    return digest.hexdigest()

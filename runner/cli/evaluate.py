@@ -1,0 +1,254 @@
+"""`runner evaluate RUN [--step N|best|last|all] [key=value ...]`: evaluate checkpoints of a run, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.checkpoint import pins
+from runner.cli.arguments import runs_and_settings
+from runner.cli.console import PROGRAM, Parser, console, say, shown, table
+from runner.cli.launcher import make_launcher
+from runner.cli.resume import jobs
+from runner.config.identity import evaluation_digest
+from runner.contracts import Launcher
+from runner.errors import ExitStatus, RunDirError, UserError
+from runner.rundir.evaluations import ALL, Request, evaluated, given_up, request_file
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.rundir.trust import reading
+from runner.system import files
+from runner.system.signals import STOP
+from runner.system.terminal import printable
+
+if TYPE_CHECKING:
+    from runner.checkpoint.directory import Candidate
+    from runner.config.composition import Composed
+
+ATTEMPT = "runner.training.evaluate_attempt:attempt"
+# Settings of an evaluation: those that decide its results, and those that do not.
+RESULTS = ("eval", "data.eval_sources", "data.collate")
+PLACE = ("launcher", "train.device", "run.threads", "data.cache_dir")
+SUBMISSION_WAIT_S = 120.0
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} evaluate",
+        usage=f"{PROGRAM} evaluate [-h] [--step STEP] [--follow] [--submit] [--json] RUN [key=value ...]",
+        description="Evaluates checkpoints of a run, each once, and adds the results to its records. "
+        "key=value changes eval and data.eval_sources for these evaluations; launcher=slurm submits them.",
+    )
+    made.add_argument("words", nargs="*", metavar="RUN", help="a run directory, such as outputs/NAME")
+    made.add_argument("--step", default="last", help="a step, best, last or all (default: last)")
+    made.add_argument("--follow", action="store_true", help="with --step all: each new one, until the run is over")
+    made.add_argument(
+        "--keep", type=int, metavar="N", help="with --follow: keep the N newest that have to wait (default: 10)"
+    )
+    made.add_argument("--submit", action="store_true", help="as a job, by the launcher of the run")
+    made.add_argument("--forget", action="store_true", help="give a submitted or followed evaluation up")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
+    """
+    options = parser().parse_intermixed_args(list(arguments))
+    words, overrides = runs_and_settings(options.words)
+    if len(words) != 1:
+        raise UserError(f"pass one run directory: {PROGRAM} evaluate outputs/NAME; {PROGRAM} status lists them")
+    _check(options, overrides)
+    run = RunDir(Path(words[0]).absolute())
+    if not run.config.is_file():
+        raise RunDirError(f"{words[0]} is not a run directory, which has a config.yaml: pass one, such as outputs/NAME")
+    from runner.config.composition import Composer
+    from runner.config.frozen import load_plain
+
+    found, unusable = jobs(Composer(options.config_dir), [run.path], overrides)
+    if unusable:
+        raise RunDirError("\n".join(unusable))
+    composed = found[0]
+    settings = evaluation_digest(composed.plain)
+    changed = settings != evaluation_digest(load_plain(run.path))
+    given = [text for text in overrides if changed and _is_of(text, RESULTS)]
+    keep = 10 if options.keep is None else options.keep
+    request = Request(settings, options.step, options.follow, keep, tuple(given), composed.plain)
+    if options.forget:
+        return _forget(run, request)
+    if (launcher := _submitting(options.submit, overrides, composed)) is not None:
+        return _submit(run, request, composed, launcher)
+    return _evaluate(run, request, options.json)
+
+
+def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    errors = [
+        f"{text} is not of an evaluation: set eval or data.eval_sources"
+        for text in overrides
+        if not _is_of(text, (*RESULTS, *PLACE))
+    ]
+    if not re.fullmatch(r"\d{1,12}|best|last|all", options.step):
+        errors.append(f"--step {options.step}: must be a step, best, last or all")
+    if options.follow and options.step != ALL:
+        errors.append("--follow works with --step all only: add it, or remove --follow")
+    if options.keep is not None and (not options.follow or options.keep < 1):
+        errors.append(f"--keep {options.keep}: works with --follow only, and must be 1 or more")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        errors.append("evaluate does not run under torchrun: run it alone, or submit it (launcher=slurm)")
+    if errors:
+        raise UserError("\n".join(errors))
+    options.step = options.step.lstrip("0") or "0" if options.step.isdigit() else options.step
+
+
+def _is_of(text: str, keys: Sequence[str]) -> bool:
+    key = text.lstrip("+~").partition("=")[0]
+    return key in keys or key.startswith(tuple(f"{each}." for each in keys))
+
+
+# Here
+
+
+def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
+    from runner.config.frozen import trained
+    from runner.system.distributed import World
+    from runner.training.evaluate import Work, wanted
+
+    config = trained(request.config)
+    with reading(run):
+        steps = wanted(run, request, _skipped)
+        before = evaluated(run, request.settings).keys()
+    STOP.install()
+    show = say if request.follow and not as_json else _nothing
+    work = Work(run, request, config, World(), lambda: bool(STOP), say=_note, show=show)
+    outcome = work.do()
+    records = evaluated(run, request.settings)
+    shown_steps = sorted(records) if request.follow else [step for step in steps if step in records]
+    if as_json:
+        print(json.dumps([_finite(records[step]) for step in shown_steps], indent=2))
+    else:
+        _print([records[step] for step in shown_steps])
+    if outcome == "stopped":
+        left = f"interrupted after {len(work.added)} checkpoints" + ("" if request.follow else f" of {len(steps)}")
+        _note(f"{left}: rerun the command for the others")
+        return int(ExitStatus.INTERRUPTED)
+    if not as_json:
+        earlier = sum(step in before for step in shown_steps)
+        others = len(shown_steps) - earlier - len(work.added)
+        beside = f", {others} by another command" if others > 0 else ""
+        where = f"; results in {shown(run.evaluations)}" if shown_steps else ""
+        say(f"{len(work.added)} evaluated now, {earlier} before{beside}{where}")
+    if outcome != "done":
+        _note(f"{shown(run.path)} has stopped ({outcome}): rerun the command once it trains again")
+        return int(ExitStatus.FAILED)
+    damaged = any(run.checkpoint(step).is_dir() for step in work.unusable)
+    return int(ExitStatus.FAILED if damaged else ExitStatus.FINISHED)
+
+
+def _nothing(message: str) -> None:
+    """The table has it."""
+
+
+def _skipped(bad: Candidate, why: str) -> None:
+    _note(f"warning: {bad.path} is corrupt ({why}): skipped")
+
+
+def _note(message: str) -> None:
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _print(records: Sequence[dict[str, Any]]) -> None:
+    names = list(
+        dict.fromkeys(name for record in records for name, value in record.items() if isinstance(value, float))
+    )
+    listing = table("step", *names)
+    for record in records:
+        listing.add_row(str(record["step"]), *(f"{record[name]:.4f}" if name in record else "" for name in names))
+    console().print(listing)
+
+
+# As a job
+
+
+def _submitting(submit: bool, overrides: Sequence[str], composed: Composed) -> Launcher | None:
+    """The launcher that submits the evaluation; None: it is made here.
+
+    Raises:
+        UserError: --submit, and the run's launcher runs runs here.
+    """
+    if not submit and not any(_is_of(text, ("launcher",)) for text in overrides):
+        return None
+    launcher = make_launcher(composed.plain["launcher"])
+    if not launcher.in_process:
+        return launcher
+    if submit:
+        raise UserError("--submit: the launcher of this run runs it on this machine; add launcher=slurm")
+    return None
+
+
+def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launcher) -> int:
+    """Submit the evaluation, unless its job is queued already or there is nothing to do.
+
+    Raises:
+        UserError: it cannot be submitted.
+    """
+    from runner.training.evaluate import every_set, wanted
+
+    every_set(composed.config)  # refused here rather than in the job
+    directory = request.directory(run)
+    with reading(run):
+        done = evaluated(run, request.settings).keys()
+        missing = set(wanted(run, request)) - done
+    if not missing and not request.follow:
+        say(f"nothing to do: {len(done)} checkpoints are evaluated, results in {shown(run.evaluations)}")
+        return int(ExitStatus.FINISHED)
+    if launcher.dry_run:
+        print(launcher.preview([directory]))
+        return int(ExitStatus.FINISHED)
+    try:
+        job = launcher.jobs([directory]).get(directory)
+        if job is not None and job.live:
+            say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")
+            return int(ExitStatus.FINISHED)
+        if errors := launcher.check([directory]):
+            raise UserError("\n".join(errors))
+        files.make_dirs(directory, files.OWNED)
+        timeout_s = composed.config.run.lease_timeout_s
+        with Lease.acquire(RunDir(directory).submission, None, timeout_s, wait_s=SUBMISSION_WAIT_S) as lease:
+            job = launcher.jobs([directory]).get(directory)  # another shell may have submitted it meanwhile
+            if job is not None and job.live:
+                say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")
+                return int(ExitStatus.FINISHED)
+            request.write(directory, lease.guard)
+            if request.follow and run.checkpoints.is_dir():  # before the job starts
+                pins.await_evaluation(run.checkpoints, request.name, done, request.keep)
+            return launcher.launch([directory], ATTEMPT, [lease.guard])
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"the evaluation was not submitted ({where}{error.strerror or error})") from None
+
+
+def _forget(run: RunDir, request: Request) -> int:
+    """Let a job of this request end after its checkpoint, and retention delete what waits for it."""
+    if given_up(request.directory(run)) and not pins.awaits_evaluation(run.checkpoints, request.name):
+        say(f"nothing to give up: {request.name} of {shown(run.path)} is neither submitted nor followed")
+        return int(ExitStatus.FINISHED)
+    files.remove(request_file(request.directory(run)))
+    pins.evaluation_done(run.checkpoints, request.name)
+    say(f"given up: {request.name} of {shown(run.path)}; results so far stay in {shown(run.evaluations)}")
+    return int(ExitStatus.FINISHED)

@@ -1,0 +1,55 @@
+"""`runner fork RUN --step N [key=value ...]`: begin a branch of a run, from what that run was after N steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from runner.cli.arguments import runs_and_settings
+from runner.cli.console import PROGRAM, Parser
+from runner.errors import UserError
+
+ABOUT = """\
+Begins a run with the checkpoint, the records and the settings of RUN at a step, changed by key=value. Up to that step
+the branch is RUN; from there on, a change acts like a phase that was planned for that step. RUN stays as it is.
+
+The same command is the same branch: given again, it continues. Several values make several branches (-m seed=1,2); a
+sweep may also name several trunks: python -m runner -m fork=A@700,B@700 seed=1,2."""
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} fork",
+        usage=f"{PROGRAM} fork [-h] [-m] [--config-dir DIR] RUN --step N [key=value ...]",
+        description=ABOUT,
+    )
+    made.add_argument("words", nargs="*", metavar="RUN", help="the run directory of the trunk, such as outputs/NAME")
+    made.add_argument("--step", metavar="N", required=True, help="of a checkpoint of RUN")
+    made.add_argument("-n", "--dry-run", action="store_true", help="only print what would be done, and why")
+    made.add_argument("-m", "--multirun", action="store_true", help="several values of a setting: several branches")
+    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
+    """
+    options = parser().parse_intermixed_args(list(arguments))
+    runs, overrides = runs_and_settings(options.words)
+    if named := [word for word in overrides if re.match(r"[+~]*fork\b", word)]:
+        raise UserError(f"{named[0]}: RUN and --step say what it is a branch of: leave it out")
+    if len(runs) != 1:
+        strange = f"{runs[1]}: " if runs else ""
+        raise UserError(
+            f"{strange}pass one run directory, and settings as key=value: "
+            f"{PROGRAM} fork outputs/NAME --step N key=value"
+        )
+    from runner.cli.start import start
+
+    directories = [word for directory in options.config_dir for word in ("--config-dir", directory)]
+    flags = [*directories, *(["-m"] if options.multirun else []), *(["-n"] if options.dry_run else [])]
+    return start([*flags, f"fork='{runs[0]}@{options.step}'", *overrides])

@@ -1,0 +1,102 @@
+"""What the commands that move, remove and pack whole runs have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from runner.cli.console import shown
+from runner.config.plain_yaml import read_plain
+from runner.errors import FileError, LockedError, UserError
+from runner.rundir.custody import Custody, is_run
+from runner.rundir.paths import RunDir
+from runner.system import files
+from runner.system.terminal import printable
+
+
+def typed(path: Path) -> str:
+    """`path` as one would type it in a shell, in the current directory."""
+    return shlex.quote(shown(path))
+
+
+def report(message: str) -> None:
+    """What a command waits for."""
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def branches(run: RunDir) -> tuple[list[Path], list[Path]]:
+    """The branches of a run that are beside it: those that have begun, and need nothing of it, and those that wait."""
+    begun: list[Path] = []
+    waiting: list[Path] = []
+    name = run.path.name.encode()
+    with suppress(OSError):
+        for other in sorted(files.list_dir(run.path.parent)):
+            branch = RunDir(run.path.parent / other)
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # it is no run, or a broken one
+                named = name in files.read_regular(branch.config) or not run.path.name.isascii()
+                if named and read_plain(branch.config)["fork"]["run"] == str(run.path):
+                    (begun if branch.newest_step() else waiting).append(branch.path)
+    return begun, waiting
+
+
+def refuse_waited_for(run: RunDir) -> None:
+    """Whether branches wait for a checkpoint of this run.
+
+    Raises:
+        LockedError: there are some.
+    """
+    if waiting := branches(run)[1]:
+        raise LockedError(
+            f"{shown(waiting[0])} waits for a checkpoint of {shown(run.path)}: start that branch first, or remove it"
+        )
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What a removal of the run at `path` has left, because it was killed."""
+    name = re.compile(re.escape(f".{path.name}.removed-") + r"\d+")
+    try:
+        return sorted(path.parent / each for each in files.list_dir(path.parent) if name.fullmatch(each))
+    except OSError:
+        return []
+
+
+def remove(held: Custody) -> Path:
+    """Give a run a name that no command finds, under which `remove_rest` deletes it: a kill leaves a run or none.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    path = held.run.path
+    aside = path.with_name(f".{path.name}.removed-{os.getpid()}")
+    held.move(aside)
+    return aside
+
+
+def remove_rest(aside: Path) -> None:
+    """Delete what `remove` has renamed.
+
+    Raises:
+        FileError: the file system refused; the rest is still there.
+    """
+    try:
+        with suppress(FileNotFoundError):  # another command does the same
+            files.remove_tree(aside)
+    except OSError as error:
+        raise FileError(
+            f"{aside} cannot be removed ({error.strerror or error}): the rest of the run is there; rerun the command"
+        ) from error
+
+
+def refuse_inside_run(target: Path) -> None:
+    """Whether `target` would be in a run directory, and so a part of that run.
+
+    Raises:
+        UserError: it would.
+    """
+    inside = [parent for parent in target.parents if is_run(RunDir(parent))]
+    if inside:
+        raise UserError(f"{shown(target)} is in the run {shown(inside[0])}: choose a place outside of runs")

@@ -1,0 +1,82 @@
+"""`runner mv RUN TARGET`: move or rename a run that nobody trains."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.cli.console import PROGRAM, Parser, say, shown
+from runner.cli.housekeeping import refuse_inside_run, refuse_waited_for, report, typed
+from runner.errors import FileError, UserError
+from runner.rundir.custody import custody, run_at
+from runner.system import files
+
+HASH = re.compile(r"-[0-9a-f]{8}$")
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} mv",
+        description="Moves or renames a run directory. The hash at the end of its name is kept, by which the same "
+        "command finds the run again. A run that is being trained, or waits in a queue, is left alone.",
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    made.add_argument("target", metavar="TARGET", help="its new path, or an existing directory for it")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: the run is live, or the target exists or cannot be written.
+    """
+    options = parser().parse_args(arguments)
+    if not options.target:  # such as "$UNSET"
+        raise UserError(f"the new path is empty: {PROGRAM} mv {typed(options.run)} TARGET")
+    source = run_at(options.run).path
+    target = _target(source, options.target)
+    try:
+        with custody(source, report) as held:
+            refuse_waited_for(held.run)
+            files.make_dirs(target.parent)
+            if os.path.lexists(target):
+                raise UserError(f"{shown(target)} exists: choose another name")
+            held.move(target)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise UserError(
+                f"{shown(target)} is on another file system: pack the run with `{PROGRAM} archive {typed(source)} "
+                f"{typed(target.with_name(target.name + '.tar'))}`, unpack that there, and remove the run here"
+            ) from None
+        raise FileError(f"{shown(source)} cannot be moved to {shown(target)} ({error.strerror or error})") from error
+    say(f"moved {shown(source)} to {shown(target)}")
+    if not HASH.search(target.name):  # its own command means the old path
+        say(f"resume it: {PROGRAM} resume {typed(target)}")
+    elif source.parent != target.parent:
+        say(f"resume it: {PROGRAM} resume {typed(target)}, or its command with run.root={typed(target.parent)}")
+    return 0
+
+
+def _target(source: Path, asked: str) -> Path:
+    """The new path of the run, with the hash that its name ends with.
+
+    Raises:
+        UserError: it exists, or is in a run.
+    """
+    target = Path(os.path.abspath(asked))
+    if target.is_dir() or asked.endswith("/"):
+        target /= source.name
+    digest = HASH.search(source.name)
+    if digest and not target.name.endswith(digest[0]):
+        target = target.with_name(target.name + digest[0])
+    if os.path.lexists(target):
+        raise UserError(f"{shown(target)} exists: choose another name")
+    if target.is_relative_to(source):
+        raise UserError(f"{shown(target)} is inside of {shown(source)}: choose another place")
+    refuse_inside_run(target)
+    return target

@@ -1,0 +1,59 @@
+"""`runner pin RUN --step N|best|last`: keep a checkpoint, whatever else the run deletes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.checkpoint import choice
+from runner.checkpoint.directory import step_name
+from runner.checkpoint.pins import pin, pinned, unpin
+from runner.cli.checkpoints import checkpoints_of
+from runner.cli.console import PROGRAM, Parser, say
+from runner.errors import FileError, UserError
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} pin",
+        description="Pins checkpoints of a run: neither the run nor `checkpoints --prune` deletes them. "
+        "Without --step, lists the pins.",
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    made.add_argument("--step", metavar="STEP", help="a step, best or last")
+    made.add_argument("--remove", action="store_true", help="with --step N: remove the pin instead")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the directory cannot be written.
+    """
+    options = parser().parse_args(arguments)
+    directory = checkpoints_of(options.run)
+    try:
+        if options.remove:
+            if options.step is None or not options.step.isdigit():
+                raise UserError(f"--remove needs --step N, one of {_listed(directory)}")
+            unpin(directory / step_name(int(options.step)))
+        elif options.step is not None:
+            chosen = choice.choose(directory, options.step)
+            if not pin(chosen.path):
+                raise UserError(f"the checkpoint of step {chosen.step} was deleted meanwhile: pin another one")
+        steps = sorted(pinned(directory))
+    except OSError as error:
+        raise FileError(f"{error.filename or directory}: {error.strerror or error}") from error
+    if options.json:
+        print(json.dumps({"pinned": steps}))
+    else:
+        say(f"pinned: {_listed(directory)}")
+    return 0
+
+
+def _listed(directory: Path) -> str:
+    return ", ".join(str(step) for step in sorted(pinned(directory))) or "none"

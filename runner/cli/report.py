@@ -1,0 +1,246 @@
+"""`runner report [DIR...]`: compare runs, as tables, one HTML page, CSV, JSON or a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.cli.console import PROGRAM, Parser, check_interval, console, say, shown, table
+from runner.cli.status import STYLES, collect, find_runs
+from runner.config.identity import kind_of
+from runner.errors import FileError, UserError, nearest
+from runner.report import goodput, spreadsheet
+from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked
+from runner.report.page import page
+from runner.report.picture import draw
+from runner.report.runs import RunResults, read_run
+from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
+from runner.system import clock, files, processes
+
+POINTS = 3_000_000  # of all curves in memory
+MAX_POINTS, MIN_POINTS = 1000, 60  # of a curve
+WATCH_S = 30.0
+STDOUT = Path("-")
+MAX_ROWS = 200  # of a table on the terminal
+LOOKS = 3  # at a run that has not started, before --notify takes it for one that will not
+UNDER_WAY = ("running", "pending", "requeued", "ending", "suspended")
+
+
+def parser() -> Parser:
+    """The arguments of the command."""
+    made = Parser(
+        prog=f"{PROGRAM} report",
+        description="Compares runs: prints tables, and writes one HTML page that needs no network.",
+    )
+    made.add_argument(
+        "roots", nargs="*", type=Path, metavar="DIR", help="runs, or directories that contain them (default: outputs)"
+    )
+    made.add_argument(
+        "--by", action="append", default=[], metavar="KEY", help="group by this setting (default: all but the seed)"
+    )
+    made.add_argument("--metric", metavar="NAME", help="rank by this metric (default: that of the best checkpoints)")
+    made.add_argument("--html", type=Path, metavar="FILE", help="the page (default: report.html in DIR)")
+    made.add_argument("--json", action="store_true", help="print JSON; the page is written only with --html")
+    made.add_argument(
+        "--csv",
+        nargs="?",
+        type=Path,
+        const=STDOUT,
+        metavar="FILE",
+        help="write the table of runs; print it without FILE",
+    )
+    made.add_argument("--steps-csv", type=Path, metavar="FILE", help="write the records of all steps of all runs")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="plot the metric (.png, .svg, .pdf)")
+    made.add_argument(
+        "--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help="refresh until Ctrl-C (default: 30 s)"
+    )
+    made.add_argument("--notify", metavar="CMD", help="refresh until no run is under way, then run this shell command")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status.
+
+    Raises:
+        UserError: an argument is wrong, there are no runs, or a file cannot be written.
+    """
+    options = parser().parse_args(arguments)
+    if options.csv is not None and options.csv != STDOUT and options.csv.is_dir():  # `--csv outputs`
+        options.roots.append(options.csv)
+        options.csv = STDOUT
+    if options.json and options.csv == STDOUT:
+        raise UserError("--json and --csv without a file: only one of them can be printed")
+    roots = options.roots or [Path("outputs")]
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
+    check_interval(options.watch)
+    if options.notify is not None and not options.notify.strip():
+        raise UserError("--notify: the command is empty: name a shell command, such as 'echo \"$RUNNER_SUMMARY\"'")
+    if options.watch is None and not options.notify:
+        _report(roots, options)
+        return 0
+    try:
+        return _watch(roots, options, options.watch or WATCH_S)
+    except KeyboardInterrupt:
+        if options.notify:  # which has not run
+            raise
+        return 0
+
+
+def _watch(roots: Sequence[Path], options: Any, every_s: float) -> int:
+    """Report again and again; with --notify until no run is under way: the exit status of the command.
+
+    A sweep on this machine has moments between its runs in which none is under way, and some have not started.
+    """
+    still = 0
+    while True:
+        runs = _report(roots, options, every_s)
+        still = 0 if any(run.state in UNDER_WAY for run in runs) else still + 1
+        if options.notify and still and (not _to_come(runs) or still == LOOKS):
+            return _notify(options.notify, runs)
+        clock.sleep(every_s)
+
+
+def _to_come(runs: Sequence[RunResults]) -> bool:
+    return any(run.state in (*UNDER_WAY, "not started") for run in runs)
+
+
+def _report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
+    runs = results(roots)
+    if not runs:
+        raise UserError(f"there are no runs in {', '.join(map(str, roots))}: name the directory that contains them")
+    metric = _metric(runs, options.metric)
+    by = options.by or default_by(runs)
+    groups = grouped(runs, by)
+    order = ranked(runs, metric)
+    printed = options.json or options.csv == STDOUT
+    # Files first: whoever reads the tables may close the pipe.
+    written = _files(runs, order, metric, options)
+    if options.html or not printed:
+        refresh_s = every_s if _to_come(runs) else None
+        html = page(runs, _title(roots), metric, options.by, by, refresh_s=refresh_s)
+        written[options.html or roots[0] / "report.html"] = html
+    for path, content in written.items():
+        _write(path, content)
+    if options.json:
+        print(json.dumps(as_json(order, groups), indent=2, allow_nan=False))
+    elif options.csv == STDOUT:
+        print(spreadsheet.of_runs(order), end="")
+    else:
+        _print(order, groups, metric)
+        for path in written:
+            say(f"wrote {shown(path.absolute())}")
+    return runs
+
+
+def _files(
+    runs: Sequence[RunResults], order: Sequence[RunResults], metric: str | None, options: Any
+) -> dict[Path, str | bytes]:
+    """The files that were asked for by name, but for the page."""
+    written: dict[Path, str | bytes] = {}
+    if options.csv and options.csv != STDOUT:
+        written[options.csv] = spreadsheet.of_runs(order)
+    if options.steps_csv:
+        written[options.steps_csv] = spreadsheet.of_steps(runs)
+    if options.plot:
+        if metric is None:
+            raise UserError("no run has a metric yet, so there is nothing to plot")
+        written[options.plot] = draw(runs, metric, options.by, options.plot.suffix.lstrip("."))
+    return written
+
+
+def results(roots: Sequence[Path]) -> list[RunResults]:
+    """The results of all runs at and below `roots`, with their states; each once."""
+    base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
+    found = {os.path.realpath(run.path): run for root in roots for run in find_runs(root)}
+    points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(found), 1))))
+    read = [read_run(run, base, points) for run in found.values()]
+    rows = {os.path.realpath(row.path): row for root in roots for row in collect(root)[0]}
+    for run in read:
+        row = rows.get(os.path.realpath(run.path))
+        if row is not None and run.state != "unreadable":
+            run.state, run.reason = row.state, row.reason
+    return [run for run in read if run.path.is_dir()]  # others were removed or moved meanwhile
+
+
+def _title(roots: Sequence[Path]) -> str:
+    return ", ".join(root.resolve().name for root in roots)
+
+
+def _metric(runs: Sequence[RunResults], given: str | None) -> str | None:
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    if given is not None and given not in names:
+        known = ", ".join(names) or "none"
+        raise UserError(f"--metric {given}: no run has it{nearest(given, names)}; there are {known}")
+    return given or main_metric(runs)
+
+
+def default_by(runs: Sequence[RunResults]) -> list[str]:
+    """All settings that differ and can change a result, but for the seed."""
+    return [key for key in differing(runs) if key != "seed" and kind_of(key) != "free"]
+
+
+def _print(order: Sequence[RunResults], groups: Sequence[Group], metric: str | None) -> None:
+    from rich.text import Text
+
+    out = console()
+    metrics = [metric] if metric else []
+    tables = [run_table(order, metrics)]
+    if len(groups) > 1 or any(len(group.runs) > 1 for group in groups):
+        tables.append(group_table(groups, metrics))
+    seconds = goodput.total(run.seconds for run in order)
+    if any(seconds.values()):
+        tables.append(goodput_table(seconds))
+    weeks = goodput.by_week(attempt for run in order for attempt in run.accounts)
+    if len(weeks) > 1:
+        tables.append(week_table(weeks))
+    for columns, rows in tables:
+        listing = table(*columns)
+        for row in rows[:MAX_ROWS]:
+            listing.add_row(
+                *(Text(cell, style=STYLES.get(cell, "") if number == 1 else "") for number, cell in enumerate(row))
+            )
+        out.print(listing)
+        if len(rows) > MAX_ROWS:
+            out.print(f"and {len(rows) - MAX_ROWS} more: the page and --csv have them all")
+        out.print()
+    unknown = sum(not goodput.has_account(attempt) for run in order for attempt in run.accounts)
+    if unknown:
+        out.print(Text(f"{unknown} attempts left no account of their time, and are not in the table", style="yellow"))
+    for line in fork_lines(order):
+        out.print(Text(line))
+    for run in order:
+        if run.state in ("failed", "crash loop", "unreadable") and run.reason:
+            out.print(Text(f"{run.name}: {run.reason}", style="yellow"))
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    try:
+        files.write_atomic(path, content)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written ({error.strerror or error}): choose another file") from error
+
+
+def _notify(command: str, runs: Sequence[RunResults]) -> int:
+    """Run the command of the user, with what became of the runs in its environment.
+
+    Raises:
+        FileError: it failed.
+    """
+    finished = sum(run.state == "finished" for run in runs)
+    summary = f"{finished} of {len(runs)} runs finished"
+    environment = {
+        **os.environ,
+        "RUNNER_SUMMARY": summary,
+        "RUNNER_FINISHED": str(finished),
+        "RUNNER_RUNS": str(len(runs)),
+    }
+    say(f"{summary}: {command}")
+    status = processes.run(["/bin/sh", "-c", command], env=environment, check=False).returncode
+    if status:
+        raise FileError(f"--notify: the command ended with exit status {status}: {command}")
+    return 0

@@ -1,0 +1,191 @@
+"""Runs beside each other: the settings in which they differ, their ranks, and means over seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.config.identity import ABSENT, as_text, kind_of
+from runner.errors import UserError, nearest
+from runner.report import goodput
+from runner.report.runs import RunResults, lower_is_better
+
+FAILED = ("failed", "crash loop", "unreadable")
+# Settings that differ between runs because they are different runs.
+OWN = ("run.dir", "run.name")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric over the runs of a group: mean and sample standard deviation (None with one run) of the last values."""
+
+    mean: float
+    std: float | None
+    runs: int
+
+
+@dataclass
+class Group:
+    """Runs that agree in some settings.
+
+    Attributes:
+        by: those settings, dotted key -> value.
+        runs: all of them.
+        metrics: of those that have not failed and whose last value is finite.
+    """
+
+    by: dict[str, Any]
+    runs: list[RunResults]
+    metrics: dict[str, Spread] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> int:
+        return sum(run.state in FAILED for run in self.runs)
+
+
+def differing(runs: Sequence[RunResults]) -> list[str]:
+    """The keys in which the settings of runs differ: first what changes the result, then the rest; the seed last."""
+    readable = [run.settings for run in runs if run.settings]
+    keys = dict.fromkeys(key for settings in readable for key in settings)
+    found = [key for key in keys if key not in OWN and _differs(key, readable)]
+    return sorted(found, key=lambda key: (key == "seed", kind_of(key) == "free", key))
+
+
+def _differs(key: str, settings: Sequence[dict[str, Any]]) -> bool:
+    first = settings[0].get(key, ABSENT)
+    others = (each.get(key, ABSENT) for each in settings)
+    return any(
+        other is not first and (other != first or type(other) is not type(first)) and as_text(other) != as_text(first)
+        for other in others
+    )
+
+
+def grouped(runs: Sequence[RunResults], by: Sequence[str]) -> list[Group]:
+    """The runs by the values of these settings, in the order of the values.
+
+    Raises:
+        UserError: no run has such a setting.
+    """
+    readable = [run for run in runs if run.settings]
+    known = dict.fromkeys(key for run in readable for key in run.settings)
+    for key in by:
+        if readable and key not in known:
+            raise UserError(f"--by {key}: no run has this setting{nearest(key, known)}; such as {_some(runs)}")
+    found: dict[tuple[str, ...], Group] = {}
+    for run in readable:
+        values = {key: run.settings.get(key) for key in by}
+        group = found.setdefault(tuple(map(as_text, values.values())), Group(values, []))
+        group.runs.append(run)
+    for group in found.values():
+        group.metrics = _spreads([run for run in group.runs if run.state not in FAILED])
+    return sorted(found.values(), key=lambda group: [_order(value) for value in group.by.values()])
+
+
+def _some(runs: Sequence[RunResults]) -> str:
+    return ", ".join(differing(runs)[:3]) or "sampler.temperature"
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Numbers by size and before everything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, value, ""
+    return 1, 0.0, as_text(value)
+
+
+def _spreads(runs: Sequence[RunResults]) -> dict[str, Spread]:
+    values: dict[str, list[float]] = {}
+    for run in runs:
+        for name, result in run.metrics.items():
+            if math.isfinite(result.last):
+                values.setdefault(name, []).append(result.last)
+    return {name: _spread(each) for name, each in values.items()}
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    try:
+        return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+    except OverflowError:  # the largest numbers that there are
+        return Spread(math.inf, None, len(values))
+
+
+def main_metric(runs: Sequence[RunResults]) -> str | None:
+    """What runs are ranked by unless somebody says: what their best checkpoints are judged by, or the loss."""
+    names = [name for run in runs for name in run.metrics]
+    judged = [str(run.settings.get("checkpoint.best.metric")) for run in runs]
+    return next((name for name in (*judged, "eval_loss", "loss", *names) if name in names), None)
+
+
+def ranked(runs: Sequence[RunResults], metric: str | None) -> list[RunResults]:
+    """The runs with the best value of a metric first; those without it last, in their order."""
+    sign = 1 if metric is None or is_lower_better(runs, metric) else -1
+
+    def key(run: RunResults) -> tuple[bool, float]:
+        result = run.metrics.get(metric or "")
+        return (True, 0.0) if result is None or result.best is None else (False, sign * result.best)
+
+    return sorted(runs, key=key)
+
+
+def is_lower_better(runs: Sequence[RunResults], metric: str) -> bool:
+    """Whether less of a metric is better, by what the runs say or by its name."""
+    modes = {run.settings.get("checkpoint.best.metric"): run.settings.get("checkpoint.best.mode") for run in runs}
+    return lower_is_better(metric, modes)
+
+
+def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, Any]:
+    """For programs. Numbers that are not finite are null; `goodput` is in node seconds by bucket."""
+    keys = differing(runs)
+    attempts = [attempt for run in runs for attempt in run.accounts]
+    return {
+        "runs": [
+            {
+                "run": run.name,
+                "path": str(run.path),
+                "state": run.state,
+                "reason": run.reason,
+                "steps": run.steps,
+                "settings": {key: plain(run.settings[key]) for key in keys if key in run.settings},
+                "fork": None if run.fork is None else dict(zip(("run", "step"), run.fork, strict=True)),
+                "goodput": _rounded(run.seconds),
+                "metrics": {
+                    name: {"last": _finite(result.last), "best": result.best, "best_step": result.best_step}
+                    for name, result in run.metrics.items()
+                },
+            }
+            for run in runs
+        ],
+        "groups": [
+            {
+                "by": plain(group.by),
+                "n": len(group.runs),
+                "failed": group.failed,
+                "metrics": {name: {"mean": _finite(one.mean), "std": one.std} for name, one in group.metrics.items()},
+            }
+            for group in groups
+        ],
+        "goodput": _rounded(goodput.of_run(attempts)),
+        "weeks": {week: _rounded(seconds) for week, seconds in goodput.by_week(attempts).items()},
+        "attempts_without_account": sum(not goodput.has_account(attempt) for attempt in attempts),
+    }
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {bucket: round(value, 3) for bucket, value in seconds.items()}
+
+
+def plain(value: Any) -> Any:
+    """A setting for JSON, which has neither NaN nor dates, as YAML does."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
+    if isinstance(value, float):
+        return _finite(value)
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

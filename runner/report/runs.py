@@ -1,0 +1,180 @@
+"""One run as a report sees it: its settings, its metrics, its attempts. Read without Hydra, torch or omegaconf."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.config.identity import flatten
+from runner.config.plain_yaml import read_plain
+from runner.errors import RunDirError
+from runner.report import goodput
+from runner.report.series import Columns, Series, merged, read_series
+from runner.rundir.attempt_log import ended_attempts
+from runner.rundir.lease import read_carried
+from runner.rundir.paths import RunDir
+from runner.rundir.time_account import latest
+from runner.rundir.trust import reading
+from runner.system import files
+
+RUNNING = ("running", "suspended", "ending")  # states of a run whose last steps may still be saved
+# Numbers of a record that describe the training, and are no results to compare runs by.
+COUNTS = ("lr", "samples_seen", "tokens_seen", "grad_norm")
+NESTED_COUNTS = ("sources/", "lr_by_optimizer/", "grad_norm_by_optimizer/")
+MAX_NUMBER = 1e11  # in the attempt log; as seconds since 1970, in the year 5138
+# Parts of names of metrics of which more is better; of all others less is.
+HIGHER_IS_BETTER = (
+    *("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "reward", "return", "score", "bleu", "rouge"),
+    *("r2", "psnr", "ssim", "iou", "dice", "map", "ndcg", "correct", "correlation"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a metric has come to. `best` and `best_step` are None if it was never finite."""
+
+    last: float
+    best: float | None
+    best_step: int | None
+
+
+@dataclass
+class RunResults:
+    """One run.
+
+    Attributes:
+        name: its path below the directory of the report.
+        path: its directory.
+        state: see `runner status`; `unreadable` with a reason if its records are malformed.
+        settings: dotted key -> value of its frozen config.
+        metrics: what each metric has come to.
+        series: every number over the steps, thinned.
+        steps, total: made so far, and in all.
+        fork: of a branch, the name of its trunk's directory, and the step at which it left it.
+        attempts: the ended ones, as in attempts.jsonl.
+        under_way: one that has not recorded its end, in the same form.
+        status: as in status.json.
+    """
+
+    name: str
+    path: Path
+    state: str = ""
+    reason: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Result] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)
+    timings: dict[str, Series] = field(default_factory=dict)
+    fork: tuple[str, int] | None = None
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    under_way: dict[str, Any] | None = None
+    steps: int = 0
+
+    @property
+    def accounts(self) -> list[Mapping[str, Any]]:
+        """All attempts, for `runner.report.goodput`."""
+        last = [] if self.under_way is None else [self.under_way]
+        if self.state in RUNNING:
+            last = [goodput.all_kept(attempt) for attempt in last]
+        return goodput.resumed([*self.attempts, *last])
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Node seconds by bucket of `runner.report.goodput`."""
+        return goodput.of_run(self.accounts)
+
+
+def read_run(run: RunDir, root: Path, points: int) -> RunResults:
+    """The results of a run; `unreadable` if its directory holds anything unexpected.
+
+    Args:
+        run: the run directory.
+        root: what its name is relative to.
+        points: about how many of each series to keep.
+    """
+    name = os.path.relpath(run.path, root)
+    results = RunResults(name if name != "." else Path(os.path.abspath(run.path)).name, run.path)
+    try:
+        with reading(run):
+            _fill(results, run, points)
+    except RunDirError as error:
+        results.state, results.reason = "unreadable", str(error)
+    return results
+
+
+def _fill(results: RunResults, run: RunDir, points: int) -> None:
+    results.settings, results.fork = _settings(run)
+    mode = results.settings.get("checkpoint.best.mode")
+    judged = {results.settings.get("checkpoint.best.metric"): mode}
+    series = _with_evaluations(read_series(run.metrics, is_shown), run)
+    for name, one in series.items():
+        results.steps = max(results.steps, int(one.steps[-1]))
+        if is_metric(name):
+            best = one.best(lower_is_better(name, judged))
+            results.metrics[name] = Result(one.last, *(best or (None, None)))
+    results.series = {name: one.thinned(points) for name, one in series.items()}
+    results.timings = {name: one.thinned(points) for name, one in read_series(run.timings).items()}
+    results.attempts = [_possible(attempt) for attempt in ended_attempts(run)]
+    results.status = _possible(files.read_object(run.status))
+    current = files.read_object(run.attempt)
+    if current and current.get("attempt") not in [attempt["attempt"] for attempt in results.attempts]:
+        time = latest(current.get("attempt"), results.status, read_carried(run.lease))
+        results.under_way = goodput.under_way(current, time, run.newest_step())
+
+
+def _possible(record: Any) -> Any:
+    """A record with null for every number that is no time, count or duration, of which no date could be made."""
+    if isinstance(record, dict):
+        return {key: _possible(value) for key, value in record.items()}
+    if isinstance(record, int | float) and not 0 <= record <= MAX_NUMBER:
+        return None
+    return record
+
+
+def _settings(run: RunDir) -> tuple[dict[str, Any], tuple[str, int] | None]:
+    """The settings, with one for all entries of `fork`, and what that is."""
+    settings = flatten(read_plain(run.config))
+    trunk, step = settings.get("fork.run"), settings.get("fork.step")
+    plain = {key: value for key, value in settings.items() if not key.startswith("fork.")}
+    if trunk is None or step is None:
+        return {**plain, "fork": None}, None
+    name = Path(str(trunk)).name
+    return {**plain, "fork": f"{name}@{step}"}, (name, int(step))
+
+
+def _with_evaluations(series: dict[str, Series], run: RunDir) -> dict[str, Series]:
+    """With what `runner evaluate` has added: with other settings as `NAME@SETTINGS`."""
+    by_settings: dict[str, list[dict[str, Any]]] = {}
+    for record in files.read_lines(run.evaluations):
+        if isinstance(record, dict):
+            by_settings.setdefault(str(record.get("settings") or ""), []).append(record)
+    found = dict(series)
+    for settings, records in by_settings.items():
+        columns = Columns()
+        columns.add(sorted(records, key=lambda record: record["step"]))
+        for name, one in columns.series().items():
+            base, slash, rest = name.partition("/")
+            own = f"{base}@{settings}{slash}{rest}" if settings else name
+            found[own] = merged(found[own], one) if own in found else one
+    return found
+
+
+def is_metric(name: str) -> bool:
+    """Whether a number of a record is a result, by which runs are compared."""
+    return name not in COUNTS and not name.startswith(NESTED_COUNTS)
+
+
+def is_shown(name: str) -> bool:
+    """Whether a report shows a number of a record: results, what there is one of, and what each source has given."""
+    return not name.startswith(NESTED_COUNTS) or (name.startswith("sources/") and name.endswith("/samples"))
+
+
+def lower_is_better(name: str, modes: Mapping[Any, Any]) -> bool:
+    """Whether less of a metric is better: as `modes` (`min` or `max` by name) say, or as its name suggests."""
+    if name in modes:
+        return bool(modes[name] != "max")
+    words = name.lower().replace("/", "_").replace("@", "_").split("_")
+    return "loss" in words or not any(word in HIGHER_IS_BETTER for word in words)

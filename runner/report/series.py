@@ -1,0 +1,228 @@
+"""The numbers of a metrics.jsonl as arrays by name, read quickly; and fewer points of them, with the extremes kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from runner.report.blocks import Block
+from runner.system import files
+
+BLOCK_BYTES = 1 << 20
+NUMBERS = frozenset({int, float, type(None)})
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number over the steps.
+
+    Attributes:
+        steps: int64 of shape (N,), ascending.
+        values: float64 of shape (N,); not a number where the record had null.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    def best(self, lowest: bool) -> tuple[float, int] | None:
+        """The best value and its step, the first of equal ones; None if none is finite."""
+        finite = np.flatnonzero(np.isfinite(self.values))
+        if not len(finite):
+            return None
+        values = self.values[finite]
+        at = finite[int(np.argmin(values) if lowest else np.argmax(values))]
+        return float(self.values[at]), int(self.steps[at])
+
+    def thinned(self, points: int) -> Series:
+        """About `points` points of it: of every stretch the lowest, the highest and a gap; all if there are no more.
+
+        Between them are points at equal ratios of their indices, for logarithmic axes.
+        """
+        count = len(self.steps)
+        if count <= points:
+            return self
+        finite = np.isfinite(self.values)
+        lowest = highest = self.values
+        kept = [_spaced(count, points // 4)]
+        if not finite.all():
+            lowest, highest = np.where(finite, self.values, np.inf), np.where(finite, self.values, -np.inf)
+            kept.append(_of_each_stretch(finite.view(np.int8), points // 4, np.argmin))
+        kept.append(_of_each_stretch(lowest, points // 3, np.argmin))
+        kept.append(_of_each_stretch(highest, points // 3, np.argmax))
+        indices = np.unique(np.concatenate(kept))
+        return Series(self.steps[indices], self.values[indices])
+
+
+@lru_cache(maxsize=64)
+def _spaced(count: int, points: int) -> np.ndarray:
+    """The first and the last of `count` indices, and others between them at equal ratios."""
+    return np.unique(np.concatenate([[0], np.geomspace(1, count, max(points, 2)).astype(np.int64) - 1]))
+
+
+def _of_each_stretch(values: np.ndarray, stretches: int, extreme: Callable[..., Any]) -> np.ndarray:
+    """The index of the extreme value of each of some stretches of equal lengths, and of what remains at the end."""
+    length = -(-len(values) // max(stretches, 1))
+    whole = len(values) // length * length
+    found = extreme(values[:whole].reshape(-1, length), axis=1) + np.arange(0, whole, length)
+    return found if whole == len(values) else np.append(found, whole + extreme(values[whole:]))
+
+
+@dataclass
+class Columns:
+    """Values by name, gathered from records that need not have the same names."""
+
+    wanted: Callable[[str], bool] = lambda name: True
+    steps: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    values: dict[str, list[np.ndarray]] = field(default_factory=dict)
+
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
+        """Take in the numbers of records, nested ones as `a/b`, under the step of each.
+
+        Raises:
+            ValueError: something is not the record of a step.
+        """
+        steps = [record.get("step") if type(record) is dict else None for record in records]
+        wrong = (r for r, step in zip(records, steps, strict=True) if type(step) is not int or step < 0)
+        if set(map(type, steps)) != {int} or min(steps) < 0:  # type: ignore[type-var,operator]
+            raise ValueError(f"{next(wrong)!s:.60} is not the record of a step")
+        self._add(records, np.array(steps, dtype=np.int64), "")
+
+    def _add(self, records: Sequence[Mapping[str, Any]], steps: np.ndarray, prefix: str) -> None:
+        """Take in records, of which each has its step; those with the same names together."""
+        names = list(map(tuple, records))
+        kinds = set(names)
+        for kind in kinds:
+            if len(kinds) == 1:
+                self._add_alike(kind, records, steps, prefix)
+            else:
+                among = [index for index, own in enumerate(names) if own == kind]
+                self._add_alike(kind, [records[index] for index in among], steps[among], prefix)
+
+    def _add_alike(
+        self, names: tuple[str, ...], records: Sequence[Mapping[str, Any]], steps: np.ndarray, prefix: str
+    ) -> None:
+        for name in names:
+            if (name == "step" and not prefix) or not (
+                isinstance(records[0][name], dict) or self.wanted(prefix + name)
+            ):
+                continue
+            values = [record[name] for record in records]
+            kinds = set(map(type, values))
+            if kinds == {dict}:
+                self._add(values, steps, f"{prefix}{name}/")
+            elif kinds <= NUMBERS:
+                self._append(prefix + name, steps, np.array(values, dtype=np.float64))
+            elif kinds & NUMBERS - {type(None)} or dict in kinds:  # of several types: each value by itself
+                for value, step in zip(values, steps, strict=True):
+                    if type(value) is dict or type(value) in NUMBERS:
+                        self._add_alike((name,), [{name: value}], step[None], prefix)
+
+    def _append(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
+        self.steps.setdefault(name, []).append(steps)
+        self.values.setdefault(name, []).append(values)
+
+    def add_block(self, block: Block) -> None:
+        """Take in whole lines.
+
+        Raises:
+            ValueError: a line is not the record of a step.
+        """
+        for lines, columns in block.columns(lambda name: name == "step" or self.wanted(name)):
+            steps = columns.pop("step", None) if columns is not None else None
+            if columns is None or steps is None or (steps < 0).any():
+                self.add(_records([block.line(int(index)) for index in lines]))
+            else:
+                for name, values in columns.items():
+                    self._append(name, steps.astype(np.int64), values)
+
+    def series(self) -> dict[str, Series]:
+        found = {}
+        for name, parts in self.steps.items():
+            steps, values = np.concatenate(parts), np.concatenate(self.values[name])
+            if len(steps) > 1 and (steps[1:] < steps[:-1]).any():
+                order = np.argsort(steps, kind="stable")
+                steps, values = steps[order], values[order]
+            found[name] = Series(steps, values)
+        return found
+
+
+def merged(one: Series, other: Series) -> Series:
+    """Both together; at a step that both have, the value of `one`."""
+    steps, values = np.concatenate([one.steps, other.steps]), np.concatenate([one.values, other.values])
+    unique, first = np.unique(steps, return_index=True)
+    return Series(unique, values[first])
+
+
+def read_series(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Series]:
+    """The numbers of a file with a JSON object in each line, by name; a last line that is not complete is left out.
+
+    Args:
+        path: the file; if it is missing, there are no numbers.
+        wanted: whether a number is of interest, by its name.
+
+    Raises:
+        ValueError: a line is not the record of a step.
+        OSError: the file cannot be read.
+    """
+    columns = Columns(wanted)
+    number = 0
+    for data in _blocks(path):
+        block = Block(data)
+        try:
+            columns.add_block(block)
+        except ValueError as error:
+            raise ValueError(f"{path.name} from line {number + 1} on: {error}") from None
+        number += len(block.starts)
+    return columns.series()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file in parts that end with a line."""
+    rest = b""
+    try:
+        file = files.open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        while data := file.read(BLOCK_BYTES):
+            end = data.rfind(b"\n") + 1
+            if end:
+                yield rest + data[:end]
+                rest = data[end:]
+            else:
+                rest += data
+            if len(rest) > files.MAX_RECORD_BYTES:
+                raise ValueError(f"{path.name} has a line of more than {files.MAX_RECORD_BYTES} bytes")
+
+
+def _records(lines: Sequence[bytes]) -> list[Any]:
+    """The values of lines.
+
+    Raises:
+        ValueError: a line is not JSON.
+    """
+    try:
+        return list(map(orjson.loads, lines))
+    except orjson.JSONDecodeError:  # NaN and Infinity, which Python writes
+        pass
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError):
+            raise ValueError(f"{line[:60].decode(errors='backslashreplace')} is not JSON") from None
+    return records

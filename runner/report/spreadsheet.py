@@ -1,0 +1,63 @@
+"""The tables of a report as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from runner.config.identity import as_text
+from runner.metrics.external import scalars
+from runner.report.compare import differing
+from runner.report.runs import RunResults
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+
+def of_runs(runs: Sequence[RunResults]) -> str:
+    """One row per run: its settings that differ, and last, best and the step of the best of each metric."""
+    keys = differing(runs)
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    columns = ["run", "path", "state", "steps", *keys]
+    columns += [f"{name}{what}" for name in names for what in ("", " best", " best step")]
+    rows = []
+    for run in runs:
+        row: dict[str, Any] = {"run": run.name, "path": str(run.path), "state": run.state, "steps": run.steps}
+        row |= {key: as_text(run.settings[key]) for key in keys if key in run.settings}
+        for name, one in run.metrics.items():
+            row |= {name: one.last, f"{name} best": one.best, f"{name} best step": one.best_step}
+        rows.append(row)
+    return _text(columns, rows)
+
+
+def of_steps(runs: Sequence[RunResults]) -> str:
+    """One row per run and step: the numbers of its record, nested ones as `a/b`, and of the evaluation at that step."""
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        if run.state == "unreadable":
+            continue
+        table: dict[int, dict[str, Any]] = {}
+        for record in _records(RunDir(run.path)):
+            row = table.setdefault(record["step"], {"run": run.name, "step": record["step"]})
+            row |= {name: _whole(value) for name, value in scalars(record).items()}
+            row |= {name: value for name, value in record.items() if isinstance(value, str)}
+        rows += [table[step] for step in sorted(table)]
+    return _text(list(dict.fromkeys(["run", "step", *(name for row in rows for name in row)])), rows)
+
+
+def _records(run: RunDir) -> Iterable[dict[str, Any]]:
+    records = files.read_lines(run.metrics)
+    return (record for record in records if isinstance(record, dict) and type(record.get("step")) is int)
+
+
+def _whole(value: float) -> Any:
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _text(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode(errors="backslashreplace").decode()

@@ -1,0 +1,142 @@
+"""The tables of a report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from runner.config.identity import as_text
+from runner.report import goodput
+from runner.report.compare import Group, Spread, differing
+from runner.report.runs import Result, RunResults
+
+MAX_SETTINGS = 6  # columns for settings that differ; the page has them all
+MAX_TEXT = 40
+TITLES = ("run", "rank", "state", "step", "best", "at step", "attempts", "useful", "runs", "failed")
+"""Of the columns that are no settings, but for those of the metrics; on the terminal and on the page."""
+
+
+def number(value: float | None) -> str:
+    """A number with four significant digits or decimals, as one reads losses and accuracies."""
+    if value is None:
+        return ""
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
+
+
+def short_names(keys: Sequence[str], metrics: Iterable[str]) -> dict[str, str]:
+    """The last words of dotted keys, as many as tell them apart, and from the other columns of a table."""
+    taken = {*TITLES, *metrics}
+    found = {}
+    for key in keys:
+        words = key.split(".")
+        parts = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+        found[key] = next(
+            part
+            for part in parts
+            if part == key or (part not in taken and sum(f".{other}".endswith(f".{part}") for other in keys) == 1)
+        )
+    return found
+
+
+def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the runs: name, state, steps, settings that differ, last and best of each metric."""
+    keys = differing(runs)[:MAX_SETTINGS]
+    names = short_names(keys, metrics)
+    columns = ["run", "state", "step", *(names[key] for key in keys)]
+    columns += [title for metric in metrics for title in (metric, "best", "at step")]
+    rows = []
+    for run in runs:
+        row = [run.name, run.state, str(run.steps or "")]
+        row += [_setting(run.settings, key) for key in keys]
+        for metric in metrics:
+            row += _result(run.metrics.get(metric))
+        rows.append(row)
+    return columns, rows
+
+
+def _setting(settings: dict[str, Any], key: str) -> str:
+    text = as_text(settings[key]) if settings.get(key) is not None or (key in settings and key != "fork") else ""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}…{text[1 - MAX_TEXT // 2 :]}"
+
+
+def _result(result: Result | None) -> list[str]:
+    if result is None:
+        return ["", "", ""]
+    return [number(result.last), number(result.best), str(result.best_step or "")]
+
+
+def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of groups: their settings, numbers of runs and failed runs, mean ± standard deviation."""
+    names = short_names(list(groups[0].by), metrics) if groups else {}
+    columns = [*names.values(), "runs", "failed", *metrics]
+    rows = []
+    for group in groups:
+        row = [_setting(group.by, key) for key in group.by]
+        row += [str(len(group.runs)), str(group.failed or "")]
+        row += [_spread(group.metrics.get(metric)) for metric in metrics]
+        rows.append(row)
+    return columns, rows
+
+
+def fork_lines(runs: Sequence[RunResults]) -> list[str]:
+    """The branches below their trunks, each with the step at which it left; nothing if there are none.
+
+    A trunk that is not among the runs is named, too.
+    """
+    trunks = {run.name.rpartition("/")[2]: run for run in runs}
+    branches: dict[str, list[RunResults]] = {}
+    for run in runs:
+        if run.fork is not None:
+            branches.setdefault(run.fork[0], []).append(run)
+    shown: set[str] = set()
+
+    def below(trunk: str, indent: str) -> list[str]:
+        lines = []
+        for place, run in enumerate(branches.get(trunk, []), start=1):
+            corner, rest = ("└ ", "  ") if place == len(branches[trunk]) else ("├ ", "│ ")
+            name = run.name.rpartition("/")[2]
+            lines.append(f"{indent}{corner}{run.name} from step {run.fork[1] if run.fork else ''}")
+            if name not in shown:
+                shown.add(name)
+                lines += below(name, indent + rest)
+        return lines
+
+    roots = [name for name in branches if name not in trunks or trunks[name].fork is None]
+    return [line for name in roots for line in (trunks[name].name if name in trunks else name, *below(name, ""))]
+
+
+def goodput_table(seconds: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of where the time of the nodes went, largest first; then waiting, when no node is held."""
+    of_allocated = goodput.shares(seconds)
+    rows = [
+        [goodput.BUCKETS[bucket], hours(seconds[bucket]), f"{100 * share:.1f} %"]
+        for bucket, share in sorted(of_allocated.items(), key=lambda item: -item[1])
+        if seconds[bucket]
+    ]
+    rows += [[goodput.BUCKETS[bucket], hours(seconds[bucket]), ""] for bucket in goodput.WAITING if seconds[bucket]]
+    return ["node time", "", "share"], rows
+
+
+def week_table(weeks: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of weeks: the time that nodes were held, and the share of each bucket that is not 0 in all."""
+    in_all = goodput.shares(goodput.total(weeks.values()))
+    used = [bucket for bucket, share in in_all.items() if share]
+    rows = []
+    for week, seconds in weeks.items():
+        of_allocated = goodput.shares(seconds)
+        held = sum(seconds[bucket] for bucket in of_allocated)
+        rows.append([week, hours(held), *(f"{100 * of_allocated[bucket]:.1f} %" for bucket in used)])
+    return ["week", "node time", *used], rows
+
+
+def hours(seconds: float) -> str:
+    """A duration as one reads it: `12.3 s`, `4.5 min` or `6.7 h`."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    return number(spread.mean) + ("" if spread.std is None else f" ± {number(spread.std)}")

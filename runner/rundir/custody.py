@@ -1,0 +1,135 @@
+"""The right to move, remove or pack a whole run: nobody trains it, submits it or waits for it in a queue."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.errors import LockedError, RunDirError, UserError
+from runner.rundir import submitted_jobs
+from runner.rundir.evaluations import leases_and_jobs
+from runner.rundir.lease import Lease, describe_holder, liveness, read_holder
+from runner.rundir.paths import RunDir
+from runner.rundir.trust import reading
+from runner.system import files, processes
+
+TIMEOUT_S = 30.0
+
+
+@dataclass
+class Custody:
+    """All leases of a run, held."""
+
+    run: RunDir
+    _leases: list[Lease]
+
+    def move(self, target: Path) -> None:
+        """Rename the run directory, which is at one of the two places at every moment, and durably so afterwards.
+
+        Raises:
+            OSError: the file system refused; nothing was changed, or the last syncs failed.
+        """
+        source = self.run.path
+        files.rename(source, target)
+        for lease in self._leases:
+            lease.moved(target / lease.directory.relative_to(source))
+        self.run = RunDir(target)
+        for parent in {source.parent, target.parent}:
+            files.fsync_dir(parent)
+
+
+@contextmanager
+def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator[Custody]:
+    """Hold all leases of the run in `path` for as long as the block lasts.
+
+    Args:
+        path: the run directory.
+        report: receives a message when there is something to wait for.
+
+    Raises:
+        RunDirError: see `run_at`.
+        LockedError: the run is live, or has a job in a queue.
+        UserError: a scheduler that may have a job of it does not answer, or the directory cannot be written.
+    """
+    run = run_at(path)
+    with ExitStack() as held:
+        # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
+        leases = [run.submission, run.lease, *(lease for lease in _evaluation_leases(run) if lease.is_dir())]
+        try:
+            acquired = [held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report)) for lease in leases]
+        except LockedError as error:  # another run directory is no way out here
+            raise LockedError(f"{str(error).partition(';')[0]}; wait for it, or stop it") from None
+        _check_queue(run)
+        yield Custody(run, acquired)
+
+
+def check_idle(run: RunDir) -> None:
+    """Refuse a run that is certainly live, without writing anything: custody alone can tell for certain that it is not.
+
+    Raises:
+        LockedError: the run is live, or has a job in a queue.
+        UserError: a scheduler that may have a job of it does not answer.
+    """
+    with reading(run):
+        for lease in (run.lease, run.submission, *_evaluation_leases(run)):
+            found = read_holder(lease)
+            if found and "pid" in found[1] and liveness(found[1], processes.this_process()) == "alive":
+                raise LockedError(f"{run.path} is in use by {describe_holder(found[1])}; wait for it, or stop it")
+    _check_queue(run)
+
+
+def _evaluation_leases(run: RunDir) -> list[Path]:
+    return [run.evaluation_lease, *leases_and_jobs(run)[0]]
+
+
+def _check_queue(run: RunDir) -> None:
+    with reading(run):
+        jobs, unanswered = submitted_jobs.jobs([run, *leases_and_jobs(run)[1]])
+    if unanswered:
+        raise UserError(
+            f"cannot tell whether {run.path} is queued ({'; '.join(unanswered.values())}): rerun the command where the "
+            f"scheduler answers, or remove {run.job.name} from the run if its job is gone"
+        )
+    for job in jobs.values():
+        if job.live:
+            raise LockedError(
+                f"{run.path} has job {job.job_id} in the queue ({job.state}): cancel that first (scancel)"
+            )
+
+
+def run_at(path: Path) -> RunDir:
+    """The run at `path`.
+
+    Raises:
+        RunDirError: it is something else: a config directory has a config.yaml, too. Or it is a link, which would be
+            moved or removed instead of the run; or other runs are in it.
+    """
+    run = RunDir(Path(os.path.abspath(path)))
+    if run.path.is_symlink():
+        raise RunDirError(f"{path} is a link: pass the run directory itself, {run.path.resolve()}")
+    if not is_run(run):
+        raise RunDirError(
+            f"{path} is not a run directory, which has a config.yaml and a code.json: pass one, such as outputs/NAME"
+        )
+    own = {
+        run.checkpoints.name,
+        run.lease.name,
+        run.submission.name,
+        run.evaluation_lease.name,
+        run.evaluation_work.name,
+    }
+    for folder, folders, _ in files.walk(run.path):
+        if Path(folder) == run.path:
+            folders[:] = [name for name in folders if name not in own]
+        inside = next((Path(folder) / name for name in sorted(folders) if is_run(RunDir(Path(folder) / name))), None)
+        if inside is not None:
+            raise RunDirError(f"{path} has another run in it ({inside}): move that one elsewhere first")
+    return run
+
+
+def is_run(run: RunDir) -> bool:
+    """Whether there is a run in this directory: its config, and the code that it was started with."""
+    return run.config.is_file() and run.code.is_file()

@@ -1,0 +1,118 @@
+"""Where the time of one attempt went: seconds by activity, and how much of its training a checkpoint keeps.
+
+The seconds are of one clock, the monotonic one of rank 0's machine, from the start of its process or its job on. While
+the attempt runs they are in status.json and in the heartbeat of its lease, so that the next attempt can tell where the
+time of one went that was killed: up to its last heartbeat.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeGuard
+
+from runner.system.stopwatch import Stopwatch
+
+ACTIVITIES = ("start", "restore", "steps", "data_wait", "save", "evaluation", "end")
+"""What an attempt does: the process starts and opens everything; it restores a checkpoint; it makes steps, waits for
+their batches, is stalled by saves, evaluates; it records its end and is requeued."""
+MAX_SECONDS = 3e13
+MAX_SAVES = 16  # remembered: a checkpoint may be committed some saves after it was begun, and be lost
+
+
+class TimeAccount:
+    """Of the attempt that this process makes.
+
+    Args:
+        since: when it began, on the monotonic clock; now by default.
+    """
+
+    def __init__(self, since: float | None = None) -> None:
+        self._watch = Stopwatch("start", since)
+        self._saves = 0
+        self._trained: dict[int, float] = {}  # seconds of steps so far, by the step that was saved then
+
+    def switch(self, activity: str) -> None:
+        """From now on the attempt does this."""
+        self._watch.switch(activity)
+
+    def doing(self, activity: str) -> AbstractContextManager[None]:
+        """Within the block the attempt does this, and afterwards what it did before."""
+        return self._watch.doing(activity)
+
+    def saving(self, step: int) -> None:
+        """The state after `step` is about to be saved."""
+        self._saves += 1
+        # Replaced as a whole: the thread of the heartbeat may be reading it.
+        trained = {**self._trained, step: round(self._watch.of("steps"), 3)}
+        self._trained = {each: trained[each] for each in sorted(trained)[-MAX_SAVES:]}
+
+    def state(self) -> dict[str, Any]:
+        """For status.json and the heartbeat."""
+        trained = {str(step): seconds for step, seconds in self._trained.items()}
+        return {"seconds": _rounded(self._watch.seconds()), "saves": self._saves, "trained": trained}
+
+
+def latest(attempt: Any, *records: Mapping[str, Any]) -> Any:
+    """The last of the states of an attempt's account, each in a record with the number of its `attempt`; or None."""
+    states = [record.get("time") for record in records if record.get("attempt") == attempt]
+    return max(states, key=lambda state: sum(_numbers(state, "seconds").values()), default=None)
+
+
+def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | None = None) -> dict[str, Any]:
+    """From the last state of an attempt, its entries `seconds`, `kept_s`, `trained` and `saves`; none if unusable.
+
+    Args:
+        state: what `TimeAccount.state` gave, perhaps read from a file.
+        start_step: at which the attempt began.
+        checkpoint_step: of the newest checkpoint when the attempt ended; the steps after it have to be made again.
+        end_step: the last step of an attempt that ended between two steps; others may have begun another one.
+    """
+    seconds, trained = (_numbers(state, name) for name in ("seconds", "trained"))
+    if not seconds:
+        return {}
+    steps = seconds.get("steps", 0.0)
+    saved = {int(step): value for step, value in trained.items() if re.fullmatch("[0-9]{1,15}", step)}
+    until = [saved[step] for step in sorted(saved) if step <= checkpoint_step]
+    # Of a step after the last known save: it was saved and committed after the state was written.
+    saved_since = checkpoint_step > max(saved, default=start_step)
+    all_saved = end_step is not None and checkpoint_step >= end_step
+    kept = steps if saved_since or all_saved else until[-1] if until else 0.0
+    saves = state.get("saves")
+    counted = {"saves": saves} if is_duration(saves) else {}
+    found = {"seconds": _rounded(seconds), "kept_s": round(min(kept, steps), 3), **counted}
+    return {**found, "trained": {str(step): saved[step] for step in sorted(saved) if step <= checkpoint_step}}
+
+
+def kept_up_to(attempt: Mapping[str, Any], step: int) -> float:
+    """The part of its `steps` that an attempt kept, if the next one resumed at `step` from an older checkpoint."""
+    trained = _numbers(attempt, "trained")
+    return max((seconds for each, seconds in trained.items() if each.isdecimal() and int(each) <= step), default=0.0)
+
+
+def _numbers(state: Any, name: str) -> dict[str, float]:
+    found = state.get(name) if isinstance(state, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {key: float(value) for key, value in found.items() if is_duration(value)}
+
+
+def lived_s(attempt: Mapping[str, Any]) -> float | None:
+    """How long an attempt took, from its line in attempts.jsonl; None if that is not known.
+
+    One without an account: by the wall clock, which of a killed attempt only tells when the next one began.
+    """
+    if seconds := _numbers(attempt, "seconds"):
+        return sum(seconds.values())
+    started, ended = attempt.get("started"), attempt.get("ended")
+    return max(ended - started, 0.0) if is_duration(started) and is_duration(ended) else None
+
+
+def is_duration(value: Any) -> TypeGuard[float]:
+    """Whether a value of a record is a number of seconds; one of more than a million years is damage."""
+    return type(value) in (int, float) and 0 <= value < MAX_SECONDS
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {activity: round(value, 3) for activity, value in seconds.items()}

@@ -1,0 +1,49 @@
+"""The beginning of a branch: what it takes over from its trunk, and what it does differently from there on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.checkpoint.adoption import adopt
+from runner.checkpoint.directory import Fence
+from runner.config.schema import Config
+from runner.errors import CheckpointError
+from runner.metrics.jsonl import up_to
+from runner.rundir.paths import RunDir
+from runner.rundir.trunk import find, missing
+from runner.system import files
+
+
+def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
+    """Take the trunk's records up to `step`, and then its checkpoint, over into the directory of the branch.
+
+    It may be called again after a kill: the checkpoint comes last. Nothing to do once the branch has one.
+
+    Args:
+        run: of the branch, with its guard.
+        trunk: of the trunk, of which nothing is changed.
+        step: of the fork.
+        fence: of the branch.
+
+    Raises:
+        CheckpointError: the trunk has no valid checkpoint of that step.
+        SupersededError: a newer attempt holds the lease of the branch.
+        OSError: the file system refused.
+    """
+    if run.newest_step():
+        return
+    if not trunk.checkpoint(step).is_dir():
+        raise CheckpointError(missing(trunk, step))
+    for own, theirs in ((run.metrics, trunk.metrics), (run.timings, trunk.timings)):
+        files.write_atomic(own, up_to(theirs, step), guard=run.guard)
+    adopt(trunk.checkpoint(step), run.checkpoints, fence)
+
+
+def trunk_of(config: Config) -> RunDir | None:
+    """The directory of the trunk; None if the run is no branch."""
+    return None if config.fork.run is None else find(config.fork.run, Path(config.run.dir or "."))
+
+
+def restarts_optimizers(config: Config) -> bool:
+    """Whether a branch that trains by `config` changes optimizers or schedules in another way than by a phase."""
+    return any(key.startswith(("optimizer.", "optimizers.", "scheduler.")) for key in config.fork.was)

@@ -1,0 +1,129 @@
+"""`runner.load`: the model of a run as one of its checkpoints has it, in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.checkpoint import choice
+from runner.checkpoint.checks import check_model
+from runner.checkpoint.directory import Candidate
+from runner.checkpoint.reader import CheckpointReader, load_train_state
+from runner.checkpoint.restore import fill
+from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, bare, model_state, plain_name
+from runner.config.frozen import load as load_config
+from runner.config.schema import Config
+from runner.errors import RunDirError, UserError
+from runner.rundir.paths import RunDir
+from runner.rundir.trust import check_trusted, reading
+from runner.training import build
+from runner.training.generators import Generators
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model of a run.
+
+    Attributes:
+        model: in evaluation mode, on the device that was asked for.
+        config: what the run trains by.
+        step: completed steps of the checkpoint.
+        averaged: whether these are the averaged weights (`train.ema_decay`).
+    """
+
+    model: nn.Module
+    config: Config
+    step: int
+    averaged: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        """So that `model, config, step = runner.load(...)` works, too."""
+        return iter((self.model, self.config, self.step))
+
+
+def _skipped(bad: Candidate, why: str) -> None:
+    _log.warning("%s is corrupt (%s): skipped", bad.path, why)
+
+
+def load(
+    run: str | os.PathLike[str],
+    step: int | str | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    raw: bool = False,
+) -> Loaded:
+    """The model of a run, with the weights of a checkpoint that was verified.
+
+    Nothing is executed but the code that the run's frozen config names, and nothing of the run is changed. The random
+    generators of this process are as before.
+
+    Args:
+        run: a run directory.
+        step: of the checkpoint, or `"best"`, or `"last"`, the default.
+        device: where the model is put.
+        raw: the weights themselves, where the run has an average of them.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the model cannot be created.
+        CheckpointError: the checkpoint is corrupt, or does not fit the model.
+    """
+    found = RunDir(Path(run).absolute())
+    if not found.config.is_file():
+        raise RunDirError(
+            f"{run} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
+        )
+    with reading(found):
+        check_trusted(found)
+        config = load_config(found.path)
+        chosen = choice.choose(found.checkpoints, choice.LAST if step is None else step, _skipped)
+    with Generators(torch.device("cpu")).lent(), _cuda_generators_lent():
+        model = build.model(config)
+    averaged = restore(model, chosen, raw)
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
+        raise UserError(f"device={device}: the model cannot be put there ({str(error).splitlines()[0]})") from None
+    return Loaded(model.eval(), config, chosen.step, averaged)
+
+
+@contextmanager
+def _cuda_generators_lent() -> Iterator[None]:
+    """What is seeded for the model is seeded on every GPU; afterwards they are as before."""
+    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if states:
+            torch.cuda.set_rng_state_all(states)
+
+
+def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
+    """Fill a model that is not wrapped with the weights of a verified checkpoint; whether they are averaged.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    assert chosen.manifest is not None
+    where = str(chosen.path)
+    with CheckpointReader(chosen.path, chosen.manifest) as opened:
+        averaged = AVERAGE_COUNT in opened.entries and not raw
+        prefix = AVERAGE if averaged else MODEL
+        tensors = model_state(model)[0]
+        check_model(opened, tensors, where, prefix)
+        for name, tensor in tensors.items():
+            fill(opened, prefix + name, tensor)
+    extra = load_train_state(chosen.path).get("model_extra")
+    if extra:
+        names = {plain_name(name): name for name in bare(model).state_dict()}
+        bare(model).load_state_dict({names[name]: value for name, value in extra.items()}, strict=False)
+    return averaged
