@@ -163,6 +163,8 @@ def test_nested_states_name_the_part_that_differs() -> None:
 def make_run(path: Path, change: str = "") -> RunDir:
     """A run directory with two checkpoints of a small model and metrics, different in one thing."""
     run = RunDir(path)
+    path.mkdir(parents=True, exist_ok=True)
+    run.config.write_text("seed: 0\n")
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -294,6 +296,8 @@ def test_a_fault_that_was_not_injected_or_not_survived_fails_the_drill(tmp_path:
 def test_reports_are_complete(tmp_path: Path, suffix: str) -> None:
     """Each kind of fault has a row, the plots are there, and only Markdown needs a second file."""
     found = result(tmp_path)
+    for run in (found.reference, *found.killed):
+        run.config.write_text("seed: 1\n")
     path = tmp_path / f"report{suffix}"
     written = report.write(found, path)
     text = path.read_text()
@@ -301,8 +305,11 @@ def test_reports_are_complete(tmp_path: Path, suffix: str) -> None:
     if suffix == ".json":
         assert json.loads(text)["good"] is True
     elif suffix == ".html":
-        assert "data:image/png;base64," in text
-        assert "http" not in text
+        assert found.verdict()[0] in text
+        data = text.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+        assert {run["name"] for run in json.loads(data)["runs"]} == {
+            run.path.name for run in (found.reference, *found.killed)
+        }
     else:
         assert written == [path, tmp_path / "report.png"]
         assert "](report.png)" in text

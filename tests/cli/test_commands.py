@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from reported import write_run
 
 from runner import __main__ as entry
 from runner.cli import completion
@@ -190,6 +192,33 @@ class TestCompletion:
             ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, check=False
         )
         assert (done.stdout, done.stderr) == (b"[mixture ][status ]", b"")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rm", ""],
+        ["mv", "", "new"],
+        ["mv", "../run", ""],
+        ["pin", ""],
+        ["status", ""],
+        ["report", ""],
+        ["inspect", ""],
+        ["evaluate", ""],
+        ["archive", "", "a.tar"],
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`runner rm "$UNSET"` in a run directory."""
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "code.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "run")
+    before = sorted(path.name for path in Path().iterdir())
+    assert entry.run(arguments) == ExitStatus.USAGE
+    assert re.match("error: (argument .* empty|pass one run directory|the new path is empty)", capsys.readouterr().err)
+    assert sorted(path.name for path in Path().iterdir()) == before
 
 
 def test_every_option_in_conf_is_explained() -> None:

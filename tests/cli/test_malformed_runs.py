@@ -216,9 +216,12 @@ def check_all_commands(root: Path, capsys: pytest.CaptureFixture[str], entry: st
     assert {row["run"]: row["state"] for row in shown}["fine"] == "finished"
     assert [row["run"] for row in shown] == ["fine", "odd"]
     assert len(asked(capsys, "status", str(root))[1].splitlines()) >= len(shown) + 1
-    if not entry or entry.startswith(("metrics", "attempts")):
-        assert f"{fine}:  step 3, loss 0.3333" in asked(capsys, "metrics", odd, fine)[1]
-        asked(capsys, "metrics", odd, "--csv")
+    if not entry or entry.startswith(("metrics", "attempts", "timings", "evaluations", "config", "status")):
+        compared = json.loads(asked(capsys, "report", str(root), "--json")[1], parse_constant=pytest.fail)["runs"]
+        losses = {row["run"]: row["metrics"].get("loss") for row in compared}
+        assert losses.keys() == {"fine", "odd"}
+        assert losses["fine"] == {"last": 1 / 3, "best": 1 / 3, "best_step": 3}
+        asked(capsys, "report", odd, fine, "--csv", str(root / "runs.csv"), "--steps-csv", str(root / "steps.csv"))
     if not entry or entry.startswith(("order", "status", "metrics", "finished")):
         for question in (["--plan"], ["--step", "2"], ["--sample", "code:1"], ["--resume-plan", "world_size=2"]):
             asked(capsys, "inspect", odd, *question)
@@ -241,7 +244,7 @@ def test_commands_read_the_run_that_is_damaged_below(root: Path, capsys: pytest.
     check_all_commands(root, capsys)
     assert asked(capsys, "checkpoints", str(root / "odd"), "--verify")[0] == 0
     assert asked(capsys, "inspect", str(root / "odd"), "--plan")[0] == 0
-    assert asked(capsys, "metrics", str(root / "odd"))[0] == 0
+    assert asked(capsys, "report", str(root / "odd"))[0] == 0
 
 
 @pytest.mark.slow
@@ -274,7 +277,9 @@ def test_no_entry_of_a_run_may_lead_elsewhere(
         damage(path)
         (row,) = [row for row in json.loads(asked(capsys, "status", str(root), "--json")[1]) if row["run"] == "odd"]
         assert row["state"] == "unreadable"
-        for arguments in (["metrics"], ["inspect", "--plan"], ["checkpoints"], ["resume", "train.steps=9"]):
+        (row,) = json.loads(asked(capsys, "report", str(root / "odd"), "--json")[1])["runs"]
+        assert (row["state"], row["metrics"]) == ("unreadable", {})
+        for arguments in (["inspect", "--plan"], ["checkpoints"], ["resume", "train.steps=9"]):
             status, _, err = asked(capsys, arguments[0], str(root / "odd"), *arguments[1:])
             assert status == ExitStatus.USAGE, (entry, arguments)
             assert str(path) in err or "config.yaml" in err, (entry, arguments)
@@ -286,7 +291,7 @@ def test_no_entry_of_a_run_may_lead_elsewhere(
 def test_a_run_directory_that_is_a_link_is_a_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever names it has made the link."""
     (root / "link").symlink_to("fine")
-    for arguments in (["metrics"], ["inspect", "--plan"], ["checkpoints"]):
+    for arguments in (["report", "--json"], ["inspect", "--plan"], ["checkpoints"]):
         assert asked(capsys, arguments[0], str(root / "link"), *arguments[1:])[0] == 0
     (root.parent / "outputs").symlink_to(root)
     assert "fine" in asked(capsys, "status", str(root.parent / "outputs"))[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from runner.errors import ExitStatus
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock
+from runner.system.signals import STOP
 
 pytestmark = pytest.mark.slow  # every test composes configs several times
 
@@ -141,16 +143,17 @@ class TestSeveral:
         assert FakeLauncher.launched == [sweep[0], sweep[2]]
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if not line.startswith(" ")] == [
-            f"outputs/{sweep[0].name}: resuming at step 0",
+            f"outputs/{sweep[0].name}: starting at step 0: it was never started",
             f"outputs/{sweep[1].name}: finished, all 10 steps",
-            f"outputs/{sweep[2].name}: resuming at step 4",
+            f"outputs/{sweep[2].name}: resuming at step 4 of 10: it was never started",
         ]
 
+    @pytest.mark.parametrize("word", ["--dry-run", "-n", "launcher.dry_run=true"])
     def test_a_dry_run_writes_nothing(
-        self, sweep: list[Path], command: Command, capsys: pytest.CaptureFixture[str]
+        self, sweep: list[Path], command: Command, capsys: pytest.CaptureFixture[str], word: str
     ) -> None:
         before = [RunDir(path).config.read_bytes() for path in sweep]
-        assert command("resume", *map(str, sweep), "launcher.dry_run=true", "train.steps=20") == 0
+        assert command("resume", *map(str, sweep), word, "train.steps=20") == 0
         assert f"would start {' '.join(path.name for path in sweep)}" in capsys.readouterr().out
         assert [RunDir(path).config.read_bytes() for path in sweep] == before
         assert FakeLauncher.launched == []
@@ -189,6 +192,17 @@ def test_the_other_ranks_wait_until_rank_0_has_changed_the_config(
     monkeypatch.setattr(clock, "sleep", rank_0_starts)
     assert command("resume", str(started), "train.steps=20") == 0
     assert FakeLauncher.launched == [started, started]
+
+
+def test_the_other_ranks_end_when_torchrun_stops_them(
+    started: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has refused something: otherwise they would wait for its config until torchrun kills them."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(clock, "sleep", lambda seconds: monkeypatch.setattr(STOP, "signum", signal.SIGTERM))
+    assert command("resume", str(started), "train.steps=20") == ExitStatus.INTERRUPTED
+    assert FakeLauncher.launched == []
 
 
 class Resumed(Run):

@@ -122,7 +122,7 @@ def config_errors(composer: Composer, *overrides: str) -> list[str]:
         ("model._target_=nowhere.Net", ["model._target_=nowhere.Net", "No module named 'nowhere'"]),
         ("optimizer._target_=torch.optim.Addam", ["no attribute 'Addam'", "did you mean 'Adam'?"]),
         ("data.sources.code._target_=runner.data.text.PythonTxt", ["data.sources.code._target_", "PythonText"]),
-        ("+logger.mine._target_=runner.metrics.plot", ["logger.mine._target_", "it is a module"]),
+        ("+logger.mine._target_=runner.metrics.jsonl", ["logger.mine._target_", "it is a module"]),
         ("launcher._target_=launch.local.Nobody", ["launcher._target_", "Nobody"]),
         ("train.loss._target_=3", ["train.loss._target_=3", "dotted name"]),
         ("data=own", ["data.sources is empty", "+data.sources.NAME="]),

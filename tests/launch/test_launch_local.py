@@ -144,6 +144,7 @@ def test_errors_of_the_options_are_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_preview_is_one_command_per_run(make: Callable[..., Path]) -> None:
     runs = [make("a"), make("b")]
     assert LocalLauncher(command=["train"]).preview(runs) == f"train {runs[0]}\ntrain {runs[1]}"
+    assert LocalLauncher(command=["train"]).preview([Path("/o/my run")]) == "train '/o/my run'"  # to be pasted
 
 
 def test_visible_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:

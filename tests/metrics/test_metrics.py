@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import io
 import json
@@ -17,22 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.__main__ import run as command
 from runner.errors import SupersededError, UserError
 from runner.metrics import resume_jsonl
 from runner.metrics.external import ExternalWriter, scalars
+from runner.metrics.lineage import Fork, Lineage, Summary
 from runner.metrics.mlflow import MLflow
 from runner.metrics.progress import ProgressBar, duration, quantity
-from runner.metrics.tables import export_csv
 from runner.metrics.tensorboard import TensorBoard
 from runner.metrics.wandb import WandB
 from runner.rundir.paths import RunDir
 from runner.system import files
-from runner.system.files import append_line, read_lines
-
-
-def main(arguments: list[str]) -> int:
-    return command(["metrics", *arguments])
+from runner.system.files import read_lines
 
 
 @pytest.fixture
@@ -172,74 +166,6 @@ def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: 
     assert list(read_lines(run.metrics)) == [record(1)]
 
 
-# ---- tables and plots
-
-
-def test_csv_has_one_row_per_step(run: RunDir) -> None:
-    write(run, 1, 20)
-    table = list(csv.DictReader(io.StringIO(export_csv(run).read_text())))
-    assert [row["step"] for row in table] == [str(step) for step in range(1, 21)]
-    assert list(table[0]) == ["step", "loss", "samples/code", "samples/prose", "digest", "eval_loss"]
-    assert (table[9]["eval_loss"], table[8]["eval_loss"]) == ("0.9", "")
-    assert (table[2]["samples/prose"], table[2]["loss"], table[2]["digest"]) == ("6", repr(8 / 3), "ab")
-
-
-def test_the_command_writes_csv_and_a_plot_and_a_summary(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(run, 1, 20)
-    append_line(run.attempts, {"attempt": 1, "start_step": 0, "end_step": 12})
-    append_line(run.attempts, {"attempt": 2, "start_step": 10, "end_step": 20})
-    picture = tmp_path / "loss.svg"
-    assert main([str(run.path), str(run.path), "--csv", "--plot", str(picture)]) == 0
-    assert run.csv.is_file()
-    drawn = picture.read_text()
-    assert "<svg" in drawn
-    assert main([str(run.path)]) == 0
-    assert "step 20, loss 0.4000  held-out loss 0.4500, best 0.4500 at step 20" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "status"),
-    [
-        (["nowhere"], "has no metrics.jsonl", 2),
-        (["run", "--plot", "loss.xyz"], "unknown format", 2),
-        (["run", "--plot", "missing/loss.png"], "missing/loss.png", 1),
-    ],
-)
-def test_mistakes_are_one_line(
-    run: RunDir,
-    arguments: list[str],
-    message: str,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write(run, 1, 3)
-    monkeypatch.chdir(run.path.parent)
-    assert main(arguments) == status
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-
-
-def test_a_run_without_a_step_has_nothing_to_plot(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run.metrics.touch()
-    assert main([str(run.path)]) == 0
-    assert "no step yet" in capsys.readouterr().out
-    assert main([str(run.path), "--plot", str(run.path / "x.png")]) == 2
-
-
-def test_resumes_are_read_from_the_attempt_log(run: RunDir) -> None:
-    from runner.metrics.plot import resumes, smooth
-
-    for start in (0, 10, None, 10, 30):
-        append_line(run.attempts, {"start_step": start})
-    assert resumes(run) == [10, 30]
-    assert smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
-
-
 def test_the_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, runner.metrics, runner.metrics.external, runner.metrics.tensorboard, runner.metrics.progress;"
@@ -372,21 +298,36 @@ def test_a_logger_that_is_not_installed_is_named(
 WANDB = """
     import json, pathlib
 
+    class Config(dict):
+        def update(self, values, allow_val_change):
+            assert allow_val_change
+            super().update(values)
+
     class Run:
         # the service's side of a run: steps only go forward, a resumed one begins after its last
         def __init__(self, id, dir):
             self.file = pathlib.Path(dir) / f"wandb-{id}.jsonl"
             lines = self.file.read_text().splitlines() if self.file.exists() else []
             self.step = json.loads(lines[-1])["step"] + 1 if lines else 0
+            self.config, self.summary = Config(), {}
 
         def log(self, values, step):
             with open(self.file, "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\\n")
 
-        def finish(self):
-            pass
+        preempting = False
+
+        def mark_preempting(self):
+            self.preempting = True
+
+        def finish(self, exit_code):
+            ENDS.append((exit_code, self.preempting, dict(self.summary), dict(self.config)))
+
+    ENDS = []
+    OPTIONS = []
 
     def init(id, resume, dir, **options):
+        OPTIONS.append(options)
         assert (resume, options["project"], options["mode"]) == ("allow", "mine", "offline")
         return Run(id, dir)
 """
@@ -426,9 +367,13 @@ MLFLOW = """
         def create_experiment(self, name):
             return "7"
 
-        def create_run(self, experiment, run_name):
-            RUNS["r1"] = {"metrics": [], "status": None}
-            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+        def create_run(self, experiment, tags, run_name):
+            name = f"r{len(RUNS) + 1}"
+            RUNS[name] = {"metrics": [], "status": None, "tags": tags, "params": {}}
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id=name))
+
+        def set_tag(self, id, key, value):
+            RUNS[id]["tags"][key] = value
 
         def update_run(self, id, status):
             RUNS[id]["status"] = status
@@ -440,16 +385,18 @@ MLFLOW = """
         def get_metric_history(self, id, key):
             return [m for m in RUNS[id]["metrics"] if m.key == key]
 
-        def log_batch(self, id, metrics):
-            assert len(metrics) <= 1000
+        def log_batch(self, id, metrics=(), params=()):
+            assert len(metrics) <= 1000 and len(params) <= 100
             RUNS[id]["metrics"] += metrics
+            RUNS[id]["params"] |= dict(params)
 
-        def set_terminated(self, id):
-            RUNS[id]["status"] = "FINISHED"
+        def set_terminated(self, id, status):
+            RUNS[id]["status"] = status
 """
 ENTITIES = """
     import collections
     Metric = collections.namedtuple("Metric", "key value timestamp step")
+    Param = collections.namedtuple("Param", "key value")
 """
 
 
@@ -464,6 +411,7 @@ def test_mlflow_continues_one_run(run: RunDir, tmp_path: Path, monkeypatch: pyte
         writer = MLflow(run, resumed, tracking_uri="memory")
         for step in range(resumed + 1, last + 1):
             writer.write(record(step))
+        writer.ending("finished")
         writer.close()
     logged = sys.modules["mlflow"].RUNS
     for name in ("mlflow", "mlflow.entities"):
@@ -546,3 +494,130 @@ def test_a_closed_terminal_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch
         bar.update(step, 1.0, 900.0)
         bar.say("words")
     bar.close()
+
+
+# ---- what loggers show of forks, resumes and ends
+
+
+def installed(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fakes of wandb and mlflow, imported anew."""
+    (library / "mlflow").mkdir(parents=True)
+    (library / "wandb.py").write_text(textwrap.dedent(WANDB))
+    (library / "mlflow" / "__init__.py").write_text(textwrap.dedent(MLFLOW))
+    (library / "mlflow" / "entities.py").write_text(textwrap.dedent(ENTITIES))
+    monkeypatch.syspath_prepend(library)
+    for name in ("wandb", "mlflow", "mlflow.entities"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return lambda name: sys.modules[name]
+
+
+def logged(writer: Any, lineage: Lineage, resumed: int, last: int, state: str) -> None:
+    """An attempt: what `RunRecorder` passes to a logger, after the metrics were truncated."""
+    writer.about(lineage)
+    write(writer.run, resumed + 1, last)
+    for line in read_lines(writer.run.metrics):
+        if line["step"] > resumed:
+            writer.write(line)
+    writer.ending(state)
+    writer.close()
+
+
+def test_wandb_shows_a_branch_with_all_of_its_history(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with the records of its trunk, and names it; then where attempts begin, and how it ended."""
+    module = installed(tmp_path / "lib", monkeypatch)
+    trunk = RunDir(tmp_path / "trunk-1a2b3c4d")
+    trunk.path.mkdir()
+    trunk.loggers.write_text('{"wandb": "ab12"}')
+    write(run, 1, 20)  # taken over from the trunk
+    fork = Fork(trunk, 20, "1a2b3c4d")
+    for attempt, (resumed, last, state) in enumerate(((20, 30, "stopped"), (25, 40, "finished")), start=1):
+        writer = WandB(run, resumed, pytest.fail, mode="offline", project="mine")
+        logged(writer, Lineage({"seed": 3}, attempt, fork), resumed, last, state)
+    (file,) = run.path.glob("wandb-*.jsonl")
+    lines = list(read_lines(file))
+    assert sorted({line["step"] for line in lines}) == list(range(1, 41))
+    assert {line["step"]: line["runner/attempt"] for line in lines if "runner/attempt" in line} == {21: 1.0, 31: 2.0}
+    options = module("wandb").OPTIONS[0]
+    assert (options["group"], options["job_type"]) == ("trunk-1a2b3c4d", "branch")
+    (code, preempting, _, config), (last_code, _, summary, _) = module("wandb").ENDS
+    assert (code, preempting, last_code) == (1, True, 0)
+    assert config["seed"] == 3
+    assert config["trunk"] == {"run": "trunk-1a2b3c4d", "step": 20, "digest": "1a2b3c4d", "id": "ab12"}
+    assert summary == {
+        "last/eval_loss": 9 / 40,
+        "best/eval_loss": 9 / 40,
+        "state": "finished",
+        "attempts": 2,
+    }
+
+
+def test_mlflow_shows_a_branch_as_the_child_of_its_trunk(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = installed(tmp_path / "lib", monkeypatch)
+    trunk = RunDir(tmp_path / "trunk-1a2b3c4d")
+    trunk.path.mkdir()
+    logged(MLflow(trunk, 0, pytest.fail, tracking_uri="memory"), Lineage(), 0, 30, "failed")
+    write(run, 1, 20)
+    fork = Fork(trunk, 20, "1a2b3c4d")
+    settings = {"seed": 3, "model": {"width": 8}, "long": "x" * 9000}
+    for attempt, (resumed, last, state) in enumerate(((20, 30, "stopped"), (25, 40, "finished")), start=1):
+        writer = MLflow(run, resumed, pytest.fail, tracking_uri="memory")
+        logged(writer, Lineage(settings, attempt, fork), resumed, last, state)
+        status = module("mlflow").RUNS["r2"]["status"]
+        assert status == {"stopped": "KILLED", "finished": "FINISHED"}[state]
+    first, branch = module("mlflow").RUNS.values()
+    assert first["status"] == "FAILED"
+    assert branch["tags"] == {
+        "runner.fork.run": "trunk-1a2b3c4d",
+        "runner.fork.step": "20",
+        "runner.fork.digest": "1a2b3c4d",
+        "mlflow.parentRunId": "r1",
+        "runner.attempts": "2",
+        "runner.state": "finished",
+    }
+    assert branch["params"] == {"seed": "3", "model.width": "8", "long": "x" * 500}
+    assert sorted(m.step for m in branch["metrics"] if m.key == "loss") == list(range(1, 41))
+    assert [m.value for m in branch["metrics"] if m.key == "best/eval_loss"] == [9 / 30, 9 / 40]
+
+
+def test_what_a_kill_kept_from_a_logger_is_sent_by_the_next_attempt(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint may be newer than what the library had sent; without it those steps would be missing for good."""
+    module = installed(tmp_path / "lib", monkeypatch)
+    logged(MLflow(run, 0, pytest.fail, tracking_uri="memory"), Lineage(), 0, 12, "failed")
+    write(run, 1, 30)
+    logged(MLflow(run, 30, pytest.fail, tracking_uri="memory"), Lineage(attempt=2), 30, 35, "finished")
+    (only,) = module("mlflow").RUNS.values()
+    assert sorted(m.step for m in only["metrics"] if m.key == "loss") == list(range(1, 36))
+
+
+def test_tensorboard_shows_the_trunk_of_a_branch(run: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(run, 1, 20)
+    logged(TensorBoard(run, 20, pytest.fail), Lineage(), 20, 30, "finished")
+    events = EventAccumulator(str(run.tensorboard), {"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 31))
+
+
+def test_the_best_value_is_that_of_the_metric_s_own_direction(run: RunDir) -> None:
+    with resume_jsonl(run.metrics, 0) as writer:
+        for step, accuracy in enumerate((0.5, 0.9, 0.7), start=1):
+            writer.write({"step": step, "loss": 1.0})
+            writer.write({"step": step, "eval_loss": 1 - accuracy, "accuracy": accuracy, "other": 2.0})
+    run.evaluations.write_text('{"step": 3, "eval_loss": 0.25}\n')
+    summary = Summary(run, 3, {"accuracy": "max"}).values()
+    assert summary == pytest.approx(
+        {
+            "last/eval_loss": 0.3,
+            "last/accuracy": 0.7,
+            "last/other": 2.0,
+            "best/eval_loss": 0.1,
+            "best/accuracy": 0.9,
+            "evaluated/eval_loss": 0.25,
+        }
+    )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import docs_pages
 import pytest
-from docs_pages import PAGES, ROOT, Block, Command
+from docs_pages import PAGES, ROOT, Command
 
 from runner.config.composition import Composer
 from runner.config.identity import flatten
@@ -24,6 +21,13 @@ ELSEWHERE = {
     "status.md": "test_docs_slurm.py",
     "logging.md": "test_docs_data.py",
     "callbacks.md": "test_docs_callbacks.py",
+    "forks.md": "test_docs_forks.py",
+    "report.md": "test_docs_report.py",
+    "goodput.md": "test_docs_goodput.py",
+    "warm-start.md": "test_docs_weights.py",
+    "evaluate.md": "test_docs_weights.py",
+    "load.md": "test_docs_weights.py",
+    "housekeeping.md": "test_docs_housekeeping.py",
 }
 BASH = {page: [block for block in docs_pages.blocks(page) if block.language == "bash"] for page in PAGES}
 # Dictionaries of a user's own names.
@@ -157,23 +161,8 @@ def test_every_benchmark_is_told_of() -> None:
 def test_python_runs(page: str) -> None:
     """What these pages show in Python; other pages' examples have tests of their own."""
     for block in docs_pages.blocks(ROOT / page):
-        if block.language == "python":
+        if block.language == "python" and not block.skip:
             exec(compile(block.text, page, "exec"), {})
-
-
-def run(block: Block, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script as a reader would: in a shell, in `folder`, with this environment's commands."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        ["bash", "-eo", "pipefail", "-c", script],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
 
 
 @pytest.mark.slow
@@ -186,7 +175,5 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
         if block.skip:
             continue
         if block.setup:
-            prepared = run(block, block.setup, tmp_path)
-            assert prepared.returncode == 0, f"{block.name}: {block.setup}\n{prepared.stdout}{prepared.stderr}"
-        done = run(block, block.text, tmp_path)
-        assert done.returncode == block.status, f"{block.name}:\n{block.text}\n{done.stdout}{done.stderr}"
+            docs_pages.shell(block.setup, tmp_path)
+        docs_pages.shell(block.text, tmp_path, block.status)

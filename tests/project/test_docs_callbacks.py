@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import docs_pages
@@ -16,12 +13,7 @@ from docs_pages import ROOT
 def run(page: str, number: int, folder: Path) -> Path:
     """Run a command of a page in `folder`; the run directory that it makes."""
     command = [block.text for block in docs_pages.blocks(ROOT / "docs" / page) if "-m runner exp" in block.text][number]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = docs_pages.shell(command, folder)
     assert "warning" not in done.stderr
     (made,) = (folder / "outputs").iterdir()
     return made

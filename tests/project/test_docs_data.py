@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,6 @@ def test_a_logger_of_ones_own(tmp_path: Path) -> None:
     logger.write({"step": 3, "eval_loss": 2.0})
     logger.close()
     assert (tmp_path / "last_loss.txt").read_text() == "3 1.23"
-
-
-def test_the_commands_for_looking_at_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.cli.metrics import main
-
-    monkeypatch.chdir(tmp_path)
-    for name in ("NAME", "A", "B"):
-        (tmp_path / "outputs" / name).mkdir(parents=True)
-        (tmp_path / "outputs" / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
-    commands = re.findall(r"^python -m runner metrics (.*?)(?: +#.*)?$", code("logging.md", "bash"), re.MULTILINE)
-    assert len(commands) == 3
-    assert [main(command.split()) for command in commands] == [0, 0, 0]
-    assert (tmp_path / "loss.png").stat().st_size > 1000
-    assert (tmp_path / "outputs" / "NAME" / "metrics.csv").read_text() == "step,loss\n1,2\n"
 
 
 def test_the_table_of_costs_can_be_repeated(tmp_path: Path) -> None:

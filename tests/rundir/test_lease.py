@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from runner.errors import LockedError, SupersededError, UserError
-from runner.rundir.lease import Lease, liveness, read_holder
+from runner.rundir.lease import Lease, liveness, read_carried, read_holder
 from runner.system import clock, files
 from runner.system.processes import state_of, this_process
 
@@ -88,6 +88,12 @@ def test_numbers_increase_and_a_released_lease_is_free_at_once(directory: Path) 
             lease.check_fence()
         lease.release()
     assert sorted(path.name for path in directory.iterdir()) == ["00000003.beat", "00000003.json"]
+
+
+def test_a_process_knows_its_boot() -> None:
+    """Machines that were cloned share everything else that tells a holder of this machine from one of another."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    assert this_process()["boot_id"] == (boot.read_text().strip() if boot.exists() else None)
 
 
 def test_a_live_holder_keeps_the_lease_and_is_named(directory: Path, other: subprocess.Popen[str]) -> None:
@@ -311,6 +317,22 @@ def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypa
     assert list(directory.iterdir()) == []
 
 
+def test_a_lease_released_on_a_full_disk_is_free_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder may live on, and would block everybody and itself: there is no room for a new file."""
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lease = Lease.acquire(directory, {}, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_fd", full)
+        lease.release()
+        with pytest.raises(UserError, match=r"No space left on device\); free some space there"):
+            Lease.acquire(directory, {}, 1.0)
+    with Lease.acquire(directory, {}, 1.0) as again:
+        assert again.fence == lease.fence + 1
+
+
 def test_a_late_heartbeat_of_a_superseded_holder_leaves_nothing(directory: Path) -> None:
     """Stopped right after it has opened the file of its heartbeat, which its successor has swept before."""
     held_by(directory, fence=2)
@@ -355,3 +377,45 @@ def test_a_leftover_that_cannot_be_swept_keeps_the_lease_from_being_used(
         with pytest.raises(UserError, match="Input/output error"):
             Lease.acquire(directory, {}, 60.0)
     Lease.acquire(directory, {}, 60.0).release()  # at once
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_the_heartbeat_carries_outlives_its_holder_and_those_that_carry_nothing(directory: Path) -> None:
+    """Commands may hold the lease for a moment between a killed attempt and the one that closes its record."""
+    lease = Lease.acquire(directory, {}, 60.0)
+    for value in ("long" * 100, "short"):  # written over the longer one
+        lease.carried = lambda value=value: {"left": value}  # type: ignore[misc]
+        wait_for(lambda value=value: read_carried(directory) == {"left": value})  # type: ignore[misc]
+    lease._stop.set()  # killed: it is never released
+    (directory / "00000001.json").write_text(json.dumps({**lease.holder, "released": True}))
+    for _ in range(3):
+        with Lease.acquire(directory, {}, 60.0) as passing:
+            assert passing.carried() == {"left": "short"}
+            wait_for((directory / f"{passing.fence:08d}.beat").exists)
+    assert read_carried(directory) == {"left": "short"}
+
+
+@pytest.mark.parametrize("text", ["", "7", "00000000000000000007 [1]", '7 {"a": 1', "7 \x00\xff", "7 " + "[" * 100_000])
+def test_a_heartbeat_that_carries_nothing_readable_carries_nothing(directory: Path, text: str) -> None:
+    held_by(directory, released=True)
+    (directory / "00000004.beat").write_text(text)
+    with Lease.acquire(directory, {}, 60.0) as lease:
+        assert lease.carried() == {}
+
+
+@pytest.mark.parametrize("age_s", [5.0, 60.0, 500.0, 1e6])
+def test_what_is_known_of_a_killed_holder_is_at_most_half_a_percent_of_its_life_old(
+    directory: Path, age_s: float
+) -> None:
+    """So the time of its attempt is known that well, and an old process writes no more often than its lease needs."""
+    with Lease.acquire(directory, {}, 60.0) as lease:
+        pause = lease._pause_s(age_s)
+    assert pause <= min(0.005 * age_s, 2.0)
+    assert pause >= 0.02
+    assert (pause == 2.0) == (age_s >= 500)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_launcher import FakeLauncher
 
 from runner.cli import start
 from runner.cli.plan import PlannedRun
@@ -102,15 +101,14 @@ def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(
         assert lease is not None
         lease.check_fence()
         with pytest.raises(LockedError):
-            start.run_here(second, FakeLauncher())
+            start.run_here(PlannedRun(second, "new", ""))
         launched.append(run.config.read_text())
         return 0
 
     monkeypatch.setattr("runner.training.attempt.attempt", attempt)
-    launcher = FakeLauncher()
-    assert start.run_here(first, launcher) == 0
+    assert start.run_here(PlannedRun(first, "new", "")) == 0
     with pytest.raises(UserError, match="seed: 1 -> 2 cannot be changed"):
-        start.run_here(second, launcher)
+        start.run_here(PlannedRun(second, "new", ""))
     assert launched == [first.text]
 
 
@@ -127,7 +125,7 @@ def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeyp
     monkeypatch.setattr(provenance, "describe_code", stopped)
     monkeypatch.setattr(provenance, "code_changes", lambda path: [])
     with pytest.raises(SupersededError):
-        start.run_here(job, FakeLauncher())
+        start.run_here(PlannedRun(job, "new", ""))
     assert run.config.read_text() == "of the newer attempt"
     assert not run.code.exists()
 
@@ -143,4 +141,4 @@ def test_a_superseded_command_does_not_call_a_run_finished(tmp_path: Path, monke
 
     monkeypatch.setattr(start, "plan_run", stopped)
     with pytest.raises(SupersededError):
-        start.run_here(job, FakeLauncher())
+        start.run_here(PlannedRun(job, "new", ""))

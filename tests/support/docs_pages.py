@@ -13,8 +13,11 @@ and `<!-- test: in FOLDER -->` anywhere in a page says that its commands are giv
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +71,18 @@ def blocks(page: Path) -> list[Block]:
         status = int(told.get("status", 0))
         found.append(Block(page, number, language, text, told.get("skip"), status, told.get("after", "")))
     return found
+
+
+def shell(text: str, folder: Path, *statuses: int) -> subprocess.CompletedProcess[str]:
+    """Give commands in `folder` as a reader would, in a shell; they must end with one of `statuses` (default: 0)."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    words = ["bash", "-eo", "pipefail", "-c", text]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    # A shell replaces itself by its last command: a signal that ended that is told apart from a status here alone.
+    status = done.returncode if done.returncode >= 0 else 128 - done.returncode
+    assert status in (statuses or (0,)), f"{text}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def commands(page: Path) -> Iterator[Command]:

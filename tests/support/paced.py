@@ -1,6 +1,7 @@
 """The default loss, slowed down as a test wants it, so that a run is still alive when the test disturbs it.
 
-It returns bit-identical values, so a run at any pace can be compared with one at full speed. Environment variables:
+It returns bit-identical values, so a run at any pace can be compared with one at full speed. Environment variables,
+read at every call, because an attempt may be forked from a process that has made one already:
 
 - HOLD_FILE: a file with a number (else 0). After so many steps an attempt idles, HELD_S per step, until the file is
   removed. A signal still makes it complete its step, save and exit. A file NAME.reached beside it shows that it idles.
@@ -29,9 +30,7 @@ from runner.models.loss import next_token_loss
 from runner.system import files
 
 # Well within the grace period of a preemption, and long compared with what a test does between two steps.
-HELD_S = float(os.environ.get("HELD_S", "3.0"))
-HELD_IN = os.environ.get("HELD_IN", "training")
-HOLD = Path(os.environ.get("HOLD_FILE", "/nonexistent"))
+HELD_S = "3.0"
 
 _calls = {"training": itertools.count(1), "evaluation": itertools.count(1)}
 
@@ -41,16 +40,27 @@ def loss(model: nn.Module, batch: Mapping[str, torch.Tensor], fail_at: int = 0) 
     where = "training" if model.training else "evaluation"
     call = next(_calls[where])
     time.sleep(_slow_down_s(where))
-    if where == HELD_IN:
+    if where == os.environ.get("HELD_IN", "training"):
         _hold(call)
     if fail_at and model.training and call >= fail_at:
         _fail()
     return next_token_loss(model, batch)
 
 
+def _hold_file() -> Path:
+    return Path(os.environ.get("HOLD_FILE", "/nonexistent"))
+
+
+def _count_anew() -> None:
+    _calls.update({where: itertools.count(1) for where in _calls})
+
+
+os.register_at_fork(after_in_child=_count_anew)
+
+
 def _slow_down_s(where: str) -> float:
     if where == "evaluation":
-        return float(os.environ.get("EVALUATION_SLEEP_S", "0")) if HOLD.exists() else 0.0
+        return float(os.environ.get("EVALUATION_SLEEP_S", "0")) if _hold_file().exists() else 0.0
     seconds = os.environ.get("STEP_SLEEP_S", "0")
     if "SLURM_RESTART_COUNT" in os.environ:
         seconds = os.environ.get("RESTARTED_SLEEP_S", seconds)
@@ -58,13 +68,14 @@ def _slow_down_s(where: str) -> float:
 
 
 def _hold(call: int) -> None:
-    end = time.monotonic() + HELD_S
+    hold = _hold_file()
+    end = time.monotonic() + float(os.environ.get("HELD_S", HELD_S))
     while time.monotonic() < end:
         try:
-            text = HOLD.read_text()
+            text = hold.read_text()
             if call <= (int(text) if text.isdigit() else 0):
                 return
-            HOLD.with_name(f"{HOLD.name}.reached").touch()
+            hold.with_name(f"{hold.name}.reached").touch()
         except FileNotFoundError:
             return
         time.sleep(0.02)
@@ -84,7 +95,7 @@ def _slow_down_fsync(seconds: float) -> None:
     fsync = files.fsync_fd
 
     def slow_fsync(fd: Any) -> None:
-        if HOLD.exists():
+        if _hold_file().exists():
             time.sleep(seconds)
         fsync(fd)
 

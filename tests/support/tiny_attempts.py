@@ -87,6 +87,12 @@ class TinyJob:
     def identity(self) -> dict[str, Any]:
         return {"job_id": "7", "restart_count": self.restart_count, "host": "here", "node": "n1"}
 
+    def began(self) -> float:
+        return clock.monotonic()
+
+    def waited(self) -> dict[str, float]:
+        return {}
+
     def on_started(self) -> None: ...
 
     def cause_of_loss(self, record: dict[str, Any]) -> str:

@@ -11,7 +11,9 @@ from torch import nn
 
 from runner.checkpoint.cadence import Cadence
 from runner.errors import TrainingError
+from runner.system import clock
 from runner.system.distributed import World
+from runner.training.callbacks import Callbacks
 from runner.training.consumption import UntrackedConsumption
 from runner.training.evaluation import Evaluation
 from runner.training.held_out import EvaluationSet, HeldOut, MapSource
@@ -115,6 +117,42 @@ def test_a_signal_in_the_last_evaluation_leaves_the_run_unfinished() -> None:
     resumed.step = 4
     assert resumed.run(4) is True
     assert [sorted(record) for record in resumed.recorder.records] == [["eval_loss", "step"]]  # type: ignore[attr-defined]
+
+
+class SlowCallbacks(Callbacks):
+    """Each method takes a time of its own."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.__dict__.update(vars(Callbacks.none()))
+        self.now = now
+
+    def start(self, step: int) -> None:
+        self.now[0] += 1000
+
+    def step_end(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
+        self.now[0] += 1
+        return record
+
+    def evaluated(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
+        self.now[0] += 100
+        return record
+
+    def saved(self, step: int) -> None:
+        self.now[0] += 10
+
+    def end(self, step: int) -> None:
+        self.now[0] += 5000
+
+
+def test_what_callbacks_take_counts_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as steps: a model that is downloaded in on_start, or a text that is written after an evaluation."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    made = trainer([BATCH], eval_batches=1)
+    made.callbacks = SlowCallbacks(now)
+    assert made.run(8) is True
+    spent = {"start": 1000, "steps": 8, "data_wait": 0, "evaluation": 200, "save": 10, "end": 5000}
+    assert made.account.state()["seconds"] == spent
 
 
 @pytest.mark.parametrize("what", ["metrics", "checkpoint"])

@@ -1,0 +1,172 @@
+"""A checkpoint that another run takes over: whole or not at all, whatever happens to either of them meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Toy, manager, names, train
+from faults import failing, intercepted, interrupted, killed
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.adoption import adopt
+from runner.checkpoint.directory import Fence, Retention
+from runner.checkpoint.pins import is_pinned, reserve, unpin
+from runner.errors import CheckpointError, SupersededError
+from runner.system import files
+
+STEP = "step_00000002"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    directory = tmp_path_factory.mktemp("template") / "trunk"
+    return directory, train(directory, 3)
+
+
+@pytest.fixture
+def trunk(template: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template[0], tmp_path / "trunk"))
+
+
+def loaded(directory: Path) -> str:
+    """The digest of what a run loads that has taken a checkpoint over."""
+    toy = Toy(seed=1)
+    manager(directory).load(toy.model, toy.optimizer)
+    return toy.digest()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["links", "copies"])
+def test_it_is_the_same_and_outlives_the_other(
+    template: tuple[Path, dict[int, str]], trunk: Path, tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    if not linked:
+        monkeypatch.setattr(files, "link", refused)
+    before = contents(trunk)
+    adopt(trunk / STEP, tmp_path / "branch", Fence())
+    adopt(trunk / STEP, tmp_path / "branch", Fence())  # it is there already
+    assert contents(trunk) == before
+    shutil.rmtree(trunk)
+    assert names(tmp_path / "branch") == [STEP]
+    assert loaded(tmp_path / "branch") == template[1][2]
+
+
+def each_change(trunk: Path, directory: Path, act: Callable[[int, Path], object]) -> int:
+    """Call `act` with the number of every change that a take-over makes; how many there are."""
+    with intercepted() as trace:
+        adopt(trunk / STEP, directory / "count", Fence())
+    for number in range(trace.count):
+        act(number, directory / str(number))
+    return trace.count
+
+
+def test_killed_before_each_change(template: tuple[Path, dict[int, str]], trunk: Path, tmp_path: Path) -> None:
+    """Taken over again, it is whole, and nothing is left over once it is loaded."""
+
+    def kill(number: int, branch: Path) -> None:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            with intercepted(killed(number)):
+                adopt(trunk / STEP, branch, Fence())
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        committed = isinstance(checkpoint_dir.judge(branch / STEP), checkpoint_dir.Candidate)
+        if committed:
+            assert loaded(branch) == template[1][2]
+        adopt(trunk / STEP, branch, Fence())
+        assert loaded(branch) == template[1][2]
+        assert names(branch) == [STEP]
+
+    before = contents(trunk)
+    assert each_change(trunk, tmp_path, kill) > 5
+    assert contents(trunk) == before
+
+
+def test_deleted_before_each_change(template: tuple[Path, dict[int, str]], trunk: Path, tmp_path: Path) -> None:
+    """Pruning while forking: either nothing is there, with one line, or a valid checkpoint."""
+    outcomes = set()
+
+    def delete(number: int, branch: Path) -> None:
+        other = Path(shutil.copytree(trunk, branch.with_name(f"trunk-{number}")))
+        whole = True
+        try:
+            with intercepted(interrupted(number, lambda: checkpoint_dir.delete(other / STEP, Fence(7)))):
+                adopt(other / STEP, branch, Fence())
+        except CheckpointError as error:
+            whole, reason = False, str(error)
+        if not whole:
+            assert reason == f"{other / STEP} cannot be taken over: it was deleted meanwhile"
+            assert names(branch) == []
+        assert not whole or loaded(branch) == template[1][2]
+        outcomes.add(whole)
+
+    each_change(trunk, tmp_path, delete)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=lambda code: errno.errorcode[code])
+def test_refused_at_each_change(trunk: Path, tmp_path: Path, code: int) -> None:
+    """A full or failing disk leaves no checkpoint that is not whole."""
+
+    def refuse(number: int, branch: Path) -> None:
+        try:
+            with intercepted(failing(number, code)):
+                adopt(trunk / STEP, branch, Fence())
+        except OSError:
+            pass
+        found = checkpoint_dir.judge(branch / STEP) if branch.is_dir() else None
+        assert found is None or checkpoint_dir.corruption_of(found) is None  # type: ignore[arg-type]
+
+    each_change(trunk, tmp_path, refuse)
+
+
+def test_a_damaged_one_is_refused_and_stays_as_it_is(trunk: Path, tmp_path: Path) -> None:
+    for name in ("train_state.pt", "manifest.json", ".metadata"):
+        other = Path(shutil.copytree(trunk, tmp_path / name))
+        os.truncate(other / STEP / name, 50)
+        before = contents(other)
+        with pytest.raises(CheckpointError, match=f"{STEP} cannot be taken over: ") as raised:
+            adopt(other / STEP, tmp_path / f"of-{name}", Fence())
+        assert "\n" not in str(raised.value)
+        assert contents(other) == before
+        assert not (tmp_path / f"of-{name}").exists() or names(tmp_path / f"of-{name}") == []
+    with pytest.raises(CheckpointError, match="cannot be taken over: it is gone"):
+        adopt(trunk / "step_00000009", tmp_path / "gone", Fence())
+
+
+def test_a_superseded_process_takes_nothing_over(trunk: Path, tmp_path: Path) -> None:
+    def superseded() -> None:
+        raise SupersededError("newer")
+
+    with pytest.raises(SupersededError):
+        adopt(trunk / STEP, tmp_path / "branch", Fence(1, superseded))
+    assert names(tmp_path / "branch") == []
+
+
+def test_a_pin_comes_before_its_checkpoint(tmp_path: Path) -> None:
+    """Reserved for a step that is still to be saved, it is kept when it comes; of two reservations one is the first."""
+    trunk = tmp_path / "run" / "checkpoints"
+    assert reserve(trunk / STEP)
+    assert not reserve(trunk / STEP)
+    assert is_pinned(trunk / STEP)
+    options: dict[str, Any] = {"keep_last": 1}
+    train(trunk, 4, **options)
+    assert [name for name in names(trunk) if not name.endswith(".pinned")] == [STEP, "step_00000004"]
+    unpin(trunk / STEP)
+    found = Retention(keep_last=1).to_delete(checkpoint_dir.candidates(trunk))
+    assert [candidate.step for candidate in found] == [2]

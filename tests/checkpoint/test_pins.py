@@ -1,0 +1,141 @@
+"""Pinned checkpoints are never deleted: not by retention, not by prune, not by a deletion that a kill interrupts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import Toy, manager, names, train
+from faults import failing, intercepted, interrupted, killed
+
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint import pins
+from runner.checkpoint.directory import Fence, delete, step_name, sweep
+from runner.checkpoint.pins import is_pinned, pin, pinned, unpin
+from runner.rundir.paths import RunDir
+from runner.system import clock
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Checkpoints of the steps 1 to 3."""
+    train(tmp_path / "checkpoints", 3, keep_last=10)
+    return tmp_path / "checkpoints"
+
+
+def test_pins_are_set_listed_and_removed(saved: Path) -> None:
+    assert pinned(saved) == pinned(saved / "nowhere") == set()
+    assert pin(saved / step_name(2))
+    assert pin(saved / step_name(2))
+    assert pin(saved / step_name(3))
+    assert pinned(saved) == {2, 3}
+    assert is_pinned(saved / step_name(2))
+    unpin(saved / step_name(2))
+    unpin(saved / step_name(2))
+    assert pinned(saved) == {3}
+
+
+def test_a_pin_is_not_taken_for_a_checkpoint(saved: Path) -> None:
+    pin(saved / step_name(3))
+    assert [one.step for one in checkpoint_dir.candidates(saved)] == [3, 2, 1]
+    assert checkpoint_dir.strangers(saved) == []
+    assert checkpoint_dir.leftovers(saved) == []
+    assert RunDir(saved.parent).checkpoint_steps() == [1, 2, 3]
+
+
+def test_retention_keeps_what_is_pinned_besides_the_newest(saved: Path) -> None:
+    """And deletes it at the next save after the pin was removed."""
+    pin(saved / step_name(1))
+    toy = Toy()
+    keeping = manager(saved, keep_last=2)
+    keeping.load(toy.model, toy.optimizer)
+    for step in (4, 5):
+        toy.step = step
+        assert toy.save(keeping)
+    assert [one.step for one in checkpoint_dir.candidates(saved)] == [5, 4, 1]
+    unpin(saved / step_name(1))
+    toy.step = 6
+    assert toy.save(keeping)
+    assert [one.step for one in checkpoint_dir.candidates(saved)] == [6, 5]
+
+
+def test_what_is_gone_is_not_pinned(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    assert not pin(saved / step_name(9))
+    assert pinned(saved) == set()
+
+
+def test_a_pin_that_the_disk_refuses_is_none(saved: Path) -> None:
+    for number in range(3):
+        with intercepted(failing(number, errno.ENOSPC)), pytest.raises(OSError, match="No space"):
+            pin(saved / step_name(2))
+        assert pinned(saved) == set()
+
+
+def test_a_pin_set_at_any_moment_of_a_deletion_is_kept_or_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each change that the deletion makes: `pin` succeeded and the checkpoint is there, or neither."""
+    monkeypatch.setattr(pins, "LOOKS", 1)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    results = set()
+    for number in range(changes_of_a_deletion(saved.parent)):
+        path = saved.parent / f"checkpoints{number}" / step_name(1)
+        train(path.parent, 1)
+        answers: list[bool] = []
+        with intercepted(interrupted(number, lambda path=path, answers=answers: answers.append(pin(path)))):  # type: ignore[misc]
+            delete(path, Fence())
+        # Refused at a moment when it was moved aside; it may be back nevertheless, then without its pin.
+        assert (answers[0], is_pinned(path)) in {(True, True), (False, False)}, number
+        assert not answers[0] or verified(path), number
+        assert not checkpoint_dir.leftovers(path.parent)
+        results.add(answers[0])
+    assert results == {True, False}
+
+
+def test_a_kill_at_any_moment_of_a_deletion_loses_nothing_that_was_pinned(saved: Path) -> None:
+    """Retention looked before the pin was set, and is killed before it looks again."""
+    for number in range(changes_of_a_deletion(saved.parent)):
+        path = saved.parent / f"checkpoints{number}" / step_name(1)
+        train(path.parent, 1)
+        assert pin(path)
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            with intercepted(killed(number)):
+                delete(path, Fence())
+            os._exit(0)
+        os.waitpid(child, 0)
+        sweep(path.parent, Fence(1))  # the next attempt
+        assert verified(path), number
+        assert names(path.parent) == [step_name(1), f"{step_name(1)}.pinned"], number
+
+
+def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved: Path) -> None:
+    for number in range(changes_of_a_deletion(saved.parent)):
+        path = saved.parent / f"checkpoints{number}" / step_name(1)
+        train(path.parent, 1)
+        if (child := os.fork()) == 0:
+            with intercepted(killed(number)):
+                delete(path, Fence())
+            os._exit(0)
+        os.waitpid(child, 0)
+        pin(path) if number % 2 and path.is_dir() else None
+        sweep(path.parent, Fence(1))
+        assert not path.exists() or verified(path), number
+        assert not checkpoint_dir.leftovers(path.parent), number
+
+
+def changes_of_a_deletion(folder: Path) -> int:
+    """How many changes to the file system a deletion makes."""
+    train(folder / "count", 1)
+    with intercepted() as trace:
+        delete(folder / "count" / step_name(1), Fence())
+    assert not (folder / "count" / step_name(1)).exists()
+    return trace.count
+
+
+def verified(path: Path) -> bool:
+    """Whether there is a checkpoint of which every byte is right."""
+    found = checkpoint_dir.judge(path)
+    return isinstance(found, checkpoint_dir.Candidate) and checkpoint_dir.corruption_of(found) is None

@@ -1,0 +1,243 @@
+"""`runner fork`: what it starts, what waits for a trunk, what is refused in one line, and that then nothing is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from branches import hashes
+from checkpoints import train
+from fake_launcher import Command, FakeLauncher
+
+from runner.config.composition import compose
+from runner.contracts import JobInfo
+from runner.rundir.paths import RunDir
+
+STEPS = 6
+WORDS = ["experiment=smoke", "data=mixture", "sampler=elastic", "logger=none", f"train.steps={STEPS}"]
+
+
+@dataclass
+class Waiting(FakeLauncher):
+    """What starts branches after their trunk."""
+
+    trunk: Path
+    status: int = 0
+    started: list[Path] = field(default_factory=list)
+
+    def launch(self, run_dirs: list[Path], attempt: str, guards: Any = ()) -> int:
+        self.started.extend(run_dirs)
+        if self.status == 0:
+            for path in run_dirs:
+                RunDir(path).job.write_text(json.dumps({"job_id": "8", "launcher": "fake_launcher.FakeLauncher"}))
+        return self.status
+
+    def preview(self, run_dirs: list[Path]) -> str:
+        return f"after {self.trunk.name}: {' '.join(path.name for path in run_dirs)}"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trunk of which steps 1 to 3 were saved."""
+    path = tmp_path_factory.mktemp("o") / "trunk"
+    train(path / "checkpoints", 3, keep_last=3)
+    job = compose([*WORDS, "checkpoint.every_steps=1", f"run.dir={path}"])
+    (path / "config.yaml").write_text(job.text)
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3)))
+    return path
+
+
+@pytest.fixture
+def trunk(template: Path, run: Command, conf: Path) -> Path:
+    """In the current directory of the command; its launcher is the fake one."""
+    made = Path(shutil.copytree(template, Path("o/trunk").absolute()))
+    job = compose([*WORDS, "checkpoint.every_steps=1", "launcher=fake", f"run.dir={made}"], [conf])
+    (made / "config.yaml").write_text(job.text)
+    return made
+
+
+@pytest.fixture
+def waiting(trunk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
+    launcher = Waiting(trunk)
+    monkeypatch.setattr(FakeLauncher, "after", lambda self, run_dir: launcher if run_dir == trunk else None)
+    return launcher  # type: ignore[return-value]
+
+
+def branches(trunk: Path) -> list[Path]:
+    return sorted(path for path in trunk.parent.iterdir() if path != trunk)
+
+
+def pins(trunk: Path) -> list[str]:
+    return sorted(path.name for path in (trunk / "checkpoints").glob("*.pinned"))
+
+
+def test_a_branch_has_the_checkpoint_before_it_is_launched(trunk: Path, command: Command) -> None:
+    """And the records up to it: whatever becomes of the trunk then."""
+    before = hashes(trunk)
+    assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
+    (branch,) = branches(trunk)
+    assert FakeLauncher.launched == [branch]
+    assert RunDir(branch).checkpoint_steps() == [2]
+    assert (branch / "metrics.jsonl").read_text().count("\n") == 2
+    assert hashes(trunk) == before
+    assert pins(trunk) == []
+    assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
+    assert branches(trunk) == [branch]
+
+
+def test_the_name_of_a_trunk_may_look_like_a_setting(trunk: Path, command: Command) -> None:
+    trunk.rename("o/lr=1")
+    assert command("fork", "o/lr=1", "--step", "2", "seed=1") == 0
+    (branch,) = FakeLauncher.launched
+    assert branch.name.startswith("lr=1-at2-seed1-")
+
+
+def test_a_branch_that_was_not_started_starts_at_the_step_of_its_fork(
+    trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
+    capsys.readouterr()
+    assert command("fork", "o/trunk", "--step", "2", "seed=1", "-n") == 0
+    assert ": starting at step 2: it was never started" in capsys.readouterr().out
+
+
+def test_each_value_of_a_sweep_is_a_branch(trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2", "-n") == 0
+    assert branches(trunk) == []
+    assert "new, a branch of o/trunk at step 2" in capsys.readouterr().out
+    assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2") == 0
+    assert command("-m", "fork=o/trunk@1,o/trunk@2", "seed=1,2") == 0
+    assert len(branches(trunk)) == 4
+
+
+def test_a_branch_of_the_future_waits_and_its_checkpoint_is_pinned(
+    trunk: Path, waiting: Waiting, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of one step wait together; the pin comes before the jobs."""
+    assert command("fork", "-m", "o/trunk", "--step", "5", "seed=1,2", "-n") == 0
+    assert "after trunk: trunk-at5-seed1" in capsys.readouterr().out
+    assert pins(trunk) == []
+    assert command("fork", "-m", "o/trunk", "--step", "5", "seed=1,2") == 0
+    assert "a branch of o/trunk at step 5, which it waits for" in capsys.readouterr().out
+    assert waiting.started == branches(trunk)
+    assert len(waiting.started) == 2
+    assert FakeLauncher.launched == []
+    assert pins(trunk) == ["step_00000005.pinned"]
+
+
+def test_a_waiting_branch_that_left_the_queue_waits_again(trunk: Path, waiting: Waiting, command: Command) -> None:
+    assert command("fork", "o/trunk", "--step", "5") == 0
+    (branch,) = waiting.started
+    FakeLauncher.queued = {branch: JobInfo("8", "pending", reason="Dependency")}
+    assert command("fork", "o/trunk", "--step", "5") == 0
+    assert waiting.started == [branch]
+    FakeLauncher.queued = {}
+    assert command("resume", str(branch)) == 0
+    assert waiting.started == [branch, branch]
+    train(trunk / "checkpoints", 5, keep_last=1)
+    assert command("fork", "o/trunk", "--step", "5") == 0
+    assert waiting.started == [branch, branch]
+    assert FakeLauncher.launched == [branch]
+    assert RunDir(branch).checkpoint_steps() == [5]
+
+
+def test_of_a_refused_submission_nothing_remains(trunk: Path, waiting: Waiting, command: Command) -> None:
+    """Neither a directory that has a checkpoint already, nor a pin; one that is pinned by hand stays so."""
+    before = hashes(trunk)
+    waiting.status = 2
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    assert command("-m", "fork=o/trunk@2,o/trunk@5") == 2
+    assert [path.name for path in branches(trunk)] == []
+    assert pins(trunk) == []
+    (trunk / "checkpoints" / "step_00000005.pinned").touch()
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    assert pins(trunk) == ["step_00000005.pinned"]
+    assert hashes(trunk) == before
+
+
+def test_a_launcher_that_refuses_leaves_no_checkpoint(
+    trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLauncher, "launch", lambda self, run_dirs, attempt, guards=(): 2)
+    assert command("fork", "o/trunk", "--step", "2") == 2
+    assert branches(trunk) == []
+
+
+def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
+    trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trunk / "checkpoints/step_00000002/train_state.pt").write_bytes(b"x")
+    assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "step_00000002 cannot be taken over: it is corrupt (train_state.pt has 1 bytes" in error
+    assert branches(trunk) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["o/trunk", "--step", "4"], "o/trunk has not saved step 4 yet: fork it once it has"),
+        (
+            ["o/trunk", "--step", "7", "train.steps=9"],
+            "o/trunk ends at step 6: fork a step up to it",
+        ),
+        (["o/trunk", "--step", "x"], "fork=o/trunk@x must be RUN@STEP"),
+        (["o/none", "--step", "2"], "o/none is not a run directory; if it was removed, runner resume continues"),
+        (["--step", "2"], "pass one run directory, and settings as key=value"),
+        (["-m", "o/trunk", "--step", "7", "train.steps=9", "seed=1,2"], "o/trunk ends at step 6"),
+        (["o/trunk", "--step", "2", "seed"], "seed: pass one run directory, and settings as key=value"),
+        (["o/trunk", "--step", "2", "fork=null"], "fork=null: RUN and --step say what it is a branch of"),
+        (["o/trunk", "--step", "2", "seedd=1"], "seedd"),
+    ],
+)
+def test_refused_in_one_line(
+    trunk: Path, command: Command, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert command("fork", *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert branches(trunk) == []
+
+
+def test_a_step_between_checkpoints_is_refused_with_those_there_are(
+    trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(trunk / "checkpoints/step_00000002")
+    assert command("fork", "o/trunk", "--step", "2") == 2
+    assert "o/trunk has no checkpoint of step 2: it has those of steps 1, 3" in capsys.readouterr().err
+    shutil.rmtree(trunk / "checkpoints/step_00000001")
+    assert command("fork", "o/trunk", "--step", "2") == 2
+    assert "o/trunk has no checkpoint of step 2: it has that of step 3" in capsys.readouterr().err
+    text = (trunk / "config.yaml").read_text()
+    (trunk / "config.yaml").write_text(text.replace("every_steps: 1", "every_steps: 3", 1))
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    expected = "is at step 3 and will not save step 5: it saves every 3 steps and at its end; fork one of those"
+    assert expected in capsys.readouterr().err
+    (trunk / "finished.json").write_text('{"steps": 6}')
+    assert command("fork", "o/trunk", "--step", "6", "train.steps=9") == 2
+    assert "has no checkpoint of step 6" in capsys.readouterr().err
+
+
+def test_a_trunk_that_others_may_write_is_not_trusted(
+    trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config names the classes that the branch would run."""
+    trunk.chmod(0o777)
+    assert command("fork", "o/trunk", "--step", "2") == 2
+    assert "can be written by everybody" in capsys.readouterr().err
+    assert branches(trunk) == []
+
+
+def test_help_names_it(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--help") == 0
+    assert "fork RUN --step N [key=value ...]" in capsys.readouterr().out
+    assert command("fork", "--help") == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--step N", "--dry-run", "-m", "The same command is the same branch"))

@@ -1,0 +1,660 @@
+"""`runner mv`, `rm`, `archive`, `pin`: safe against live runs, kills, full disks and typing errors."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import faults
+import forked
+import pytest
+from checkpoints import train
+from disk import Tree, tree_of
+from fake_launcher import Command, FakeLauncher, finish, run_dirs
+from faults import failing, intercepted, killed
+from runs import PACED, ROOT, TINY, Run, assert_same_run
+
+from runner.__main__ import run as runner
+from runner.cli import archive as archive_command
+from runner.cli import plan, start
+from runner.errors import ExitStatus
+from runner.rundir import custody, lease
+from runner.rundir.custody import Custody
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+LEASES = ("lease", "submission", "evaluation")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first test leaves a copy of its run, since composing takes longest."""
+    return tmp_path_factory.mktemp("template")
+
+
+@pytest.fixture
+def made(run: Command, template: Path) -> Path:
+    """A run of 10 steps that was started here, with checkpoints of the steps 1 to 3."""
+    for ready in template.iterdir():
+        return Path(shutil.copytree(ready, Path("outputs").absolute() / ready.name))
+    assert run("train.steps=10", launcher="here") == 0
+    FakeLauncher.launched.clear()
+    (path,) = run_dirs()
+    train(path / "checkpoints", 3, keep_last=10)
+    shutil.copytree(path, template / path.name)
+    return path
+
+
+def contents(path: Path) -> Tree:
+    """A run without its leases, which are of processes."""
+    return {name: data for name, data in tree_of(path).items() if name.partition("/")[0] not in LEASES}
+
+
+def error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one error line that was printed."""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+# ---- mv
+
+
+class TestMove:
+    def test_a_renamed_run_is_found_by_its_command(self, made: Path, command: Command, run: Command) -> None:
+        """By the hash, which stays."""
+        before = contents(made)
+        digest = made.name.rpartition("-")[2]
+        assert command("mv", str(made), "outputs/a good one") == 0
+        target = made.with_name(f"a good one-{digest}")
+        assert run_dirs() == [target]
+        assert contents(target) == before
+        assert run("train.steps=10", launcher="here") == 0
+        assert FakeLauncher.launched == run_dirs() == [target]
+
+    def test_a_run_in_another_directory_is_resumed_from_there(
+        self, made: Path, command: Command, run: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert command("mv", str(made), "store/best runs/") == 0
+        target = Path("store/best runs").absolute() / made.name
+        hint = capsys.readouterr().out.splitlines()[-1]
+        there = f"'store/best runs/{made.name}', or its command with run.root='store/best runs'"
+        assert hint == f"resume it: python -m runner resume {there}"
+        assert command("resume", str(target)) == 0
+        assert run("train.steps=10", "run.root='store/best runs'", launcher="here") == 0
+        assert FakeLauncher.launched == [target, target]
+
+    def test_a_run_that_its_command_does_not_find_is_resumed_by_its_path(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Without a hash in its name: `run.dir` named it."""
+        made = made.rename(made.with_name("plain"))
+        for target in ("outputs/other", "store/other"):
+            assert command("mv", str(made), target) == 0
+            assert capsys.readouterr().out.splitlines()[-1] == f"resume it: python -m runner resume {target}"
+            made = Path(target)
+
+    def test_into_an_existing_directory(self, made: Path, command: Command) -> None:
+        Path("store").mkdir()
+        assert command("mv", str(made) + "/", "store") == 0
+        assert (Path("store") / made.name / "config.yaml").is_file()
+
+    def test_a_name_with_a_newline_is_shown_on_one_line(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert command("mv", str(made), "outputs/two\nlines") == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1
+        assert "two\nlines" in run_dirs()[0].name
+
+    @pytest.mark.parametrize("how", ["same", "another", "file"])
+    def test_what_exists_is_not_replaced(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], how: str
+    ) -> None:
+        digest = made.name.rpartition("-")[2]
+        target = {"same": made, "another": made.with_name(f"b-{digest}"), "file": made.with_name(f"c-{digest}")}[how]
+        (Path("store") / made.name).mkdir(parents=True)
+        if how == "file":
+            target.write_text("precious")
+        before = contents(made)
+        asked = "store" if how == "another" else str(target)
+        assert command("mv", str(made), asked) == ExitStatus.USAGE
+        assert "exists: choose another name" in error(capsys) or how == "same"
+        assert contents(made) == before
+        assert how != "file" or target.read_text() == "precious"
+
+    def test_neither_into_itself_nor_into_another_run(
+        self, made: Path, command: Command, run: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert command("mv", str(made), str(made / "inside" / "x")) == ExitStatus.USAGE
+        assert "is inside of" in error(capsys)
+        assert run("train.steps=10", "seed=2", launcher="here") == 0
+        capsys.readouterr()
+        (other,) = [path for path in run_dirs() if path != made]
+        assert command("mv", str(made), str(other)) == ExitStatus.USAGE
+        assert f"is in the run outputs/{other.name}: choose a place outside of runs" in error(capsys)
+        assert not (made / "inside").exists()
+        assert sorted(run_dirs()) == sorted([made, other])
+
+    def test_to_another_file_system(self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+        before = contents(made)
+        with intercepted(refusing("replace", "rename", code=errno.EXDEV, of=made)):
+            assert command("mv", str(made), "far away/x") == ExitStatus.USAGE
+        assert f"is on another file system: pack the run with `python -m runner archive outputs/{made.name}" in error(
+            capsys
+        )
+        assert contents(made) == before
+        assert command("mv", str(made), "far away/x") == 0
+
+    def test_a_directory_that_cannot_be_written(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with intercepted(refusing("replace", "rename", code=errno.EACCES, of=made)):
+            assert command("mv", str(made), "elsewhere") == ExitStatus.FAILED
+        assert "cannot be moved to" in error(capsys)
+        assert made.is_dir()
+
+    def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
+        """The whole run is at one of the two places; if at the first, the same command moves it."""
+        from runner.cli.mv import main
+
+        before = contents(made)
+        for number in range(changes(made, tmp_path, lambda source, target: main([str(source), str(target)]))):
+            source, target = scene(made, tmp_path, number)
+            kill_at(number, lambda source=source, target=target: main([str(source), str(target)]))  # type: ignore[misc]
+            assert source.exists() != target.exists(), number
+            assert contents(source if source.exists() else target) == before, number
+            if source.exists():
+                assert main([str(source), str(target)]) == 0
+                assert contents(target) == before
+
+
+def refusing(*calls: str, code: int, of: Path) -> faults.Break:
+    """These calls fail with this errno for this path."""
+
+    def act(_: int, name: str, call: Callable[[], object], args: tuple[object, ...]) -> object:
+        if name in calls and str(args[0]) == str(of):
+            raise OSError(code, os.strerror(code), str(of))
+        return call()
+
+    return act
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands whose changes to the file system are the same every time; no waiting for a disk or a heartbeat."""
+    monkeypatch.setattr(custody, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lease, "MAX_INTERVAL_S", 0.02)
+    monkeypatch.setattr(faults, "CALLS", (*faults.CALLS, "link"))
+    monkeypatch.setattr(Lease, "_beat", lambda lease: None)
+    monkeypatch.setattr(files, "open_new", Unbuffered)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(files, "fsync_fd", os.fsync)
+
+
+class Unbuffered(io.FileIO):
+    """A new file whose every write is a change to the file system."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x")
+
+    def write(self, data: object) -> int:
+        return os.write(self.fileno(), data)  # type: ignore[arg-type]
+
+
+def refused(code: int) -> Callable[..., object]:
+    """A call that fails with this errno."""
+
+    def call(*arguments: object) -> object:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def scene(made: Path, folder: Path, number: object) -> tuple[Path, Path]:
+    """A copy of the run in a directory of its own, and a target beside it."""
+    parent = folder / f"scene{number}"
+    shutil.copytree(made, parent / "a-11111111")
+    return parent / "a-11111111", parent / "b-11111111"
+
+
+def changes(made: Path, folder: Path, command: Callable[[Path, Path], int]) -> int:
+    """How many changes to the file system a command makes, given a run and a target."""
+    source, target = scene(made, folder, "-count")
+    with intercepted() as trace:
+        assert command(source, target) == 0
+    return trace.count
+
+
+def kill_at(number: int, action: Callable[[], object]) -> None:
+    """Run a command in a process that is killed before this change."""
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            with intercepted(killed(number)):
+                action()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+# ---- rm
+
+
+class TestRemove:
+    def test_a_run_is_removed_with_all_that_is_in_it(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert command("rm", str(made), str(made), "--yes") == 0
+        assert run_dirs() == []
+        assert capsys.readouterr().out.splitlines()[-1] == f"removed outputs/{made.name}"
+
+    def test_it_asks_and_a_script_has_to_be_explicit(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert command("rm", str(made)) == ExitStatus.USAGE
+        assert "add --yes where nobody can be asked" in error(capsys)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        asked: list[str] = []
+
+        def answered(text: str) -> str:
+            asked.append(text)
+            return ("", "n", "yess")[len(asked) - 1]
+
+        monkeypatch.setattr("builtins.input", answered)
+        for _ in range(3):
+            assert command("rm", str(made)) == 0
+            assert "nothing was removed" in capsys.readouterr().out
+        assert made.is_dir()
+        assert asked[0].startswith(f"remove outputs/{made.name} (")
+        monkeypatch.setattr("builtins.input", lambda text: "y")
+        assert command("rm", str(made)) == 0
+        assert run_dirs() == []
+
+    def test_a_dry_run_changes_nothing(self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+        before = tree_of(made)
+        assert command("rm", "--dry-run", str(made)) == command("rm", "-n", str(made), "--yes") == 0
+        assert f"would remove outputs/{made.name} (" in capsys.readouterr().out
+        assert tree_of(made) == before
+
+    def test_if_one_cannot_be_removed_none_is(
+        self, made: Path, command: Command, run: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Every fault is listed, before anything is removed and before anybody is asked."""
+        assert run("train.steps=10", "seed=2", launcher="here") == 0
+        capsys.readouterr()
+        pinned, other = sorted(run_dirs(), key=lambda path: path != made)
+        assert command("pin", str(pinned), "--step", "2") == 0
+        capsys.readouterr()
+        assert command("rm", str(other), str(pinned), "outputs", "nowhere", "--yes") == ExitStatus.USAGE
+        lines = capsys.readouterr().err.splitlines()
+        assert [words in line for words, line in zip(("pinned checkpoints (2)", "not a", "not a"), lines, strict=True)]
+        assert all(line.endswith("nothing was removed") for line in lines)
+        assert other.is_dir()
+        assert command("rm", str(other), str(pinned), "--yes", "--force") == 0
+        assert run_dirs() == []
+
+    def test_a_typing_error_removes_no_config_and_no_outputs(self, made: Path, conf: Path, command: Command) -> None:
+        (conf / "config.yaml").write_text("seed: 1")
+        for path in (conf, made.parent, made / "checkpoints", Path("/"), Path.cwd()):
+            assert command("rm", str(path), "--yes") == ExitStatus.USAGE
+        assert made.is_dir()
+        assert (conf / "config.yaml").is_file()
+
+    def test_its_branches_are_named_and_do_not_need_it(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One that still waits for a checkpoint does."""
+        branch = branched(made)
+        assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
+        assert f"{branch.relative_to(Path.cwd())} waits for a checkpoint of outputs/{made.name}" in error(capsys)
+        assert command("mv", str(made), "elsewhere") == ExitStatus.LOCKED
+        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.LOCKED
+        capsys.readouterr()
+        train(branch / "checkpoints", 1)
+        assert command("rm", str(made), "--dry-run") == 0
+        assert f"its branches outputs/{branch.name} need nothing of it" in capsys.readouterr().out
+        assert command("rm", str(made), "--yes") == 0
+        assert run_dirs() == [branch]
+
+    def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
+        """The whole run or, under its name, nothing; the same command then leaves nothing at all."""
+        from runner.cli.rm import main
+
+        before, states = contents(made), set()
+        for number in range(changes(made, tmp_path, lambda source, _: main([str(source), "--yes"]))):
+            source, _ = scene(made, tmp_path, number)
+            kill_at(number, lambda source=source: main([str(source), "--yes"]))  # type: ignore[misc]
+            assert not source.exists() or contents(source) == before, number
+            states.add(source.exists())
+            if list(source.parent.iterdir()):
+                assert main([str(source), "--yes"]) == 0
+            assert list(source.parent.iterdir()) == [], number
+        assert states == {True, False}
+
+    def test_what_a_disk_refuses_to_remove_is_removed_later(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "remove_tree", refused(errno.EACCES))
+            assert command("rm", str(made), "--yes") == ExitStatus.FAILED
+        assert "the rest of the run is there; rerun the command" in error(capsys)
+        assert command("rm", str(made), "--yes") == 0
+        assert run_dirs() == []
+
+
+def branched(trunk: Path) -> Path:
+    """A branch that waits for its trunk: it has a config, and no checkpoint."""
+    path = trunk.with_name("branch-22222222")
+    path.mkdir()
+    text = RunDir(trunk).config.read_text()
+    head, _, tail = text.partition("fork:\n  run: null\n")
+    assert tail
+    RunDir(path).config.write_text(f"{head}fork:\n  run: {trunk}\n{tail}")
+    RunDir(path).code.write_text("{}")
+    return path
+
+
+# ---- archive
+
+
+def unpacked(file: Path, folder: Path) -> Path:
+    """The run in an archive."""
+    with tarfile.open(file) as tar:
+        tar.extractall(folder, filter="data")
+    (path,) = folder.iterdir()
+    return path
+
+
+class TestArchive:
+    @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tar.xz"])
+    def test_what_is_unpacked_is_the_run(self, made: Path, command: Command, tmp_path: Path, suffix: str) -> None:
+        """With empty directories, links, strange names, modes and pins; without leases."""
+        (made / "tensorboard").mkdir()
+        (made / "wandb").mkdir()
+        (made / "wandb" / "run\n1 ü").write_text("log")
+        (made / "wandb" / "latest").symlink_to("run\n1 ü")
+        assert command("pin", str(made), "--step", "2") == 0
+        before = contents(made)
+        assert command("archive", str(made), f"my runs{suffix}") == 0
+        assert contents(made) == before
+        there = unpacked(Path(f"my runs{suffix}"), tmp_path / "there")
+        assert there.name == made.name
+        assert contents(there) == tree_of(there) == before
+        assert (there / "wandb" / "latest").is_symlink()
+        assert there.stat().st_mode == made.stat().st_mode
+        assert command("resume", str(there)) == 0
+        assert FakeLauncher.launched == [there]
+
+    def test_some_checkpoints(self, made: Path, command: Command, tmp_path: Path) -> None:
+        assert command("pin", str(made), "--step", "1") == 0
+        for which, kept in (("last", [1, 3]), ("none", [1]), ("all", [1, 2, 3])):
+            assert command("archive", str(made), f"{which}.tar", "--checkpoints", which) == 0
+            assert RunDir(unpacked(Path(f"{which}.tar"), tmp_path / which)).checkpoint_steps() == kept
+        assert command("archive", str(made), "best.tar", "--checkpoints", "best") == ExitStatus.USAGE
+        assert not Path("best.tar").exists()
+
+    def test_removed_only_after_it_was_verified(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = contents(made)
+        real = archive_command._content
+        with monkeypatch.context() as patch:  # a disk that returns something else than was written
+            patch.setattr(archive_command, "_content", lambda tar, entry: real(tar, entry)[::-1])
+            assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.FAILED
+        assert "what was written reads back differently" in error(capsys)
+        assert contents(made) == before
+        assert not list(Path().glob("*.tar")) + list(Path().glob(".*.tmp-*"))
+        assert command("archive", str(made), "x.tar", "--remove") == 0
+        assert run_dirs() == []
+        assert contents(unpacked(Path("x.tar"), Path("there"))) == before
+
+    @pytest.mark.parametrize(
+        ("file", "words"),
+        [
+            ("x.zip", "the file name must end in .tar, .tar.gz, .tar.xz"),
+            ("there.tar", "exists: choose another name"),
+            ("outputs/{run}/x.tar", "is in the run"),
+            ("nowhere/x.tar", "No such file or directory"),
+        ],
+    )
+    def test_a_file_that_cannot_be_made(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], file: str, words: str
+    ) -> None:
+        """Inside of the run it would be removed with it."""
+        Path("there.tar").write_text("precious")
+        assert command("archive", str(made), file.format(run=made.name), "--remove") in (1, 2)
+        assert words in error(capsys)
+        assert made.is_dir()
+        assert Path("there.tar").read_text() == "precious"
+
+    def test_a_full_disk_at_any_write(self, made: Path, tmp_path: Path, quick: None) -> None:
+        """Nothing is left, and the run is as it was."""
+        from runner.errors import UserError
+
+        before = contents(made)
+        target = tmp_path / "x.tar"
+        with intercepted() as trace:
+            assert archive_command.main([str(made), str(target)]) == 0
+        target.unlink()
+        mine = [number for number, (name, path, _) in enumerate(trace.calls) if ".x.tar" in path and name != "unlink"]
+        assert len(mine) > 20
+        for number in [*mine[:: len(mine) // 20], *mine[-3:]]:
+            with intercepted(failing(number, errno.ENOSPC)), pytest.raises(UserError, match="No space"):
+                archive_command.main([str(made), str(target), "--remove"])
+            assert contents(made) == before, trace.calls[number]
+            assert list(tmp_path.glob(".x.tar*")) == [], trace.calls[number]
+            target.unlink(missing_ok=True)  # if the directory could not be synced: then it is whole
+
+    @pytest.mark.slow
+    def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
+        """At every moment the whole run is in its directory or in the archive; the same command goes on from there."""
+        before = contents(made)
+        source, _ = scene(made, tmp_path, "-count")
+        with intercepted() as trace:
+            assert archive_command.main([str(source), str(source.parent / "x.tar"), "--remove"]) == 0
+        for number in range(trace.count):
+            source, _ = scene(made, tmp_path, number)
+            file = source.parent / "x.tar"
+            words = [str(source), str(file), "--remove"]
+            kill_at(number, lambda words=words: archive_command.main(words))  # type: ignore[misc]
+            assert source.exists() or file.exists(), number
+            if file.exists():
+                assert contents(unpacked(file, source.parent / "there")) == before, number
+            if source.exists():
+                assert contents(source) == before, number
+                assert archive_command.main(words) == 0
+                assert [path.name for path in source.parent.iterdir() if path.name != "there"] == ["x.tar"]
+            shutil.rmtree(source.parent)
+
+    def test_killed_while_it_removes_the_same_command_removes_the_rest(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(archive_command, "remove_rest", lambda aside: None)
+            assert command("archive", str(made), "x.tar", "--remove") == 0
+        assert len(list(made.parent.iterdir())) == 1
+        packed = Path("x.tar").read_bytes()
+        assert command("archive", str(made), "x.tar", "--remove") == 0
+        assert "x.tar holds the run; removed outputs/." in capsys.readouterr().out
+        assert list(made.parent.iterdir()) == []
+        assert Path("x.tar").read_bytes() == packed
+        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
+
+    def test_two_at_once_do_not_replace_each_others_file(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = archive_command._pack
+
+        def pack(*arguments: object) -> dict[str, str]:
+            content = real(*arguments)  # type: ignore[arg-type]
+            Path("x.tar").write_text("of another command")
+            return content
+
+        monkeypatch.setattr(archive_command, "_pack", pack)
+        for links in (True, False):
+            Path("x.tar").unlink(missing_ok=True)
+            with monkeypatch.context() as patch:
+                if not links:
+                    patch.setattr(files, "link", refused(errno.EPERM))
+                assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
+            assert "x.tar exists" in error(capsys)
+            assert Path("x.tar").read_text() == "of another command"
+            assert made.is_dir()
+
+
+# ---- pin
+
+
+def test_pins_are_set_listed_and_removed(made: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(made, 3)
+    for words, answer in (
+        ([], "none"),
+        (["--step", "1"], "1"),
+        (["--step", "last"], "1, 3"),
+        (["--remove", "--step", "3"], "1"),
+        (["--remove", "--step", "99"], "1"),
+    ):
+        assert command("pin", str(made), *words) == 0
+        assert capsys.readouterr().out == f"pinned: {answer}\n"
+    assert command("pin", str(made), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"pinned": [1]}
+    assert command("checkpoints", str(made), "--prune") == 0
+    assert RunDir(made).checkpoint_steps() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--step", "9"], "there is no checkpoint of step 9 in .*; available: 1, 2, 3"),
+        (["--step", "best"], "judged by a metric"),
+        (["--step", "two"], "there is no checkpoint of step two"),
+        (["--remove"], "--remove needs --step N, one of none"),
+    ],
+)
+def test_a_pin_of_what_is_not_there(
+    made: Path, command: Command, capsys: pytest.CaptureFixture[str], words: list[str], answer: str
+) -> None:
+    import re
+
+    assert command("pin", str(made), *words) == ExitStatus.USAGE
+    assert re.search(answer, error(capsys))
+    assert not list((made / "checkpoints").glob("*.pinned"))
+
+
+def test_what_is_no_run_is_called_that_and_nothing_in_it_is_judged(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "profile").write_text("")  # a run has a directory of that name
+    assert command("pin", str(tmp_path)) == ExitStatus.USAGE
+    assert error(capsys) == f"{tmp_path} has no checkpoints; pass a run directory, such as outputs/NAME"
+
+
+# ---- against others who are at the run
+
+
+COMMANDS = [["mv", "{run}", "elsewhere"], ["rm", "{run}", "--yes"], ["archive", "{run}", "x.tar", "--remove"]]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_live_run_is_left_alone(
+    made: Path, command: Command, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    before = contents(made)
+    with Lease.acquire(RunDir(made).lease):
+        assert command(*(word.format(run=made) for word in words)) == ExitStatus.LOCKED
+    line = error(capsys)
+    assert "is in use by process" in line
+    assert "; wait for it, or stop it" in line  # another run.dir is no way out
+    assert contents(made) == before
+    assert not Path("elsewhere").exists()
+    assert not Path("x.tar").exists()
+    assert command(*(word.format(run=made) for word in words)) == 0
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
+    made: Path,
+    run: Command,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    sweep: bool,
+) -> None:
+    """The command has looked at the run already, and finds nothing there when it acquires the lease."""
+    before, real = contents(made), plan.plan_runs
+    moves = iter([True])
+
+    def plan_runs(*arguments: object, **options: object) -> object:
+        planned = real(*arguments, **options)  # type: ignore[arg-type]
+        if next(moves, False):
+            assert files.rename(made, made.with_name("elsewhere-00000000")) is None
+        return planned
+
+    monkeypatch.setattr(start, "plan_runs", plan_runs)
+    words = ["-m", "seed=0,1"] if sweep else []
+    assert run("train.steps=10", *words, launcher="fake" if sweep else "here") == ExitStatus.USAGE
+    assert "was moved or removed meanwhile: rerun the command to begin it anew" in error(capsys)
+    assert FakeLauncher.launched == []
+    assert not made.exists()
+    assert contents(made.with_name("elsewhere-00000000")) == before
+
+
+def test_a_command_that_comes_while_a_run_is_moved_starts_nothing(
+    made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, statuses = Custody.move, []
+
+    def move(held: Custody, target: Path) -> None:
+        statuses.append(run("train.steps=10", launcher="here"))
+        real(held, target)
+
+    monkeypatch.setattr(Custody, "move", move)
+    assert command("mv", str(made), "elsewhere") == 0
+    assert statuses == [ExitStatus.LOCKED]
+    assert FakeLauncher.launched == []
+    assert not made.exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_bit_for_bit_from_an_archive_and_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Housekeeping is refused while it trains. Killed, archived, removed, unpacked, moved, resumed: the same run."""
+    monkeypatch.chdir(ROOT)
+    words = [*TINY, PACED, "train.steps=8", "checkpoint.every_steps=2", "eval.every_steps=4"]
+    plain, first = Run(tmp_path / "plain", words), Run(tmp_path / "first-11111111", words)
+    log = tmp_path / "log"
+    forked.finish(forked.attempt_of([*words, f"run.dir={plain.path}"], log, 1), log)
+
+    environment = {**first.hold(5), "HELD_S": "600"}
+    process = forked.fork([*words, f"run.dir={first.path}"], log, **environment)
+    while not first.idles() or RunDir(first.path).newest_step() < 4:
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), log.read_text()
+        time.sleep(0.01)
+    before = {name: data for name, data in contents(first.path).items() if name != "status.json"}
+    for each in COMMANDS:
+        assert runner([word.format(run=first.path) for word in each]) == ExitStatus.LOCKED
+    assert {name: data for name, data in contents(first.path).items() if name != "status.json"} == before
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+    archive = tmp_path / "packed.tar.gz"
+    assert runner(["archive", str(first.path), str(archive), "--remove"]) == 0
+    assert not first.path.exists()
+    there = unpacked(archive, tmp_path / "other")
+    assert runner(["mv", str(there), str(tmp_path / "renamed")]) == 0
+    renamed = Run(tmp_path / "renamed-11111111", words)
+    assert renamed.path.is_dir()
+    assert len(renamed.lines()) < len(plain.lines())
+    forked.finish([forked.fork(["resume", str(renamed.path)], log)], log)
+    assert_same_run(renamed, plain)

@@ -1,0 +1,33 @@
+"""The commands in docs/housekeeping.md do what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import docs_pages
+import pytest
+from docs_pages import ROOT
+
+PAGE = ROOT / "docs" / "housekeeping.md"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """In the order of the page, each block in the directory that the one before left."""
+    shown, *rest = [block for block in docs_pages.blocks(PAGE) if block.language in ("console", "bash")]
+    command, _, answer = shown.text.removeprefix("$ ").partition("\n")
+    printed = docs_pages.shell(command, tmp_path).stdout
+    assert [line for line in printed.splitlines() if line.startswith("outputs/")] == [
+        line for line in answer.splitlines() if line.startswith("outputs/")
+    ]
+    assert not (tmp_path / "outputs").exists()
+    for block in rest:
+        if block.setup:
+            docs_pages.shell(block.setup, tmp_path)
+        printed = docs_pages.shell(block.text, tmp_path).stdout
+        for told in re.findall(r"# (pinned: \d+)", block.text):
+            assert told in printed
+    assert "finished, all 20 steps" in printed
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["baseline-1a2b3c4d"]

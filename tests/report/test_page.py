@@ -1,0 +1,259 @@
+"""The page in a real Chromium: it opens from a file, needs no network, draws, filters and groups without an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Chromium, chromium, executable
+from reported import losses, write_run
+from runs import ROOT, TINY, Run
+
+from runner.__main__ import run as command_line
+from runner.cli.report import results
+from runner.report.page import page
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+EVIL = "<img src=x onerror=alert(1)><b>bold"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    executable()
+    with chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of two runs of a mixture that were trained, and a fork."""
+    executable()
+    root = tmp_path_factory.mktemp("trained") / "outputs"
+    overrides = ["data=mixture", "train.steps=24", "eval.every_steps=6", "eval.batches=1", f"run.root={root}"]
+    runner = [sys.executable, "-m", "runner"]
+    environment = {**Run.environment(), "PYTHONPATH": f"{ROOT}"}
+
+    def run(*words: str) -> None:
+        subprocess.run(
+            [*runner, *words], cwd=root.parent, env=environment, check=True, capture_output=True, timeout=600
+        )
+
+    run("-m", *TINY, *overrides, "optimizer.lr=0.001,0.01")
+    run("fork", str(min(root.iterdir())), "--step", "20", "optimizer.lr=0.1", "run.name=fork")
+    assert command_line(["report", str(root)]) == 0
+    return root / "report.html"
+
+
+@pytest.fixture(scope="module")
+def sixty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of sixty runs: three temperatures, four learning rates, five seeds."""
+    root = tmp_path_factory.mktemp("sixty") / "outputs"
+    for number in range(60):
+        seed, lr, temperature = number % 5, 0.1 ** (number // 5 % 4), 1.0 + number // 20
+        draw = random.Random(number)
+        records: list[dict[str, Any]] = []
+        for step in range(1, 201):
+            loss = 5 / (1 + step / 40) + temperature / 5 + draw.random() / 9
+            by_source = {"code": loss, EVIL: loss / 2}
+            sources = {"code": {"samples": 3 * step}, EVIL: {"samples": step}}
+            records.append({"step": step, "loss": loss, "tokens_seen": 100 * step, "sources": sources})
+            if step % 20 == 0:
+                records.append({"step": step, "eval_loss": loss, "eval_loss_by_source": by_source})
+        name = f"{EVIL}-{number}" if number < 2 else f"width16-layers1-temperature{temperature:g}-lr{lr:g}-seed{seed}"
+        settings = {"sampler.temperature": temperature, "optimizer.lr": lr, "note": EVIL if number < 9 else "none"}
+        state = "failed" if number == 7 else "finished"
+        write_run(root / name, records, state=state, seed=seed, settings=settings)
+    assert command_line(["report", str(root)]) == 0
+    return root / "report.html"
+
+
+def choose(page: Chromium, control: str, value: str) -> None:
+    """Set a control as a user does."""
+    page.evaluate(
+        f"(() => {{ const e = document.getElementById({json.dumps(control)}); e.value = {json.dumps(value)};"
+        f" if (e.value !== {json.dumps(value)}) throw new Error('no such choice');"
+        " e.dispatchEvent(new Event(e.type === 'search' ? 'input' : 'change')); })()"
+    )
+
+
+def curves(page: Chromium) -> list[dict[str, Any]]:
+    """The curves that are drawn: name, first and last x, number of points, whether it has a color."""
+    script = """[...document.getElementById('curves').data].filter((t) => t.hoverinfo !== 'skip').map((t) => ({
+        name: t.name, first: t.x[0], last: t.x[t.x.length - 1], legend: t.showlegend !== false}))"""
+    return list(page.evaluate(script))
+
+
+def texts(page: Chromium, selector: str) -> list[str]:
+    return list(page.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText)"))
+
+
+def is_painted(page: Chromium, plot: str) -> bool:
+    """Whether a plot has lines that take up room on the screen."""
+    script = f"[...document.querySelectorAll('#{plot} path')].some((p) => p.getBoundingClientRect().width > 50)"
+    return bool(page.evaluate(f"{script} || Boolean(document.querySelector('#{plot} .gl-canvas'))"))
+
+
+def test_two_runs_and_a_fork(browser: Chromium, trained: Path) -> None:
+    page = browser
+    page.open(trained)
+    assert texts(page, "#summary") == ["3 runs: 3 finished"]
+    assert is_painted(page, "curves")
+    assert len(curves(page)) == 3
+    (branch,) = [curve for curve in curves(page) if curve["name"].startswith("fork")]
+    assert branch["first"] >= 18  # it begins where it left its trunk
+    assert len(texts(page, "#runs tbody tr")) == 3
+    assert "from step 20" in texts(page, "#forks")[0]
+    assert is_painted(page, "sources")
+    assert is_painted(page, "mixture")
+    assert is_painted(page, "timeline")
+    assert is_painted(page, "goodput")
+    for x, most in (("tokens_seen", 24 * 100_000), ("hours", 1.0), ("samples_seen", 24 * 1000), ("step", 24)):
+        choose(page, "x", x)
+        found = curves(page)
+        assert len(found) == 3
+        assert all(0 < curve["last"] <= most for curve in found), (x, found)
+    for metric in ("loss", "lr", "grad_norm", "eval_loss"):
+        choose(page, "metric", metric)
+        assert len(curves(page)) == 3
+    for box, axis in (("logx", "xaxis"), ("logy", "yaxis")):
+        page.evaluate(f"document.getElementById('{box}').click()")
+        assert page.evaluate(f"document.getElementById('curves').layout.{axis}.type") == "log"
+    assert is_painted(page, "curves")
+    assert page.problems == []
+
+
+def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
+    page = browser
+    page.open(sixty)
+    assert len(curves(page)) == 60
+    assert sum(curve["legend"] for curve in curves(page)) <= 9  # the best, and the chosen one
+    assert len(texts(page, "#runs tbody tr")) == 60
+    assert texts(page, "#runs tr.chosen td:first-child") == ["1"]  # the best is shown first
+    choose(page, "filter", "temperature=2 LR=0.01")
+    assert len(curves(page)) == len(texts(page, "#runs tbody tr")) == 5
+    assert texts(page, "#shown") == ["5 of 60 runs"]
+    choose(page, "filter", "temperature=2.0 lr=1e-2")
+    assert texts(page, "#shown") == ["5 of 60 runs"]
+    choose(page, "filter", "seed=1 temperature=")  # not yet a number
+    assert texts(page, "#shown") == ["12 of 60 runs"]
+    choose(page, "filter", "lr=0")  # and not 0.1
+    assert texts(page, "#shown") == ["0 of 60 runs"]
+    choose(page, "filter", "nothing like this")
+    assert curves(page) == []
+    choose(page, "filter", "")
+    choose(page, "by", '["sampler.temperature"]')
+    assert [curve["name"] for curve in curves(page)] == [
+        f"temperature={number} ({runs} runs)" for number, runs in ((1, 19), (2, 20), (3, 20))
+    ]
+    rows = [row.split("\t") for row in texts(page, "#groups tbody tr")]
+    assert [row[:3] for row in rows] == [["1", "20", "1"], ["2", "20", ""], ["3", "20", ""]]
+    assert all("±" in row[3] for row in rows)
+    by = page.evaluate(
+        "[...document.getElementById('by').options].map((o) => o.value).find((v) => v.split(',').length === 3)"
+    )
+    choose(page, "by", by)  # all settings but the seed
+    assert len(curves(page)) >= 12
+    choose(page, "by", "[]")
+    page.evaluate("[...document.querySelectorAll('#runs tbody tr')][30].click()")
+    name = texts(page, "#runs tr.chosen td:nth-child(2)")
+    assert name == texts(page, "#one option:checked")
+    assert ["state", "finished"] in [row.split("\t") for row in texts(page, "#facts tr")]
+    assert sum(curve["legend"] for curve in curves(page)) == 9
+    page.evaluate("document.querySelector('#runs th:nth-child(2)').click()")
+    ordered = [row.split("\t")[1] for row in texts(page, "#runs tbody tr")]
+    assert ordered == sorted(ordered, key=str.lower) or ordered[0] < ordered[-1]
+    assert page.problems == []
+
+
+def test_a_branch_has_no_evaluations_before_it_began(browser: Chromium, trained: Path) -> None:
+    """Its metrics begin with those of its trunk, which were evaluated at another time."""
+    browser.open(trained)
+    runs = browser.evaluate("JSON.parse(document.getElementById('data').textContent).runs")
+    (branch,) = [run for run in runs if run["fork"]]
+    assert branch["events"]
+    assert min(event["time"] for event in branch["events"]) >= branch["attempts"][0]["started"]
+
+
+def test_long_names_keep_the_end_in_which_they_differ(browser: Chromium, tmp_path: Path) -> None:
+    """In the legend, the table and beside the bars; and a last value that is not finite is not an empty cell."""
+    names = [f"{'long-' * 30}{end}" for end in ("first", "second")]
+    for name, last in zip(names, (1.0, math.nan), strict=True):
+        attempt = {"attempt": 1, "started": 1e9, "ended": 1e9 + 9, "start_step": 0, "end_step": 2, "cause": "finished"}
+        records = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}]
+        write_run(tmp_path / name, records, attempts=[attempt])
+    assert command_line(["report", str(tmp_path)]) == 0
+    page = browser
+    page.open(tmp_path / "report.html", 700)
+    shown = {"curves": [curve["name"] for curve in curves(page)], "runs": texts(page, "#runs td:nth-child(2)")}
+    shown["timeline"] = page.evaluate("document.getElementById('timeline').layout.yaxis.ticktext")
+    for place, labels in shown.items():
+        assert [label.endswith(end) for label, end in zip(sorted(labels), ("first", "second"), strict=True)], place
+        assert all(len(label) < 60 for label in labels), place
+    assert "not finite" in texts(page, "#runs tbody tr")[1]
+    assert page.problems == []
+
+
+def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
+    """In tables, legends, labels and menus: nothing of a name becomes an element, and nothing runs."""
+    page = browser
+    page.open(sixty)
+    choose(page, "filter", "onerror")
+    assert EVIL in "".join(texts(page, "#runs tbody tr"))
+    assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
+    for plot in ("curves", "timeline", "sources", "mixture"):
+        shown = page.evaluate(f"document.getElementById('{plot}').textContent")
+        assert "<img src=x" in shown, plot
+    assert page.problems == []
+
+
+def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path: Path) -> None:
+    """What was chosen stays so."""
+    path = tmp_path / "report.html"
+
+    def write(runs: int, refresh_s: float | None) -> None:
+        write_run(tmp_path / f"run{runs}", losses([3.0, 2.0], loss=1.0), settings={"optimizer.lr": 0.1 * (runs % 2)})
+        path.write_text(page(results([tmp_path]), "a sweep", "eval_loss", refresh_s=refresh_s))
+
+    write(1, None)
+    write(2, None)
+    browser.open(path)
+    choose(browser, "metric", "loss")
+    choose(browser, "by", '["optimizer.lr"]')
+    choose(browser, "filter", "lr=0.1")
+    write(3, 0.5)
+    browser.evaluate("location.reload()")
+    browser.wait_for("document.getElementById('shown') && document.getElementById('shown').innerText === '2 of 3 runs'")
+    write(5, None)  # this time by itself
+    browser.wait_for("document.getElementById('shown') && document.getElementById('shown').innerText === '3 of 4 runs'")
+    assert browser.evaluate("document.getElementById('filter').value") == "lr=0.1"
+    assert browser.evaluate("document.getElementById('metric').value") == "loss"
+    assert [curve["name"] for curve in curves(browser)] == ["lr=0.1 (3 runs)"]
+    assert browser.problems == []
+
+
+def test_a_page_in_which_somebody_has_zoomed_waits(browser: Chromium, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_run(tmp_path / "run", losses([3.0, 2.0]))
+    path.write_text(page(results([tmp_path]), "a run", "eval_loss", refresh_s=1.0))
+    browser.open(path)
+    drawn = "document.body && document.body.dataset.drawn === 'yes'"
+    browser.wait_for(f"{drawn} && Plotly.relayout('curves', {{'xaxis.range': [1, 2]}}) && (window.zoomed = true)")
+    assert browser.evaluate("new Promise((done) => setTimeout(() => done(window.zoomed), 2500))")
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize("width", [1400, 700])
+def test_nothing_is_wider_than_the_window(browser: Chromium, sixty: Path, trained: Path, width: int) -> None:
+    """Wide tables scroll by themselves."""
+    page = browser
+    for path in (trained, sixty):
+        page.open(path, width)
+        page.wait_for(f"document.documentElement.scrollWidth <= {width}")
+        assert page.problems == []

@@ -1,0 +1,469 @@
+"""`runner report`: what it says of runs is so, in every form, and mistakes are one line."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reported import losses, write_run
+
+from runner.__main__ import run as command_line
+from runner.report import picture
+from runner.report.compare import grouped, ranked
+from runner.report.runs import lower_is_better, read_run
+from runner.rundir.paths import RunDir
+from runner.system import clock
+
+EVIL = "</script><img src=x onerror=alert(1)>[red]\x1b[2J\u202ex %{y} $x$ <b>&amp;"
+Report = Callable[..., str]
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    """Runs the command, which must end well; what it prints."""
+
+    def run(*arguments: object) -> str:
+        assert command_line(["report", *map(str, arguments)]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def as_json(report: Report, *arguments: object) -> dict[str, Any]:
+    return dict(json.loads(report(*arguments, "--json"), parse_constant=pytest.fail))
+
+
+def page_data(path: Path) -> dict[str, Any]:
+    """What the script of a page reads."""
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found
+    return dict(json.loads(found[1], parse_constant=pytest.fail))
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def replace_by_fifo(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line of an error."""
+    assert command_line(["report", *map(str, arguments)]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two temperatures by three seeds, of which one has failed and one has diverged."""
+    root = tmp_path / "outputs"
+    for temperature in (1.0, 2.0):
+        for seed in (1, 2, 3):
+            last = 1.0 + temperature + seed / 7
+            write_run(
+                root / f"t{temperature:g}-s{seed}",
+                losses([9.0, last / 2, last if (temperature, seed) != (1.0, 3) else None], loss_by_source={"a": seed}),
+                state="failed" if (temperature, seed) == (2.0, 3) else "finished",
+                seed=seed,
+                settings={"sampler.temperature": temperature},
+            )
+    return root
+
+
+# ---- numbers
+
+
+def test_the_last_the_best_and_its_step(sweep: Path, report: Report) -> None:
+    runs = {run["run"]: run for run in as_json(report, sweep)["runs"]}
+    assert set(runs) == {f"t{temperature}-s{seed}" for temperature in (1, 2) for seed in (1, 2, 3)}
+    one = runs["t2-s1"]
+    assert one["metrics"]["eval_loss"] == {"last": 3 + 1 / 7, "best": (3 + 1 / 7) / 2, "best_step": 2}
+    assert one["settings"] == {"sampler.temperature": 2.0, "seed": 1}
+    assert (one["state"], one["path"]) == ("finished", str(sweep / "t2-s1"))
+    assert runs["t1-s3"]["metrics"]["eval_loss"]["last"] is None
+    assert runs["t1-s3"]["metrics"]["eval_loss"]["best_step"] == 2
+    assert runs["t2-s3"]["state"] == "failed"
+    assert runs["t2-s2"]["metrics"]["loss_by_source/a"]["last"] == 2
+
+
+def test_groups_are_means_over_the_runs_that_did_not_fail(sweep: Path, report: Report) -> None:
+    """With the sample standard deviation; failed runs are counted, and a run that diverged has no last value."""
+    for arguments in ([], ["--by", "sampler.temperature"]):
+        one, two = as_json(report, sweep, *arguments)["groups"]
+        assert (one["by"], one["n"], one["failed"]) == ({"sampler.temperature": 1.0}, 3, 0)
+        assert (two["by"], two["n"], two["failed"]) == ({"sampler.temperature": 2.0}, 3, 1)
+        for group, base in ((one, 2.0), (two, 3.0)):
+            values = [base + seed / 7 for seed in (1, 2)]
+            found = group["metrics"]["eval_loss"]
+            assert found == {"mean": statistics.fmean(values), "std": pytest.approx(statistics.stdev(values))}
+    both = as_json(report, sweep, "--by", "seed", "--by", "sampler.temperature")["groups"]
+    assert [tuple(group["by"].values()) for group in both] == [(s, t) for s in (1, 2, 3) for t in (1.0, 2.0)]
+    assert both[0]["metrics"]["eval_loss"]["std"] is None
+    assert both[-1]["metrics"] == {}
+
+
+def test_runs_are_ranked_by_the_metric_of_the_best_checkpoints(tmp_path: Path, report: Report) -> None:
+    for name, value in (("a", 0.2), ("b", 0.9), ("c", None), ("d", 0.5)):
+        records = [{"step": 1, "eval_acc": value, "loss": 1 - (value or 0)}]
+        judged = {"checkpoint.best.metric": "eval_acc", "checkpoint.best.mode": "max"}
+        write_run(tmp_path / name, records, seed=len(name), settings=judged)
+    assert [run["run"] for run in as_json(report, tmp_path)["runs"]] == ["b", "d", "a", "c"]
+    assert as_json(report, tmp_path, "--metric", "loss")["runs"][0]["run"] == "b"
+    assert report(tmp_path).splitlines()[1].split()[0] == "b"
+
+
+def test_which_metrics_are_better_when_they_are_higher() -> None:
+    for name in ("loss", "eval_loss", "eval_loss@abc/code", "perplexity", "accuracy_loss"):
+        assert lower_is_better(name, {})
+    for name in ("eval_accuracy", "val/acc", "f1", "test_f1@ab"):
+        assert not lower_is_better(name, {})
+    assert lower_is_better("score", {"score": "min"})
+    assert not lower_is_better("loss", {"loss": "max"})
+
+
+def test_every_form_says_the_same_numbers(sweep: Path, report: Report, tmp_path: Path) -> None:
+    table, html, picture_file = (tmp_path / name for name in ("runs.csv", "page.html", "curves.svg"))
+    printed = report(sweep, "--csv", table, "--html", html, "--plot", picture_file, "--by", "sampler.temperature")
+    asked = as_json(report, sweep)
+    rows = list(csv.DictReader(io.StringIO(table.read_text())))
+    data = page_data(html)
+    assert report(sweep, "--csv") == table.read_text() == report("--csv", sweep)
+    assert {row["run"] for row in rows} == {run["name"] for run in data["runs"]}
+    for run, row in zip(asked["runs"], rows, strict=True):
+        (shown,) = [one for one in data["runs"] if one["name"] == run["run"]]
+        own = run["metrics"]["eval_loss"]
+        assert shown["metrics"]["eval_loss"] == [own["last"], own["best"], own["best_step"]]
+        assert float(row["eval_loss"]) == (own["last"] or pytest.approx(float("nan"), nan_ok=True))
+        assert (float(row["eval_loss best"]), int(row["eval_loss best step"])) == (own["best"], own["best_step"])
+        assert (row["seed"], row["state"]) == (str(run["settings"]["seed"]), run["state"])
+        assert f"{own['best']:.4f}" in printed
+        steps, values = (base64.b64decode(part) for part in shown["series"]["eval_loss"])
+        assert np.frombuffer(steps, "<u4").tolist() == [1, 2, 3]
+        assert np.frombuffer(values, "<f4")[1] == np.float32(own["best"])
+    for group in asked["groups"]:
+        found = group["metrics"]["eval_loss"]
+        assert f"{found['mean']:.4f} ± {found['std']:.4f}" in printed
+    assert "<svg" in picture_file.read_text()
+
+
+def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None:
+    """One row per run and step, an evaluation in the row of its step."""
+    records: list[dict[str, Any]] = [{"step": 1, "loss": 2.5, "digest": "ab", "by": {"a": 3}}]
+    records.append({"step": 2, "loss": 2.0})
+    write_run(tmp_path / "runs" / "x", [*records, {"step": 2, "eval_loss": 1.5}])
+    report(tmp_path / "runs", "--steps-csv", tmp_path / "steps.csv")
+    assert (tmp_path / "steps.csv").read_text().splitlines() == [
+        "run,step,loss,by/a,digest,eval_loss",
+        "x,1,2.5,3,ab,",
+        "x,2,2,,,1.5",
+    ]
+
+
+def test_the_largest_numbers_make_no_error(tmp_path: Path, report: Report) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"s{seed}", losses([1.7e308]), seed=seed)
+    (group,) = as_json(report, tmp_path)["groups"]
+    assert group["metrics"]["eval_loss"]["mean"] in (None, pytest.approx(1.7e308))
+    report(tmp_path)
+
+
+def test_evaluations_made_later_are_part_of_the_run(tmp_path: Path, report: Report) -> None:
+    run = write_run(tmp_path / "outputs" / "x", losses([3.0, 2.0]))
+    lines = [
+        {"step": 2, "eval_loss": 7.0},
+        {"step": 1, "settings": "ab12", "eval_loss": 5.0, "eval_loss_by_source": {"a": 6.0}},
+    ]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    (one,) = as_json(report, tmp_path)["runs"]
+    assert one["metrics"]["eval_loss"] == {"last": 2.0, "best": 2.0, "best_step": 2}  # the run's own
+    assert one["metrics"]["eval_loss@ab12"]["last"] == 5.0
+    assert one["metrics"]["eval_loss_by_source@ab12/a"]["last"] == 6.0
+
+
+def test_forks_are_a_tree(tmp_path: Path, report: Report) -> None:
+    root = tmp_path / "outputs"
+    write_run(root / "trunk", losses([3.0, 2.0, 1.0]))
+    write_run(root / "low", losses([3.0, 2.0]), settings={"fork.run": str(root / "trunk"), "fork.step": 1})
+    write_run(root / "lower", losses([3.0, 2.0]), settings={"fork.run": "/moved/low", "fork.step": 2})
+    write_run(root / "orphan", losses([3.0]), settings={"fork.run": "/gone/removed", "fork.step": 1})
+    out = report(root)
+    assert "trunk\n└ low from step 1\n  └ lower from step 2\n" in out
+    assert "removed\n└ orphan from step 1\n" in out
+    runs = {run["run"]: run["fork"] for run in as_json(report, root)["runs"]}
+    assert runs == {"trunk": None, "low": {"run": "trunk", "step": 1}, "lower": {"run": "low", "step": 2}} | {
+        "orphan": {"run": "removed", "step": 1}
+    }
+    assert page_data(root / "report.html")["forks"][:2] == ["trunk", "└ low from step 1"]
+
+
+# ---- where the runs are
+
+
+def test_any_way_to_name_the_runs(sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative or absolute, through a link, moved, one run by itself, two by name: each run is there once."""
+    every = [run["run"] for run in as_json(report, sweep)["runs"]]
+    monkeypatch.chdir(sweep.parent)
+    assert [run["run"] for run in as_json(report)["runs"]] == every
+    (sweep.parent / "link").symlink_to("outputs")
+    assert len(as_json(report, "link", "outputs", sweep)["runs"]) == len(every)
+    for one in ("outputs/t1-s1", sweep / "t1-s1", "link/t1-s1"):
+        assert [run["run"] for run in as_json(report, one)["runs"]] == ["t1-s1"]
+    assert sorted(run["run"] for run in as_json(report, sweep / "t1-s1", "outputs/t1-s2")["runs"]) == ["t1-s1", "t1-s2"]
+    sweep.rename(sweep.parent / "moved")
+    assert [run["run"] for run in as_json(report, "moved")["runs"]] == every
+    monkeypatch.chdir("moved/t1-s1")
+    assert [run["run"] for run in as_json(report, ".")["runs"]] == ["t1-s1"]
+
+
+def test_a_run_that_is_removed_meanwhile_is_left_out(
+    sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.cli import report as module
+
+    def read(run: RunDir, *arguments: Any) -> Any:
+        if run.path.name == "t1-s1":
+            shutil.rmtree(run.path)
+        return read_run(run, *arguments)
+
+    monkeypatch.setattr(module, "read_run", read)
+    assert len(as_json(report, sweep)["runs"]) == 5
+
+
+def test_foreign_and_damaged_directories_hide_no_run(sweep: Path, report: Report) -> None:
+    """Each is shown as unreadable with its reason, or is no run at all."""
+    (sweep / "notes").mkdir()
+    (sweep / "notes" / "metrics.jsonl").write_text("not ours")
+    damages: dict[str, Callable[[Path], object]] = {
+        "t1-s1": lambda run: (run / "config.yaml").write_text("a: [1, 2\n"),
+        "t1-s2": lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\nnothing\n'),
+        "t1-s3": lambda run: (run / "config.yaml").unlink(),
+        "t2-s1": replace_by_fifo,
+        "t2-s2": lambda run: (run / "config.yaml").write_text("- 1\n- 2\n"),
+    }
+    for name, damage in damages.items():
+        damage(sweep / name)
+    runs = {run["run"]: run for run in as_json(report, sweep)["runs"]}
+    assert {name for name, run in runs.items() if run["state"] == "unreadable"} == set(damages)
+    assert all(run["reason"] for name, run in runs.items() if name in damages)
+    assert "line" in runs["t1-s2"]["reason"]
+    out = report(sweep)
+    assert all(f"{name}: " in out for name in damages)
+    assert len(page_data(sweep / "report.html")["runs"]) == 6
+
+
+def test_a_setting_is_not_called_like_another_column(tmp_path: Path, report: Report) -> None:
+    for number in (1, 2):
+        settings = {"train.loss": f"loss{number}", "callbacks.slow.step": number, "optimizer.lr": number}
+        write_run(tmp_path / "outputs" / f"run{number}", settings=settings)
+    shown = report(tmp_path / "outputs", "--by", "train.loss")
+    words = shown.splitlines()[0].split()
+    assert sorted(words) == sorted("run state step slow.step lr train.loss loss best at step".split())
+    assert "train.loss  runs  failed  loss" in shown
+    names = page_data(tmp_path / "outputs" / "report.html")["short"]
+    assert names == {"train.loss": "train.loss", "callbacks.slow.step": "slow.step", "optimizer.lr": "lr"}
+
+
+def test_settings_that_json_cannot_hold(tmp_path: Path, report: Report) -> None:
+    for seed, value in ((1, ".nan"), (2, "2026-01-02"), (3, "{1: [.inf, !!binary aGk=]}"), (4, "~"), (5, "9" * 400)):
+        run = write_run(tmp_path / "outputs" / f"s{seed}", seed=seed)
+        (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"odd: {value}\n")
+    asked = as_json(report, tmp_path, "--by", "odd")
+    assert len(asked["runs"]) == 5
+    report(tmp_path, "--by", "odd")
+    page_data(tmp_path / "report.html")
+
+
+def test_impossible_times_of_an_attempt_are_left_out(tmp_path: Path, report: Report) -> None:
+    for number, odd in enumerate((10**400, float("nan"), float("inf"), -1, 1e300, "x", None)):
+        attempt = dict.fromkeys(("started", "ended", "end_step", "kept_s", "queue_s", "nodes", "ranks"), odd)
+        attempt |= {"attempt": 1, "cause": "killed", "seconds": {"steps": odd, "start": 2.0}}
+        write_run(tmp_path / "outputs" / f"r{number}", attempts=[attempt], seed=number)
+    report(tmp_path / "outputs", "--plot", tmp_path / "x.png", "--metric", "loss")
+    assert all(run["goodput"]["start"] == 2.0 for run in as_json(report, tmp_path)["runs"])
+    assert page_data(tmp_path / "outputs" / "report.html")["weeks"] == {}
+
+
+def test_a_run_under_way(tmp_path: Path, report: Report) -> None:
+    """Half a last line, no end, no attempt yet."""
+    run = write_run(tmp_path / "outputs" / "x", losses([3.0]), state="running")
+    append(run / "metrics.jsonl", '{"step": 2, "eval_lo')
+    (run / "attempts.jsonl").unlink()
+    (run / "timings.jsonl").unlink()
+    new = write_run(tmp_path / "outputs" / "new", [], seed=2)
+    for name in ("metrics.jsonl", "status.json", "attempts.jsonl", "finished.json"):
+        (new / name).unlink()
+    runs = {run["run"]: run for run in as_json(report, tmp_path / "outputs")["runs"]}
+    assert runs["x"]["metrics"]["eval_loss"]["last"] == 3.0
+    assert runs["new"]["metrics"] == {}
+    assert "not started" in report(tmp_path / "outputs")
+
+
+def test_malicious_names_are_text(tmp_path: Path, report: Report) -> None:
+    name = EVIL.replace("/", "∕")
+    for seed in (1, 2):
+        records = [{"step": 1, "eval_loss": 1.0, EVIL: 2.0, "eval_loss_by_source": {EVIL: 3.0}}]
+        write_run(
+            tmp_path / "outputs" / f"{name}{seed}", records, seed=seed, settings={f"model.{EVIL}": f"{EVIL}{seed}"}
+        )
+    out = report(tmp_path / "outputs", "--plot", tmp_path / "x.svg", "--csv", tmp_path / "x.csv")
+    assert all(line.isprintable() for line in out.splitlines())
+    assert "[red]" in out
+    html = (tmp_path / "outputs" / "report.html").read_text()
+    assert "onerror=alert" not in re.sub(r'<script id="data".*?</script>', "", html, flags=re.DOTALL)
+    assert "<img" not in html[html.index('<script id="data"') :]
+    assert page_data(tmp_path / "outputs" / "report.html")["runs"][0]["name"].startswith(name)
+    as_json(report, tmp_path / "outputs", "--metric", EVIL)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a directory"),
+        (["empty"], "there are no runs in empty"),
+        (["outputs", "--by", "sampler.temprature"], "did you mean 'sampler.temperature'?"),
+        (["outputs", "--metric", "eval_los"], "did you mean 'eval_loss'?"),
+        (["outputs", "--watch", "0"], "must be more than 0 seconds"),
+        (["outputs", "--watch", "nan"], "must be more than 0 seconds"),
+        (["outputs", "--watch", "1e300"], "at most a day (86400)"),
+        (["outputs", "--html", ""], "argument --html: the path is empty"),
+        (["outputs", "--csv", ""], "argument --csv: the path is empty"),
+        ([""], "argument DIR: the path is empty"),
+        (["outputs", "--notify", " "], "the command is empty"),
+        (["outputs", "--watch", "soon"], "invalid float value"),
+        (["outputs", "--plot", "x.xyz"], "unknown format .xyz"),
+        (["outputs", "--plot", "missing/x.png"], "missing/x.png cannot be written"),
+        (["outputs", "--html", "outputs"], "outputs cannot be written"),
+        (["outputs", "--csv", "missing/x.csv"], "missing/x.csv cannot be written"),
+        (["outputs", "--json", "--csv"], "only one of them"),
+        (["outputs", "--notify", "exit 3"], "exit status 3"),
+        (["outputs", "--notify", "/no/such/command"], "exit status 127"),
+    ],
+)
+def test_mistakes_are_one_line(
+    sweep: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (sweep.parent / "empty").mkdir()
+    monkeypatch.chdir(sweep.parent)
+    assert command_line(["report", *arguments]) in (1, 2)
+    errors = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("/bin/sh")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert message in errors[0]
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture, "is_possible", lambda: False)
+    assert "pip install matplotlib" in mistake(capsys, sweep, "--plot", "x.png")
+
+
+# ---- watching
+
+
+def test_watching_refreshes_until_ctrl_c(sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        append(sweep / "t1-s1" / "metrics.jsonl", json.dumps({"step": 4, "eval_loss": 0.125}) + "\n")
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    out = report(sweep, "--watch", "7")
+    assert slept == [7.0, 7.0]
+    assert (out.count("wrote "), out.count("0.1250  4")) == (2, 1)
+    found = page_data(sweep / "report.html")
+    assert found["runs"]
+    assert found["refresh"] is None  # nothing is to come
+
+
+def test_the_command_runs_once_the_sweep_has_ended(
+    sweep: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a run waits or trains, and not between two runs of a sweep on this machine, of which one is to come."""
+    from runner.cli import report as module
+
+    states = [{"t1-s1": "running"}, {"t1-s1": "not started"}, {"t1-s1": "pending"}, {"t1-s1": "finished"}]
+    read = module.results
+
+    def results(roots: Any) -> Any:
+        runs = read(roots)
+        now = states.pop(0)
+        for run in runs:
+            run.state = now.get(run.name, run.state)
+        return runs
+
+    monkeypatch.setattr(module, "results", results)
+    slept: list[tuple[float, float]] = []
+    monkeypatch.setattr(clock, "sleep", lambda s: slept.append((s, page_data(sweep / "report.html")["refresh"])))
+    command = f'echo "$RUNNER_SUMMARY, $RUNNER_FINISHED of $RUNNER_RUNS" >> {sweep}/told'
+    assert command_line(["report", str(sweep), "--notify", command]) == 0
+    assert slept == [(30.0, 30.0)] * 3  # the page loads itself again as often
+    assert page_data(sweep / "report.html")["refresh"] is None
+    assert (sweep / "told").read_text() == "5 of 6 runs finished, 5 of 6\n"
+
+
+def test_a_run_that_nobody_starts_does_not_keep_the_command_forever(
+    sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("status.json", "attempts.jsonl", "finished.json", "metrics.jsonl"):
+        (sweep / "t1-s1" / name).unlink()
+    slept: list[float] = []
+    monkeypatch.setattr(clock, "sleep", slept.append)
+    report(sweep, "--notify", "true", "--watch", "1")
+    assert slept == [1.0, 1.0]
+
+
+def test_ranks_and_groups_of_nothing() -> None:
+    assert ranked([], None) == []
+    assert grouped([], ["seed"]) == []
+
+
+def test_what_others_are_composed_from_is_no_run(sweep: Path, report: Report) -> None:
+    (sweep / "conf").mkdir()
+    (sweep / "conf" / "config.yaml").write_text("# mine\ndefaults:\n  - _self_\n")
+    (sweep / "new").mkdir()
+    (sweep / "new" / "config.yaml").write_text("seed: 7\n")
+    names = {run["run"] for run in json.loads(report(sweep, "--json"))["runs"]}
+    assert "new" in names
+    assert "conf" not in names
+
+
+def test_the_page_is_written_before_a_reader_closes_the_pipe(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.cli import report as module
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(module, "_print", closed)
+    with pytest.raises(BrokenPipeError):
+        module.main([str(sweep)])
+    assert page_data(sweep / "report.html")["runs"]

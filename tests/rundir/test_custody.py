@@ -1,0 +1,187 @@
+"""Custody of a run: whoever moves, removes or packs a run holds all of its leases, and nobody else is at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from disk import tree_of
+
+from runner.contracts import JobInfo
+from runner.errors import LockedError, RunDirError, UserError
+from runner.rundir import custody as module
+from runner.rundir import submitted_jobs
+from runner.rundir.custody import check_idle, custody, run_at
+from runner.rundir.lease import Lease, read_holder
+from runner.rundir.paths import RunDir
+
+HOLD = """
+import sys
+from pathlib import Path
+from runner.rundir.lease import Lease
+Lease.acquire(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return made(tmp_path / "outputs" / "a-12345678")
+
+
+def made(path: Path) -> RunDir:
+    """What custody takes for a run."""
+    run = RunDir(path)
+    run.checkpoint(3).mkdir(parents=True)
+    run.config.write_text("seed: 1\n")
+    run.code.write_text("{}")
+    return run
+
+
+@pytest.fixture(params=["lease", "submission", "evaluation"])
+def holder(request: pytest.FixtureRequest, run: RunDir) -> Iterator[subprocess.Popen[str]]:
+    """Another process that trains, submits or evaluates the run."""
+    command = [sys.executable, "-c", HOLD, str(run.path / request.param)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_live_run_is_left_alone_until_its_process_has_ended(run: RunDir, holder: subprocess.Popen[str]) -> None:
+    before = sorted(path for path in tree_of(run.path) if not path.endswith(".beat"))
+    with pytest.raises(LockedError, match=f"in use by process {holder.pid}"):
+        check_idle(run)
+    assert sorted(path for path in tree_of(run.path) if not path.endswith(".beat")) == before
+    with pytest.raises(LockedError, match=f"in use by process {holder.pid}"), custody(run.path):
+        pytest.fail("custody of a live run")
+    holder.kill()
+    holder.wait()
+    with custody(run.path) as held:
+        assert held.run.path == run.path
+
+
+def test_a_holder_of_another_machine_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeat decides: without one it is gone after the timeout, and the user learns what is waited for."""
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
+    run.lease.mkdir()
+    stale = {"pid": 12, "host": "elsewhere", "start_time": 1, "boot_id": "b", "interval_s": 0.05}
+    (run.lease / "00000004.json").write_text(json.dumps(stale))
+    reported: list[str] = []
+    check_idle(run)  # it cannot tell, and does not wait
+    with custody(run.path, reported.append):
+        found = read_holder(run.lease)
+        assert found is not None
+        assert found[0] == 5
+    assert reported == ["process 12 on elsewhere held this run last; waiting up to 0 s for its heartbeat"]
+
+
+def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
+    """Neither an attempt nor a command that submits the run."""
+    with custody(run.path):
+        for lease in (run.lease, run.submission):
+            with pytest.raises(LockedError):
+                Lease.acquire(lease)
+        with pytest.raises(LockedError), custody(run.path):
+            pytest.fail("two at once")
+    for lease in (run.lease, run.submission):
+        Lease.acquire(lease).release()
+
+
+def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
+    """So that the next attempt, perhaps on another machine, need not wait for a heartbeat."""
+    target = run.path.with_name("b-12345678")
+    with custody(run.path) as held:
+        held.move(target)
+        assert held.run.path == target
+        assert not run.path.exists()
+        with pytest.raises(LockedError):
+            Lease.acquire(RunDir(target).lease)
+    for lease in (RunDir(target).lease, RunDir(target).submission):
+        found = read_holder(lease)
+        assert found is not None
+        assert found[1]["released"]
+    assert not run.path.exists()
+
+
+class TestQueue:
+    class Slurm:
+        state = "pending"
+
+        def jobs(self, runs: list[Path]) -> dict[Path, JobInfo]:
+            if self.state == "silent":
+                raise OSError("squeue does not answer")
+            return {run: JobInfo("12", self.state) for run in runs}
+
+    @pytest.fixture
+    def submitted(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+        run.job.write_text(json.dumps({"job_id": "12", "launcher": "launch.slurm.SlurmLauncher"}))
+        point = metadata.EntryPoint("fake", f"{__name__}:TestQueue.Slurm", submitted_jobs.GROUP)
+        monkeypatch.setattr(submitted_jobs, "_known_launcher", lambda name: point)
+        return run
+
+    @pytest.mark.parametrize("state", ["pending", "running", "ending", "requeued", "suspended"])
+    def test_a_run_with_a_job_is_left_alone(
+        self, submitted: RunDir, state: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(self.Slurm, "state", state)
+        with pytest.raises(LockedError, match=f"has job 12 in the queue .{state}"), custody(submitted.path):
+            pytest.fail("custody of a queued run")
+        with pytest.raises(LockedError, match="scancel"):
+            check_idle(submitted)
+
+    def test_a_job_that_is_over_hinders_nobody(self, submitted: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(self.Slurm, "state", "completed")
+        check_idle(submitted)
+        with custody(submitted.path):
+            pass
+
+    def test_a_scheduler_that_is_silent_decides_nothing(
+        self, submitted: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(self.Slurm, "state", "silent")
+        with pytest.raises(UserError, match=r"cannot tell whether .* is queued .*or remove job\.json"):
+            check_idle(submitted)
+
+
+class TestWhatIsNoRun:
+    def test_a_config_directory_is_not_touched(self, tmp_path: Path) -> None:
+        """It has a config.yaml, as a run has."""
+        conf = tmp_path / "conf"
+        (conf / "model").mkdir(parents=True)
+        (conf / "config.yaml").write_text("defaults: [model]\n")
+        before = tree_of(conf)
+        with pytest.raises(RunDirError, match="is not a run directory"), custody(conf):
+            pytest.fail("custody of a config directory")
+        assert tree_of(conf) == before
+
+    def test_a_directory_of_runs_nothing_and_a_file(self, run: RunDir) -> None:
+        for path in (run.path.parent, run.path / "nowhere", run.config, Path("/")):
+            with pytest.raises(RunDirError, match="is not a run directory"):
+                run_at(path)
+
+    def test_a_link_to_a_run_is_named(self, run: RunDir, tmp_path: Path) -> None:
+        """Moving it would move the link and hold leases of what it leads to; removing it likewise."""
+        (tmp_path / "link").symlink_to(run.path)
+        with pytest.raises(RunDirError, match=f"is a link: pass the run directory itself, {run.path}"):
+            run_at(tmp_path / "link")
+
+    def test_a_run_with_runs_in_it_is_refused(self, run: RunDir) -> None:
+        """Their leases are not held: they may be live."""
+        inner = made(run.path / "more" / "b-87654321")
+        with pytest.raises(RunDirError, match=f"has another run in it .{inner.path}"):
+            run_at(run.path)
+
+    def test_a_path_with_dots_is_the_run(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(run.path)
+        assert run_at(Path()).path == run.path
+        assert run_at(Path(os.path.join("..", run.path.name, "."))).path == run.path
