@@ -8,9 +8,10 @@ import re
 import socket
 from pathlib import Path
 
-from launch import scheduler
+from launch import node_range, scheduler
 from launch.options import SlurmOptions
 from runner.contracts import Finding
+from runner.errors import UserError
 from runner.system import files
 
 TIME_FORMATS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS"
@@ -23,7 +24,6 @@ MIN_SIGNAL_DELAY_S, MAX_SIGNAL_DELAY_S = 1, 65_535
 EXPANDED = frozenset("%\\\n")
 # The least value of each option that is a whole number.
 MINIMA = {
-    "nodes": 1,
     "tasks_per_node": 1,
     "cpus_per_task": 1,
     "array_parallelism": 1,
@@ -59,7 +59,7 @@ def minutes(time: int | str) -> int:
 
 def option_errors(options: SlurmOptions) -> list[str]:
     """The errors that can be found without a cluster."""
-    errors = _time_errors(options)
+    errors = [*_time_errors(options), *_node_errors(options)]
     for name, least in MINIMA.items():
         value = getattr(options, name)
         if value is not None and (not isinstance(value, int) or value < least):
@@ -71,6 +71,14 @@ def option_errors(options: SlurmOptions) -> list[str]:
     if sum(value is not None for value in (options.mem, options.mem_per_cpu, options.mem_per_gpu)) > 1:
         errors.append("launcher.mem, mem_per_cpu and mem_per_gpu are mutually exclusive: set one of them")
     return errors
+
+
+def _node_errors(options: SlurmOptions) -> list[str]:
+    try:
+        options.node_counts  # noqa: B018
+    except UserError as error:
+        return [str(error)]
+    return node_range.errors(options) if isinstance(options.additional, dict) else []
 
 
 def _time_errors(options: SlurmOptions) -> list[str]:
@@ -133,7 +141,7 @@ def _list(partitions: dict[str, dict[str, str]]) -> str:
 def _limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]:
     """sbatch accepts a job that exceeds the partition's limits, and it then waits forever; a QOS may allow it."""
     errors, name, nodes = [], partition["PartitionName"], partition.get("TotalNodes", "")
-    if nodes.isdigit() and options.nodes > int(nodes):
+    if nodes.isdigit() and options.node_counts[0] > int(nodes):  # of a range, Slurm takes what there is
         errors.append(f"launcher.nodes={options.nodes} exceeds the {nodes} nodes of partition {name!r}")
     most = _limit(partition, "MaxTime")
     if options.time is not None:

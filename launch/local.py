@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +15,12 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from launch import display
-from runner.contracts import Finding, JobInfo
-from runner.errors import ExitStatus
+from launch import display, ranges
+from launch.rank_processes import RankProcesses
+from runner.contracts import Finding, JobInfo, RankCounts
+from runner.errors import ExitStatus, UserError
 from runner.rundir.paths import RunDir
-from runner.system import files, processes, signals
+from runner.system import clock, files, processes, signals
 
 POLL_S = 0.2
 
@@ -33,11 +32,16 @@ class LocalLauncher:
     in_process: ClassVar[bool] = True
     wait: ClassVar[bool] = False  # `launch` itself waits
 
+    ranks: Any = 1  # a number, or a range such as "1-4"
     slots: int = 1
     gpus: Any = None  # a list of numbers or names; None: all that are visible
     command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "runner.training.attempt"])
     dry_run: bool = False
     retry_failed: bool = False
+
+    def rank_counts(self) -> RankCounts:
+        """Those that launcher.ranks allows."""
+        return RankCounts(ranges.parse("launcher.ranks", self.ranks), f"launcher.ranks={self.ranks}")
 
     def check(self, run_dirs: list[Path]) -> list[str]:
         """The errors of the options."""
@@ -48,19 +52,52 @@ class LocalLauncher:
             errors.append(f"launcher.gpus={self.gpus!r} must be a list, for example launcher.gpus=[0,1]")
         if len(run_dirs) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             errors.append("torchrun cannot start a sweep: start a single run, or the sweep without torchrun")
-        return errors
+        return errors or self._rank_errors()
+
+    def _rank_errors(self) -> list[str]:
+        try:
+            counts = self.rank_counts().counts
+        except UserError as error:
+            return [str(error)]
+        if list(counts) == [1]:
+            return []
+        if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return [f"launcher.ranks={self.ranks} starts the ranks itself: run the command without torchrun"]
+        gpus = self.visible()
+        if gpus and len(gpus) < counts[0]:
+            return [
+                f"launcher.ranks={self.ranks}: {counts[0]} ranks need a GPU each and {len(gpus)} are visible: set "
+                f"launcher.ranks={len(gpus)}, or launcher.gpus=[] for ranks on the CPU"
+            ]
+        return []
+
+    def visible(self) -> list[str]:
+        """The GPUs to use."""
+        return visible_gpus() if self.gpus is None else [str(gpu) for gpu in self.gpus]
+
+    def ranks_for(self, slots: int) -> int:
+        """How many ranks each of `slots` runs at a time gets: as many as are free, within launcher.ranks."""
+        counts = self.rank_counts().counts
+        free = (len(self.visible()) or processes.cores()) // slots
+        return min(max(free, counts[0]), counts[-1])
 
     def examine(self, save_s: float | None) -> list[Finding]:
-        """Whether the runs of a sweep would share GPUs."""
-        gpus = visible_gpus() if self.gpus is None else self.gpus
-        if gpus and self.slots > len(gpus):
-            text = f"{self.slots} slots share {len(gpus)} GPUs"
-            return [Finding("warning", text, f"launcher.slots={len(gpus)} for one GPU per run")]
-        return [Finding("ok", f"runs on this machine, {self.slots} at a time, {len(gpus) or 'no'} GPUs")]
+        """Whether the ranks and the runs of a sweep would share GPUs."""
+        gpus, ranks = self.visible(), self.ranks_for(self.slots)
+        used = self.slots * ranks
+        if gpus and used > len(gpus):
+            each = f" of {ranks} ranks" if ranks > 1 else ""
+            remedy = f"launcher.slots={max(1, len(gpus) // ranks)} for one GPU per {'rank' if ranks > 1 else 'run'}"
+            return [Finding("warning", f"{self.slots} slots{each} share {len(gpus)} GPUs", remedy)]
+        each = f", {ranks} ranks each" if list(self.rank_counts().counts) != [1] else ""
+        return [Finding("ok", f"runs on this machine, {self.slots} at a time{each}, {len(gpus) or 'no'} GPUs")]
 
     def preview(self, run_dirs: list[Path]) -> str:
-        """The commands, one per run."""
-        return "\n".join(shlex.join([*self.command, str(run_dir)]) for run_dir in run_dirs)
+        """The commands, one per run; with several ranks, what would do the same by torchrun."""
+        python, *rest = self.command
+        ranks = self.ranks_for(min(self.slots, len(run_dirs)))
+        several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        return "\n".join(shlex.join([python, *several, *rest, str(run_dir)]) for run_dir in run_dirs)
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         """None: there is no scheduler. A live run holds the lease of its directory."""
@@ -74,16 +111,22 @@ class LocalLauncher:
 
         A run that fails does not affect the others. Ctrl-C and SIGTERM are forwarded: the runs save and exit, and no
         further one starts. `attempt` is not used: `command` makes the attempts, each of which acquires its own lease.
+        One run with launcher.ranks uses this terminal, as a run in this process does.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
             return 0
-        statuses = Sweep(self, run_dirs).run()
+        alone = len(run_dirs) == 1 and list(self.rank_counts().counts) != [1]
+        sweep = Sweep(self, run_dirs, alone)
+        statuses = sweep.run()
         for run_dir, status in zip(run_dirs, statuses, strict=True):
-            if status not in (ExitStatus.FINISHED, ExitStatus.INTERRUPTED):
-                run = RunDir(run_dir)
+            errors = sweep.losses.get(run_dir, [])
+            if not alone and status not in (ExitStatus.FINISHED, ExitStatus.INTERRUPTED):
                 reason = display.read_status(run_dir).get("reason") or f"exited with status {status}"
-                print(f"error: {run_dir.name}: {reason} (its log: {run.local_log})", file=sys.stderr)
+                lines = [f"{reason} (its log: {RunDir(run_dir).local_log})", *errors]
+                errors = [f"{run_dir.name}: {line}" for line in lines]
+            for error in errors:
+                print(f"error: {error}", file=sys.stderr)
         return next((status for status in statuses if status), 0)
 
     def follow(self, run_dirs: list[Path]) -> int:
@@ -92,36 +135,51 @@ class LocalLauncher:
 
 
 class Sweep:
-    """Runs as processes of this machine."""
+    """Runs as processes of this machine.
 
-    def __init__(self, launcher: LocalLauncher, run_dirs: list[Path]) -> None:
+    Args:
+        launcher: its options.
+        run_dirs: of the runs.
+        alone: it is one run, whose rank 0 writes to this terminal; else a table is shown, and each run has a log.
+    """
+
+    def __init__(self, launcher: LocalLauncher, run_dirs: list[Path], alone: bool = False) -> None:
         self._command = launcher.command
         self._run_dirs = run_dirs
+        self._alone = alone
         self._slots = min(launcher.slots, len(run_dirs))
-        self._gpus = visible_gpus() if launcher.gpus is None else [str(gpu) for gpu in launcher.gpus]
+        self._ranks = launcher.ranks_for(self._slots)
+        self._gpus = launcher.visible()
+        self._chosen = launcher.gpus is not None
         self._waiting = list(run_dirs)
-        self._running: dict[int, tuple[Path, subprocess.Popen[bytes]]] = {}  # by slot
+        self._running: dict[int, tuple[Path, RankProcesses]] = {}  # by slot
         self._statuses: dict[Path, int] = {}
         self._stopping = False
         self._received: list[int] = []  # signals that are not forwarded yet
+        self.losses: dict[Path, list[str]] = {}  # a sentence for each rank that did not end by itself
 
     def run(self) -> list[int]:
         """The exit status of every run, in their order; INTERRUPTED for one that was not started any more."""
         with self._signals():
             try:
-                display.follow(self._run_dirs, self._step, _console(), POLL_S)
+                if self._alone:
+                    while not all(map(display.is_over, self._step().values())):
+                        clock.sleep(POLL_S)
+                else:
+                    display.follow(self._run_dirs, self._step, _console(), POLL_S)
             finally:
-                for _, process in self._running.values():
-                    process.wait()
+                for _, attempt in self._running.values():
+                    attempt.wait()
         return [self._statuses.get(run_dir, int(ExitStatus.INTERRUPTED)) for run_dir in self._run_dirs]
 
     def _step(self) -> dict[Path, str]:
         """Forward signals, note which runs have ended, fill the free slots; the state of every run."""
         self._forward_signals()
-        for slot, (run_dir, process) in list(self._running.items()):
-            if process.poll() is not None:
-                status = process.returncode
-                self._statuses[run_dir] = status if status >= 0 else 128 - status  # as a shell reports it
+        for slot, (run_dir, attempt) in list(self._running.items()):
+            status = attempt.poll()
+            if status is not None:
+                self._statuses[run_dir] = status
+                self.losses[run_dir] = attempt.losses()
                 del self._running[slot]
         for slot in sorted(set(range(self._slots)) - set(self._running)):
             if self._waiting and not self._stopping:
@@ -137,34 +195,26 @@ class Sweep:
             return "not started" if self._stopping else "waiting"
         return "running"
 
-    def _start(self, run_dir: Path, slot: int) -> subprocess.Popen[bytes]:
-        log_file = RunDir(run_dir).local_log
-        files.make_dirs(log_file.parent, files.OWNED)
-        with files.open_append(log_file) as log:
-            # A session of its own: a Ctrl-C at the terminal reaches a run through `_forward_signals` alone, once.
-            return processes.start(
-                [*self._command, str(run_dir)],
-                env=self._environment(slot),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def _start(self, run_dir: Path, slot: int) -> RankProcesses:
+        run = RunDir(run_dir)
+        log = None if self._alone else run.local_log
+        return RankProcesses(self._command, run, self._ranks, self._environment(slot), log)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """One GPU per slot (shared if there are more slots than GPUs), and an equal part of the cores."""
+        """One GPU per rank (shared if there are more ranks than GPUs), and an equal part of the cores."""
         environment = dict(os.environ)
-        if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
-        threads = max(1, len(os.sched_getaffinity(0)) // self._slots)
+        if self._gpus or self._chosen:
+            first, count = slot * self._ranks, min(self._ranks, len(self._gpus))
+            mine = [self._gpus[(first + rank) % len(self._gpus)] for rank in range(count)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        threads = max(1, processes.cores() // (self._slots * self._ranks))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         return environment
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Receive SIGINT and SIGTERM for the runs, which save and exit at the first, and exit at once at a second."""
-        watched = (signal.SIGINT, signal.SIGTERM)
-        before = {signum: signals.set_handler(signum, self._receive) for signum in watched}
+        """Receive stop signals for the runs, which save and exit at the first, and exit at once at a second Ctrl-C."""
+        before = {signum: signals.set_handler(signum, self._receive) for signum in signals.STOP_SIGNALS}
         try:
             yield
         finally:
@@ -179,8 +229,8 @@ class Sweep:
     def _forward_signals(self) -> None:
         while self._received:
             signum = self._received.pop(0)
-            for _, process in self._running.values():
-                process.send_signal(signum)
+            for _, attempt in self._running.values():
+                attempt.send(signum)
 
 
 def _console() -> Console:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from launch import ranges
+
 
 @dataclass
 class SlurmOptions:
@@ -12,7 +14,7 @@ class SlurmOptions:
 
     partition: str | None = None
     time: int | str | None = None
-    nodes: int = 1
+    nodes: int | str = 1
     tasks_per_node: int = 1
     cpus_per_task: int | None = None
     gpus_per_node: int | None = None
@@ -44,6 +46,20 @@ class SlurmOptions:
     retry_failed: bool = False
 
     @property
+    def node_counts(self) -> range:
+        """The numbers of nodes that a start of the job may have, in ascending order.
+
+        Raises:
+            UserError: launcher.nodes is neither a number nor a range.
+        """
+        return ranges.parse("launcher.nodes", self.nodes)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether each start takes the nodes that are free, within a range."""
+        return len(self.node_counts) > 1
+
+    @property
     def tasks(self) -> int:
-        """The number of ranks."""
-        return self.nodes * self.tasks_per_node
+        """The number of ranks; the largest, if it may vary."""
+        return self.node_counts[-1] * self.tasks_per_node

@@ -23,7 +23,8 @@ def export() -> None:
     A port that the batch script did not choose follows from the job id and the restart count, the same on all ranks.
     """
     os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0")
-    os.environ["WORLD_SIZE"] = os.environ.get("SLURM_NTASKS", "1")
+    # What srun has started: the job's own number of tasks need not be that of this start of it.
+    os.environ["WORLD_SIZE"] = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
     # With one GPU bound to each task, every rank sees only its own, as number 0.
     bound = os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     os.environ["LOCAL_RANK"] = "0" if bound else os.environ.get("SLURM_LOCALID", "0")

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
-from launch import display, requeue, scheduler
+from launch import display, node_range, requeue, scheduler
 from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors
 from launch.environment import environment_lines, examine_environment
 from launch.job import start
 from launch.options import SlurmOptions
 from launch.scheduler import RecordedJob
-from runner.contracts import Finding, JobInfo
-from runner.errors import SupersededError
+from runner.contracts import Finding, JobInfo, RankCounts
+from runner.errors import SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
@@ -47,8 +47,8 @@ ALWAYS_SET = ("requeue", "no_requeue", "signal", "open_mode", "job_name", "array
 VARIABLE_NAME = {"time": "timelimit", "mem": "mem_per_node"}
 # Options that submitit knows by the same name.
 SAME_NAME = (
-    *("partition", "nodes", "cpus_per_task", "gpus_per_node", "gpus_per_task", "mem", "mem_per_cpu"),
-    *("mem_per_gpu", "qos", "account", "constraint", "nodelist", "exclude", "dependency", "comment"),
+    *("partition", "cpus_per_task", "gpus_per_node", "mem", "mem_per_cpu", "mem_per_gpu"),
+    *("qos", "account", "constraint", "nodelist", "exclude", "dependency", "comment"),
 )
 
 
@@ -56,6 +56,14 @@ class SlurmLauncher(SlurmOptions):
     """Submits runs to Slurm (a `runner.contracts.Launcher`)."""
 
     in_process: ClassVar[bool] = False
+
+    def rank_counts(self) -> RankCounts:
+        """As many as tasks on one node, for each number of nodes that the job may have."""
+        nodes, each = self.node_counts, self.tasks_per_node
+        if not isinstance(each, int) or each < 1:
+            raise UserError(f"launcher.tasks_per_node={each!r} must be a whole number, 1 or more")
+        counts = range(nodes[0] * each, nodes[-1] * each + 1, each)
+        return RankCounts(counts, f"launcher.nodes={self.nodes}", per_node=each)
 
     def check(self, run_dirs: list[Path]) -> list[str]:
         """The errors of the options, of this machine and of the cluster.
@@ -311,13 +319,17 @@ class SlurmLauncher(SlurmOptions):
             *environment_lines(),
             *requeue.script_lines(folder, self.requeue_killed),
             *self.setup,
+            *node_range.script_lines(self),
             *([port] if self.tasks > 1 else []),
             requeue.ARM_SCRIPT,
         ]
 
     def _parameters(self, folder: Path, name: str) -> dict[str, Any]:
         """The options by submitit's names; None leaves an option to Slurm."""
+        # submitit counts tasks with a number of nodes; `extra` overrides what it makes of that.
+        size = {"ntasks_per_node": self.tasks_per_node, "gpus_per_task": self.gpus_per_task}
         extra = {
+            **node_range.submission_options(self),
             "requeue": True,
             "open-mode": "append",
             # Without "B:" the signal reaches the tasks, not the shell of the batch script.
@@ -328,9 +340,10 @@ class SlurmLauncher(SlurmOptions):
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return {
             **{option: getattr(self, option) for option in SAME_NAME},
+            **({} if self.is_elastic else size),
+            "nodes": self.node_counts[-1],
             "time": None if self.time is None else minutes(self.time),
             "job_name": self.job_name or name,
-            "ntasks_per_node": self.tasks_per_node,
             "exclusive": True if self.exclusive else None,
             "signal_delay_s": self.signal_delay_s,
             "setup": self._setup(folder),

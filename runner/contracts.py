@@ -43,6 +43,20 @@ class Finding:
     remedy: str | None = None
 
 
+@dataclass(frozen=True)
+class RankCounts:
+    """The numbers of ranks that an attempt at a run may have."""
+
+    counts: range = range(1, 2)
+    option: str = ""  # what allows several, as it was given: launcher.ranks=1-4
+    per_node: int | None = None  # ranks on each node, where there are several nodes or may be
+
+    @property
+    def vary(self) -> bool:
+        """Whether one attempt may have another number of ranks than the one before."""
+        return len(self.counts) > 1
+
+
 @runtime_checkable
 class Launcher(Protocol):
     """Starts runs. Everything about a run is in its directory; a launcher is passed nothing else.
@@ -53,9 +67,16 @@ class Launcher(Protocol):
 
     @property
     def in_process(self) -> bool:
-        """Whether runs run on this machine: the command then makes the attempt at a single run itself.
+        """Whether runs run on this machine: the command then makes the attempt at a single run of one rank itself.
 
-        `launch` starts the runs of a sweep and waits for them.
+        `launch` starts all others and waits for them.
+        """
+
+    def rank_counts(self) -> RankCounts:
+        """How many ranks it may start for each run; the command checks that the config allows for all of them.
+
+        Raises:
+            UserError: the options do not tell.
         """
 
     @property

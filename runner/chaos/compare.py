@@ -16,6 +16,9 @@ from runner.system import files
 
 # Depends on whether the checkpoint was saved before or after the evaluation of its step.
 IGNORED = ("evaluated",)
+# What each rank has for itself: its generators, which rank-invariant training seeds for every micro-batch, and how many
+# batches it has loaded. The position in the data and the digest of what was consumed are in other entries.
+OF_RANKS = ("rng_by_rank", "dataloader", "dataloader_by_rank", "batch_shapes")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Comparison:
     checkpoints: list[int] = field(default_factory=list)
     tensors: int = 0
     values: int = 0
+    ranks: list[int] = field(default_factory=list)  # all numbers of ranks that attempts of the two runs had
     differences: list[RunDifference] = field(default_factory=list)
 
     @property
@@ -52,8 +56,11 @@ class Comparison:
 
 
 def compare(reference: RunDir, other: RunDir) -> Comparison:
-    """Compare all metrics, and every checkpoint that both runs have; both must have the last one."""
-    found = Comparison()
+    """Compare all metrics, and every checkpoint that both runs have; both must have the last one.
+
+    If the number of ranks has changed, the train states are compared without what each rank has for itself.
+    """
+    found = Comparison(ranks=sorted({*_ranks(reference), *_ranks(other)}))
     compare_metrics(list(files.read_lines(reference.metrics)), list(files.read_lines(other.metrics)), found)
     mine, theirs = reference.checkpoint_steps(), other.checkpoint_steps()
     if not mine or mine[-1:] != theirs[-1:]:
@@ -62,6 +69,11 @@ def compare(reference: RunDir, other: RunDir) -> Comparison:
     for step in sorted(set(mine) & set(theirs)):
         _compare_checkpoint(step, reference, other, found)
     return found
+
+
+def _ranks(run: RunDir) -> set[int]:
+    counts = (line.get("ranks") for line in files.read_lines(run.attempts))
+    return {count for count in counts if isinstance(count, int)}
 
 
 def compare_metrics(reference: list[Any], other: list[Any], found: Comparison) -> None:
@@ -96,7 +108,8 @@ def _compare_checkpoint(step: int, reference: RunDir, other: RunDir, found: Comp
         read = manifests.read(one), manifests.read(two)
         manifests.verify(one, read[0])
         manifests.verify(two, read[1])
-        compared = compare_checkpoints(one, two, read, ignore=IGNORED)
+        ignored = (*IGNORED, *(OF_RANKS if len(found.ranks) > 1 else ()))
+        compared = compare_checkpoints(one, two, read, ignore=ignored)
     except (manifests.CorruptionError, CheckpointError) as error:
         found.differences.append(RunDifference(step, "checkpoint", "intact", str(error)))
         return

@@ -38,6 +38,7 @@ class Drill:
     eval_every: int
     seed: int
     start_s: float = START_S
+    ranks: Sequence[int] = ()  # that an attempt may have
 
     @property
     def reference(self) -> RunDir:
@@ -165,7 +166,8 @@ class Drill:
     def _staged(self, path: Path) -> Iterator[Stage]:
         self.display.run(path)
         target = self.make_target(path, self.root / f"{path.name}.log")
-        stage = Stage(RunDir(path), target, self.display, self.steps, self.save_every, self.eval_every, self.start_s)
+        every = (self.steps, self.save_every, self.eval_every)
+        stage = Stage(RunDir(path), target, self.display, *every, self.start_s, self.ranks)
         try:
             yield stage
         finally:

@@ -30,6 +30,7 @@ class Fault(ABC):
         requires: what the run must do.
         triggers: when it may be injected into a process on this machine.
         job_triggers: the same for a Slurm job, if different.
+        any_ranks: whether it needs a run whose result does not depend on the number of ranks.
     """
 
     name: ClassVar[str]
@@ -39,6 +40,7 @@ class Fault(ABC):
     job_triggers: ClassVar[tuple[str, ...] | None] = None
     on_this_machine: ClassVar[bool] = True
     in_a_job: ClassVar[bool] = False
+    any_ranks: ClassVar[bool] = False
 
     def triggers_for(self, local: bool) -> tuple[str, ...]:
         """When it may be injected into a process on this machine, or into a job."""
@@ -172,6 +174,30 @@ class SigkillRename(SigkillSave):
     name = "sigkill-rename"
     about = "SIGKILL when a checkpoint lacks only its final name"
     triggers = ("rename",)
+
+
+@kind
+class Shape(Fault):
+    """A machine that comes back with fewer or more GPUs."""
+
+    name = "shape"
+    about = "SIGTERM or SIGKILL, then the run comes back with another number of ranks"
+    requires = "resumes there; its losses and weights stay the same bits"
+    triggers: ClassVar[tuple[str, ...]] = ("start", "step", "step", "evaluation")
+    any_ranks = True
+
+    def inject(self, stage: Stage, planned: PlannedFault) -> str:
+        draw = random.Random(f"shape {planned.number} {planned.fraction}")
+        before = stage.target.ranks
+        KINDS[draw.choice(("sigterm", "sigkill"))].inject(stage, planned)
+        stage.target.ranks = now = draw.choice([count for count in stage.ranks if count != before])
+        stage.ensure_running()
+        if stage.wait_for_or_end(stage.made_steps):
+            raise UnansweredError(f"the next attempt ended with status {stage.target.ended()}: {stage.target.tail()}")
+        found = (stage.watch.attempt() or stage.last_ended()).get("ranks")
+        if found != now:
+            raise UnansweredError(f"the next attempt had {found} ranks instead of {now}: {stage.target.tail()}")
+        return f"resumed at step {stage.resumes_at} on {now} rank{'' if now == 1 else 's'} ({before} before)"
 
 
 @kind

@@ -79,7 +79,10 @@ class Result:
                 f"{sum(found.records for found in one)} records of metrics, {sum(found.tensors for found in one)} "
                 f"tensors ({sum(found.values for found in one)} values)"
             )
-            first = f"bit-identical: {compared}; {len(self.outcomes)} faults, {self.steps_lost} steps trained again"
+            ranks = sorted({count for found in one for count in found.ranks})
+            on = f" on {', '.join(map(str, ranks))} ranks" if len(ranks) > 1 else ""
+            faults = f"{len(self.outcomes)} faults, {self.steps_lost} steps trained again"
+            first = f"bit-identical{on}: {compared}; {faults}"
         else:
             first = "not identical" if self.comparisons else "not compared"
         return [first, *lines]

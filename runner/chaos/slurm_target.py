@@ -34,6 +34,7 @@ class SlurmTarget:
         self.command = list(command)
         self.run = RunDir(run_dir)
         self.log = log
+        self.ranks: int | None = None
         self._restarts = 0
         self._waiting_since: float | None = None
         self._asked = float("-inf")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Stage:
     save_every: int
     eval_every: int
     start_s: float = START_S
+    ranks: Sequence[int] = ()  # that an attempt may have
     targets: list[Target] = field(default_factory=list)
     resumes_at: int | None = None
     steps_lost: int = 0

@@ -8,13 +8,13 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
 from runner.errors import ExitStatus
-from runner.system import clock, processes
+from runner.system import clock, files, processes
 
 TAIL_LINES = 12
 STOPPING_S = 60.0  # how long a process that was asked to stop may take to save
@@ -25,9 +25,11 @@ class Target(Protocol):
 
     Attributes:
         refusals: the exit statuses with which a second command is refused.
+        ranks: of the attempts that are started from now on; None: the configuration decides it.
     """
 
     refusals: tuple[int, ...]
+    ranks: int | None
 
     def begin(self) -> None:
         """Start an attempt, or let the queued one start; harmless if one is running."""
@@ -83,33 +85,46 @@ def uninterrupted() -> Iterator[None]:
 class LocalTarget:
     """Processes of this machine, one attempt each.
 
+    One rank is the command's own process. Several are processes that the command starts and waits for: whatever is done
+    to the attempt is done to all of them.
+
     Args:
         command: starts an attempt.
         log: file that their output is appended to.
+        ranks: of the attempts.
     """
 
     refusals: tuple[int, ...] = (int(ExitStatus.LOCKED),)
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, ranks: int | None = None) -> None:
         self.command = list(command)
         self.log = log
+        self.ranks = ranks
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_ranks = False  # by the command, as processes of their own
+        self._owners: set[int] = set()
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
 
     @property
-    def pid(self) -> int:
-        """The training process."""
-        assert self._process is not None
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """The training processes."""
+        if self._process is None:
+            return []
+        if not self._started_ranks:
+            return [self._process.pid]
+        return [pid for pid in processes.children_of(self._process.pid) if _is_rank(pid)]
 
     def begin(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         self._lines.clear()
+        self._owners.clear()
+        self._started_ranks = self.ranks not in (None, 1)
+        shape = [] if self.ranks is None else [f"launcher.ranks={self.ranks}"]
         # A session of its own: Ctrl-C reaches the drill alone. A pipe: `disk-full` must not refuse writes to a log.
         with uninterrupted():
             self._process = subprocess.Popen(
-                self.command,
+                [*self.command, *shape],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -129,18 +144,48 @@ class LocalTarget:
         return None if self._process is None else self._process.poll()
 
     def owns(self, holder: Mapping[str, Any]) -> bool:
-        return self._process is not None and holder.get("pid") == self._process.pid
+        pid = holder.get("pid")
+        if self._process is None or not isinstance(pid, int):
+            return False
+        # Known from then on, also when the process is gone.
+        if pid == self._process.pid or (pid not in self._owners and processes.parent_of(pid) == self._process.pid):
+            self._owners.add(pid)
+        return pid in self._owners
 
     def send(self, signum: int) -> None:
-        if self._process is not None:
+        """Send a signal to the training processes; to the command instead as long as it has started none."""
+        if self._process is None:
+            return
+        pids = self.pids
+        if not self._started_ranks or not pids:
             self._process.send_signal(signum)
+        elif signum == signal.SIGKILL:
+            self._process.send_signal(signal.SIGSTOP)  # it must not see one of them die
+            self._signal(pids, signum)
+            while not all(self._is_in(pid, "ZX") for pid in pids):
+                clock.sleep(0.0002)
+            self._process.send_signal(signum)
+        else:
+            self._signal(pids, signum)
+
+    @staticmethod
+    def _signal(pids: Sequence[int], signum: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                processes.send_signal(pid, signum)
+
+    @staticmethod
+    def _is_in(pid: int, states: str) -> bool:
+        """Whether a process is in one of these states, or gone."""
+        state = processes.state_of(pid)
+        return state is None or state[0] in states
 
     def freeze(self) -> bool:
-        self.send(signal.SIGSTOP)
-        while self.ended() is None:
-            state = processes.state_of(self.pid)
-            if state is not None and state[0] in "Tt":
-                return True
+        pids = self.pids
+        self._signal(pids, signal.SIGSTOP)
+        while pids and self.ended() is None:
+            if all(self._is_in(pid, "TtZX") for pid in pids):
+                return not any(self._is_in(pid, "ZX") for pid in pids)
             clock.sleep(0.0002)
         return False
 
@@ -149,11 +194,12 @@ class LocalTarget:
 
     def limit_files(self, size: int | None) -> None:
         """Set the soft limit only, so that no privilege is needed to lift it."""
-        _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+        for pid in self.pids:
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
     def another(self) -> LocalTarget:
-        return LocalTarget(self.command, self.log)
+        return LocalTarget(self.command, self.log, self.ranks)
 
     def wait(self, timeout_s: float) -> int | None:
         assert self._process is not None
@@ -181,3 +227,8 @@ class LocalTarget:
 
     def tail(self) -> str:
         return "\n".join(self._lines)
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a process that the command has started is one of its ranks."""
+    return "runner.training.attempt" in (files.read_small(f"/proc/{pid}/cmdline") or "")

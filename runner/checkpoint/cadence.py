@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from runner.errors import UserError
 
-LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit", "failed", "crash loop"})
+LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit", "failed", "crash loop", "hang"})
 """Causes of an end that may come without notice and lose the steps since the last save."""
 
 

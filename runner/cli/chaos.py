@@ -29,10 +29,12 @@ from runner.chaos.plan import PlannedFault, make_plan
 from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import BrokenError
 from runner.chaos.target import LocalTarget, Target
-from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, parse, required_settings
+from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
+from runner.cli.launcher import make_launcher
 from runner.errors import ExitStatus, UserError
 from runner.system import signals
 
+RANKS = range(1, 5)  # that the fault `shape` chooses from
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
 
 
@@ -84,7 +86,12 @@ class _Command:
         if target not in (LOCAL, SLURM):
             raise UserError(f"launcher._target_={target}: the drill needs launcher=local or launcher=slurm")
         self.local = target == LOCAL
-        kinds = choose_kinds(options.kinds, self.local)
+        launcher = make_launcher(composed.plain["launcher"])
+        self.ranks = possible_ranks(composed.plain["launcher"]) if self.local else []
+        fixed = fixed_ranks(composed.config, self.ranks)
+        kinds = choose_kinds(options.kinds, self.local, fixed)
+        self.start_ranks = launcher.rank_counts().counts[0]
+        self.note = None if options.kinds or not self.local or fixed is None else f"without the fault shape: {fixed}"
         self.kills = options.kills or max(DEFAULT_KILLS, len(kinds))
         self.extra, self.settings = required_settings(composed.config, self.kills)
         self.config = composer.compose([*options.overrides, *self.extra]).config
@@ -108,7 +115,7 @@ class _Command:
         """Attempts at the run in `run_dir`."""
         overrides = [*self.options.overrides, *self.extra, f"run.dir={run_dir}"]
         command = [sys.executable, "-m", "runner", *self.options.flags, *overrides]
-        return LocalTarget(command, log) if self.local else SlurmTarget(command, run_dir, log)
+        return LocalTarget(command, log, self.start_ranks) if self.local else SlurmTarget(command, run_dir, log)
 
     @cached_property
     def drill(self) -> Drill:
@@ -122,6 +129,7 @@ class _Command:
             save_every=config.checkpoint.every_steps or config.steps,
             eval_every=config.evaluation_interval,
             seed=self.options.seed,
+            ranks=self.ranks,
         )
 
     def carry_out(self, display: Display) -> report.Result:
@@ -151,6 +159,8 @@ class _Command:
         )
         for note in self.settings:
             display.say(f"  set for the drill: {note}")
+        if self.note:
+            display.say(f"  {self.note}")
         if self.left_out:
             display.say(f"  not among {count} faults: {', '.join(self.left_out)}; a higher --kills injects all kinds")
 
@@ -187,6 +197,11 @@ class _Command:
         return [
             f"two runs without faults differ as well ({first}): the configuration itself is not reproducible; {advice}"
         ]
+
+
+def possible_ranks(node: dict[str, Any]) -> list[int]:
+    """The numbers of ranks to choose from that the local launcher `node` could start on this machine."""
+    return [count for count in RANKS if not make_launcher({**node, "ranks": count}).check([])]
 
 
 def _code() -> dict[str, Any]:

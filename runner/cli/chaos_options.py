@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.chaos.faults import KINDS
 from runner.cli.console import PROGRAM, Parser
-from runner.config.schema import Config
+from runner.config.schema import Config, rank_invariant
 from runner.errors import UserError, nearest
 
 DEFAULT_KILLS = 10
@@ -122,18 +122,42 @@ def _kinds(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def choose_kinds(asked: tuple[str, ...] | None, local: bool) -> tuple[str, ...]:
+def choose_kinds(asked: tuple[str, ...] | None, local: bool, fixed_ranks: str | None = None) -> tuple[str, ...]:
     """The kinds to inject on this launcher.
 
+    Args:
+        asked: those to choose from; None: all that are possible.
+        local: whether the launcher starts processes on this machine.
+        fixed_ranks: why the number of ranks cannot be changed, and the remedy; None: it can.
+
     Raises:
-        UserError: a kind cannot be injected with this launcher.
+        UserError: a kind cannot be injected with this launcher, or into this run.
     """
     possible = tuple(name for name, kind in KINDS.items() if (kind.on_this_machine if local else kind.in_a_job))
     for name in asked or ():
         if name not in possible:
             where = "needs a process on this machine" if not local else "needs a Slurm job"
             raise UserError(f"--faults {name}: {where}; with this launcher choose from {', '.join(possible)}")
-    return asked or possible
+        if KINDS[name].any_ranks and fixed_ranks is not None:
+            raise UserError(f"--faults {name}: {fixed_ranks}")
+    return asked or tuple(name for name in possible if fixed_ranks is None or not KINDS[name].any_ranks)
+
+
+def fixed_ranks(config: Config, possible: Sequence[int]) -> str | None:
+    """Why a run cannot come back with another number of ranks and the same result, and the remedy; None: it can.
+
+    Args:
+        config: of the run.
+        possible: the numbers of ranks that this machine allows.
+    """
+    if not rank_invariant(config):
+        return (
+            "the result of this run depends on its number of ranks: set train.global_batch_size=N, sampler=elastic and "
+            "strategy=ddp, and remove data.loader and train.rank_invariant=false (docs/rank-invariant.md)"
+        )
+    if len(possible) < 2:
+        return "this machine has one GPU to use: set launcher.gpus=[] for ranks on the CPU"
+    return None
 
 
 def required_settings(config: Config, faults: int) -> tuple[list[str], list[str]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli import kills
+from runner.cli import kills, sizes
 from runner.cli.console import PROGRAM, Parser, console, size
-from runner.contracts import Finding
-from runner.errors import ExitStatus
+from runner.contracts import Finding, Launcher, RankCounts
+from runner.errors import ExitStatus, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
@@ -41,6 +42,7 @@ def parser() -> Parser:
     )
     for option, what in (("--step-s", "a step"), ("--start-s", "a start"), ("--save-s", "a save")):
         made.add_argument(option, type=float, metavar="SECONDS", help=f"for the prediction: how long {what} takes")
+    made.add_argument("--json", action="store_true", help="print JSON: the findings, and what each size costs")
     made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
     made.add_argument("--config-name", default="config", metavar="NAME", help="another primary config")
     return made
@@ -52,19 +54,41 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: the config cannot be composed, or the launcher or the model cannot be created.
     """
-    from rich.text import Text
-
     options = parser().parse_intermixed_args(list(arguments) or ["--help"])
     kills.check_options(options)
     from runner.config.composition import compose
 
     composed = compose(options.overrides, options.config_dir, options.config_name)
-    out, status = console(), ExitStatus.FINISHED
+    found = []
     for finding in examine(composed, measure=not options.no_measure, options=options):
-        remedy = f" -> {finding.remedy}" if finding.remedy else ""
-        out.print(Text(f"{finding.level:8}", style=STYLES[finding.level]) + Text(finding.text + remedy))
-        status = ExitStatus.USAGE if finding.level == "error" else status
-    return int(status)
+        found.append(finding)
+        if not options.json:
+            _print(finding)
+    failed = any(finding.level == "error" for finding in found)
+    rows, more = ([], []) if failed else _sizes(composed)
+    if options.json:
+        findings = [asdict(finding) for finding in (*found, *more)]
+        print(json.dumps({"findings": findings, "sizes": [asdict(row) for row in rows]}))
+    elif rows:
+        for finding in more:
+            _print(finding)
+        console().print(sizes.listing(rows))
+    return int(ExitStatus.USAGE if failed else ExitStatus.FINISHED)
+
+
+def _print(finding: Finding) -> None:
+    from rich.text import Text
+
+    remedy = f" -> {finding.remedy}" if finding.remedy else ""
+    console().print(Text(f"{finding.level:8}", style=STYLES[finding.level]) + Text(finding.text + remedy))
+
+
+def _sizes(composed: Composed) -> tuple[list[sizes.Size], list[Finding]]:
+    """What each size of the run costs, if its number of ranks may vary."""
+    from runner.cli.launcher import make_launcher
+
+    counts = make_launcher(composed.plain["launcher"]).rank_counts()
+    return sizes.sizes(composed.config, counts, RunDir(composed.run_dir)) if counts.vary else ([], [])
 
 
 def examine(composed: Composed, measure: bool = True, options: Namespace | None = None) -> Iterator[Finding]:
@@ -83,6 +107,7 @@ def examine(composed: Composed, measure: bool = True, options: Namespace | None 
     launcher = make_launcher(composed.plain["launcher"])
     errors = launcher.check([composed.run_dir])
     yield from (Finding("error", error) for error in errors)
+    yield from _rank_findings(launcher, composed.config)
     folder = existing_parent(composed.run_dir)
     disk = examine_disk(folder)
     yield disk
@@ -96,6 +121,18 @@ def examine(composed: Composed, measure: bool = True, options: Namespace | None 
         yield from launcher.examine(saved.seconds if saved else None)
     if options is not None and options.kills_per_hour is not None:
         yield from kills.predict(composed.config, options.kills_per_hour, _times(composed, saved, options))
+
+
+def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
+    """Whether the run can have each of the numbers of ranks that the launcher may start."""
+    from runner.cli.launcher import idle_ranks, rank_count_errors
+
+    try:
+        counts: RankCounts = launcher.rank_counts()
+    except UserError:  # an error of the options, which the launcher reports with its others
+        return
+    yield from (Finding("error", error) for error in rank_count_errors(counts, config))
+    yield from idle_ranks(counts, config)
 
 
 def _times(composed: Composed, saved: Saved | None, options: Namespace) -> kills.Times:

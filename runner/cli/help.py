@@ -28,7 +28,7 @@ Examples
   python -m runner -m seed=1,2,3 model.width=64,128       a sweep over all combinations
   python -m runner -m launcher=slurm seed=1,2,3           the same as Slurm jobs; returns at once
   python -m runner -m seed=1,2,3 --dry-run                print what would be started, and why
-  torchrun --nproc-per-node 4 -m runner                   four ranks on this machine
+  python -m runner launcher.ranks=4                       four ranks on this machine, or: torchrun ... -m runner
 
 Groups, one option of each (group=option)
 {groups}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from runner.config.composition import Composed
 from runner.config.identity import differences
+from runner.config.schema import Config, SamplerKind, rank_invariant
 from runner.config.targets import instantiate
-from runner.contracts import Launcher
+from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import UserError
 
 # Attributes and methods of the protocol.
@@ -37,7 +39,8 @@ def common_launcher(jobs: Sequence[Composed]) -> Launcher:
     """The launcher of all `jobs`.
 
     Raises:
-        UserError: their configs differ in it, or it cannot be created.
+        UserError: their configs differ in it, it cannot be created, or a config does not allow for the numbers of ranks
+            that it may start.
     """
     node = jobs[0].plain["launcher"]
     for job in jobs[1:]:
@@ -46,4 +49,50 @@ def common_launcher(jobs: Sequence[Composed]) -> Launcher:
                 f"{changed[0]} differs between {jobs[0].run_dir.name} and {job.run_dir.name}: the runs of one command "
                 f"share a launcher; set {changed[0].key}=... for all, or run a command for each value"
             )
-    return make_launcher(node)
+    launcher = make_launcher(node)
+    counts = launcher.rank_counts()
+    if errors := dict.fromkeys(error for job in jobs for error in rank_count_errors(counts, job.config)):
+        raise UserError("\n".join(errors))
+    return launcher
+
+
+def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
+    """Why a run cannot have each of these numbers of ranks with the same batches; empty if it can."""
+    option, train, sampler = ranks.option, config.train, config.sampler.kind
+    whole, micro = train.global_batch_size, train.batch_size
+    errors = []
+    if ranks.vary and whole is None:
+        errors.append(
+            f"{option}: with another number of ranks the batches would be others, and so would the run: set "
+            f"train.global_batch_size=N, the samples of a step over all ranks (train.batch_size={micro} is per rank)"
+        )
+    if ranks.vary and sampler in (SamplerKind.distributed, SamplerKind.mixture) and not config.data.loader:
+        errors.append(
+            f"{option}: sampler={sampler.value} resumes with the same number of ranks only: choose sampler=elastic"
+        )
+    if ranks.vary and whole is not None and train.grad_accum_steps is not None:
+        errors.append(
+            f"{option}: train.grad_accum_steps={train.grad_accum_steps} fits one number of ranks only: remove it, it "
+            "follows from train.global_batch_size"
+        )
+    uneven = [] if whole is None or rank_invariant(config) else [n for n in ranks.counts if whole % (n * micro)]
+    if uneven:
+        every = math.lcm(*ranks.counts) * micro
+        errors.append(
+            f"{option}: train.global_batch_size={whole} is not a multiple of train.batch_size={micro} x {uneven[0]} "
+            f"ranks: set it to a multiple of {every}, or allow other numbers of ranks"
+        )
+    return errors
+
+
+def idle_ranks(ranks: RankCounts, config: Config) -> list[Finding]:
+    """A warning if the largest number of ranks exceeds the micro-batches of a step, which are dealt out."""
+    whole, micro, most = config.train.global_batch_size, config.train.batch_size, ranks.counts[-1]
+    if whole is None or not rank_invariant(config) or most * micro <= whole:
+        return []
+    count = whole // micro
+    text = (
+        f"{ranks.option}: a step has {count} micro-batches (train.global_batch_size={whole} / "
+        f"train.batch_size={micro}), so {most - count} of {most} ranks would have nothing to do"
+    )
+    return [Finding("warning", text, f"lower train.batch_size, or allow {count} ranks at most")]

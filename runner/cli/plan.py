@@ -56,7 +56,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
     Args:
         jobs: the runs of the command.
         launcher: of all of them.
-        single: one run in this process, so a live one is an error and a failed one is retried.
+        single: one run on this machine, so a live one is an error and a failed one is retried.
 
     Raises:
         LockedError: the single run is live.
@@ -145,7 +145,7 @@ def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
     known = ended and ended[-1].get("attempt") == status.get("attempt", ended[-1].get("attempt"))
     cause = ended[-1]["cause"] if known else "killed"
     number = len(ended) if known else len(ended) + 1
-    reason = _one_line(status.get("reason") or "") if known and cause in ("failed", "crash") else ""
+    reason = _one_line(status.get("reason") or "") if known and cause in ("failed", "crash", "hang") else ""
     return f"{doing}: attempt {number} ended at step {reached} ({cause}{f': {reason}' if reason else ''}){again}"
 
 

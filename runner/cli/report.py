@@ -214,7 +214,7 @@ def _print(order: Sequence[RunResults], groups: Sequence[Group], metric: str | N
     for line in fork_lines(order):
         out.print(Text(line))
     for run in order:
-        if run.state in ("failed", "crash loop", "unreadable") and run.reason:
+        if run.state in ("failed", "crash loop", "stuck", "unreadable") and run.reason:
             out.print(Text(f"{run.name}: {run.reason}", style="yellow"))
 
 

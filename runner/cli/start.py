@@ -15,7 +15,7 @@ from pathlib import Path
 from runner.checkpoint.pins import reserve, unpin
 from runner.cli.arguments import dirs, parse
 from runner.cli.console import say, shown
-from runner.cli.launcher import common_launcher
+from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
@@ -68,14 +68,22 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     _refuse(launcher.check(starting) if starting else [])
-    if single and planned[0].starts and not dry_run:
+    _warn_of_idle_ranks(planned, launcher)
+    if single and planned[0].starts and not dry_run and list(launcher.rank_counts().counts) == [1]:
         return run_here(planned[0])
     if dry_run or not starting:
         _show(planned)
         for each, together in _grouped(planned, launcher, waiting):
             print(each.preview(together))
         return _status(planned)
-    return _start_all(planned, launcher)
+    return _start_all(planned, launcher, single)
+
+
+def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> None:
+    counts = launcher.rank_counts()
+    warnings = [warning for run in planned if run.starts for warning in idle_ranks(counts, run.job.config)]
+    for warning in dict.fromkeys(warnings):
+        _report(f"warning: {warning.text}: {warning.remedy}")
 
 
 def _waiting(planned: Sequence[PlannedRun], launcher: Launcher) -> dict[Path, Launcher]:
@@ -172,12 +180,13 @@ def _refuse_gone(before: Sequence[PlannedRun], now: Sequence[PlannedRun]) -> Non
     _refuse([f"{shown(path)} was moved or removed meanwhile: rerun the command to begin it anew" for path in gone])
 
 
-def _start_all(planned: Sequence[PlannedRun], launcher: Launcher) -> int:
-    """Start what is to be started elsewhere, and follow it if the launcher is set to wait; the exit status.
+def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) -> int:
+    """Start what is to be started in other processes, and follow it if the launcher is set to wait; the exit status.
 
     Args:
         planned: what to do about each run.
         launcher: of all of them.
+        single: it is one run on this machine.
     """
     new = [run.job for run in planned if run.state == "new"]
     missing = {parent for job in new for parent in job.run_dir.parents if not parent.exists()}
@@ -187,7 +196,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher) -> int:
         guards = held.enter_context(_submitting(jobs))
         try:
             # Another shell may have submitted them while this one waited.
-            again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single=False)}
+            again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single)}
             before, planned = planned, [again.get(run.job.run_dir, run) for run in planned]
             new = [run.job for run in planned if run.state == "new"]
             _refuse_gone(before, planned)

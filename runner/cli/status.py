@@ -43,6 +43,7 @@ STYLES = {
     "killed": "red",
     "failed": "bold red",
     "crash loop": "bold red",
+    "stuck": "bold red",
     "unreadable": "yellow",
 }
 RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
@@ -68,6 +69,7 @@ class Row:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     attempts: int = 0
+    ranks: int | None = None  # of the attempt in progress, or of the last one
     steps_lost: int = 0
     cause: str | None = None
     reason: str | None = None
@@ -156,7 +158,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     if job is not None and not job.live and not _scheduler_knows_better(job, run, status, watcher):
         job = None
     row = Row(_name(run, root), str(run.path), _state(run, status, watcher, job, unanswered))
-    for name in ("step", "total", "attempts", "steps_lost"):
+    for name in ("step", "total", "attempts", "ranks", "steps_lost"):
         setattr(row, name, _value(status, name, int))
     for name in ("loss", "samples_per_s", "tokens_per_s", "updated"):
         setattr(row, name, _value(status, name, float))
@@ -288,20 +290,12 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    columns = (
-        "run",
-        "state",
-        "step",
-        "loss",
-        "samples/s",
-        "tokens/s",
-        "attempts",
-        "lost",
-        "last cause",
-        "job",
-        "node",
-        "saved",
-    )
+    several = any(row.ranks not in (None, 1) for row in rows)
+    columns = [
+        *("run", "state", "step", "loss", "samples/s", "tokens/s", "attempts"),
+        *(["ranks"] if several else []),
+        *("lost", "last cause", "job", "node", "saved"),
+    ]
     made = table(*columns)
     for row in rows:
         cells = (
@@ -312,6 +306,7 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
             "" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             str(row.attempts or ""),
+            *([str(row.ranks or "")] if several else []),
             str(row.steps_lost or ""),
             row.cause or "",
             row.job_id or "",

@@ -30,6 +30,7 @@ FREE_KEYS = (
     "train.epochs",
     "train.device",
     "train.peer_timeout_s",
+    "train.hang_timeout_s",
     "train.on_callback_error",
     "train.profile",
     "data.num_workers",

@@ -72,7 +72,7 @@ class RunConfig:
     dir: str | None = None
     root: str = "outputs"
     allow_data_change: bool = False
-    threads: int | None = None
+    threads: int = 1
     lease_timeout_s: float = 30.0
 
 
@@ -83,6 +83,7 @@ class TrainConfig:
     batch_size: int = 16
     grad_accum_steps: int | None = None
     global_batch_size: int | None = None
+    rank_invariant: bool | None = None
     clip_norm: float | None = 1.0
     precision: Precision = Precision.auto
     ema_decay: float | None = None
@@ -90,6 +91,7 @@ class TrainConfig:
     device: str = "auto"
     deterministic: bool = False
     peer_timeout_s: float = 60.0
+    hang_timeout_s: float | None = 60.0
     on_nonfinite: NonFinite = NonFinite.stop
     on_callback_error: CallbackFailure = CallbackFailure.drop
     profile: str | None = None
@@ -228,6 +230,24 @@ class Config:
         return next((interval for interval in EVALUATION_INTERVALS if interval <= self.steps), 0)
 
 
+def rank_invariant(config: Config) -> bool:
+    """Whether the result does not depend on the number of ranks: by default, wherever that is possible."""
+    wanted = config.train.rank_invariant
+    return not list(_obstacles_to_rank_invariance(config)) if wanted is None else wanted
+
+
+def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
+    """What it lacks, one remedy each."""
+    if config.train.global_batch_size is None:
+        yield "set train.global_batch_size=N: otherwise the batch of a step grows with the ranks"
+    if config.data.loader:
+        yield "remove data.loader, which deals out its own batches"
+    elif config.sampler.kind is not SamplerKind.elastic:
+        yield f"choose sampler=elastic: with {config.sampler.kind.value} the order depends on the ranks"
+    if config.strategy is not Strategy.ddp:
+        yield f"choose strategy=ddp: {config.strategy.value} adds gradients in the order of the ranks"
+
+
 DEFAULT_STEPS = 300
 # If eval.every_steps is not set: the first one that the run is long enough for.
 EVALUATION_INTERVALS = (100, 10)
@@ -256,7 +276,15 @@ def config_errors(config: Config) -> list[str]:
         *_epochs_errors(config),
         *length_errors(config),
         *_fork_errors(config),
+        *_rank_invariance_errors(config),
     ]
+
+
+def _rank_invariance_errors(config: Config) -> Iterator[str]:
+    """Rank-invariant training that was asked for and is not possible."""
+    if config.train.rank_invariant:
+        for remedy in _obstacles_to_rank_invariance(config):
+            yield f"train.rank_invariant=true: {remedy}"
 
 
 def _number_errors(config: Config) -> Iterator[str]:
@@ -269,6 +297,7 @@ def _number_errors(config: Config) -> Iterator[str]:
         ("train.grad_accum_steps", train.grad_accum_steps, 1, MAX_BATCH),
         ("train.global_batch_size", train.global_batch_size, 1, MAX_BATCH),
         ("train.peer_timeout_s", train.peer_timeout_s, 1, MAX_SECONDS),
+        ("train.hang_timeout_s", train.hang_timeout_s, 1, MAX_SECONDS),
         ("eval.every_steps", config.eval.every_steps, 0, MAX_COUNT),
         ("eval.batches", config.eval.batches, 1, MAX_COUNT),
         ("eval.batch_size", config.eval.batch_size, 1, MAX_BATCH),

@@ -147,6 +147,7 @@ def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, An
                 "state": run.state,
                 "reason": run.reason,
                 "steps": run.steps,
+                "ranks": run.ranks,
                 "settings": {key: plain(run.settings[key]) for key in keys if key in run.settings},
                 "fork": None if run.fork is None else dict(zip(("run", "step"), run.fork, strict=True)),
                 "goodput": _rounded(run.seconds),

@@ -19,7 +19,7 @@ from runner.report import goodput
 from runner.report.compare import FAILED, differing, is_lower_better, plain
 from runner.report.runs import RunResults, is_metric
 from runner.report.series import Series
-from runner.report.tables import fork_lines, short_names
+from runner.report.tables import fork_lines, ranks_text, short_names
 
 POINTS = 1_200_000
 """Of all curves of a page together: about 13 MB."""
@@ -134,6 +134,7 @@ def _run(run: RunResults, keys: Sequence[str], points: int) -> dict[str, Any]:
         "failed": run.state in FAILED,
         "reason": run.reason,
         "steps": run.steps,
+        "ranks": ranks_text(run.ranks) if run.ranks not in ([], [1]) else None,
         "settings": {key: plain(run.settings[key]) for key in keys if key in run.settings},
         "metrics": {name: [_finite(one.last), one.best, one.best_step] for name, one in run.metrics.items()},
         "series": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ class RunResults:
         if self.state in RUNNING:
             last = [goodput.all_kept(attempt) for attempt in last]
         return goodput.resumed([*self.attempts, *last])
+
+    @property
+    def ranks(self) -> list[int]:
+        """How many ranks its attempts had, in their order; a number again only after another one."""
+        attempts = [*self.attempts, *([] if self.under_way is None else [self.under_way])]
+        counts = [attempt["ranks"] for attempt in attempts if isinstance(attempt.get("ranks"), int)]
+        return [count for count, _ in groupby(counts)]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -12,7 +12,8 @@ from runner.report.runs import Result, RunResults
 
 MAX_SETTINGS = 6  # columns for settings that differ; the page has them all
 MAX_TEXT = 40
-TITLES = ("run", "rank", "state", "step", "best", "at step", "attempts", "useful", "runs", "failed")
+MAX_CHANGES = 4  # of the number of ranks
+TITLES = ("run", "rank", "state", "step", "best", "at step", "attempts", "ranks", "useful", "runs", "failed")
 """Of the columns that are no settings, but for those of the metrics; on the terminal and on the page."""
 
 
@@ -39,19 +40,29 @@ def short_names(keys: Sequence[str], metrics: Iterable[str]) -> dict[str, str]:
 
 
 def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the runs: name, state, steps, settings that differ, last and best of each metric."""
+    """Columns and rows of the runs: name, state, steps, settings that differ, last and best of each metric.
+
+    Also the numbers of ranks of their attempts, if any had several.
+    """
+    several = any(run.ranks not in ([], [1]) for run in runs)
     keys = differing(runs)[:MAX_SETTINGS]
     names = short_names(keys, metrics)
-    columns = ["run", "state", "step", *(names[key] for key in keys)]
+    columns = ["run", "state", "step", *(["ranks"] if several else []), *(names[key] for key in keys)]
     columns += [title for metric in metrics for title in (metric, "best", "at step")]
     rows = []
     for run in runs:
-        row = [run.name, run.state, str(run.steps or "")]
+        row = [run.name, run.state, str(run.steps or ""), *([ranks_text(run.ranks)] if several else [])]
         row += [_setting(run.settings, key) for key in keys]
         for metric in metrics:
             row += _result(run.metrics.get(metric))
         rows.append(row)
     return columns, rows
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`4`, or `4, 1, 2` where the number has changed between attempts; of many changes the last ones."""
+    shown = ranks[-MAX_CHANGES:]
+    return ("…, " if len(shown) < len(ranks) else "") + ", ".join(map(str, shown))
 
 
 def _setting(settings: dict[str, Any], key: str) -> str:

@@ -44,6 +44,7 @@ STATE_AFTER = {
     "node failure": "requeued",
     "interrupted": "interrupted",
     "crash loop": "crash loop",
+    "hang": "stuck",
     "superseded": "running",
 }
 
@@ -122,7 +123,7 @@ def _status_from_records(run: RunDir) -> dict[str, Any]:
     state = "running" if current else "finished" if finished else STATE_AFTER.get(str(cause), "failed")
     record = last_record(run)
     return {
-        **{key: last.get(key) for key in ("job_id", "node", "reason", "total")},
+        **{key: last.get(key) for key in ("job_id", "node", "ranks", "reason", "total")},
         **{key: record.get(key) for key in ("step", "loss")},
         "state": state,
         "cause": cause,
@@ -215,6 +216,12 @@ class AttemptLog:
     def last_cause(self) -> str | None:
         return self.earlier[-1]["cause"] if self.earlier else None
 
+    @property
+    def ranks_before(self) -> int | None:
+        """The number of ranks of the last attempt, if there was one and it recorded that."""
+        ranks = self.earlier[-1].get("ranks") if self.earlier else None
+        return ranks if isinstance(ranks, int) else None
+
     def check_budgets(self, max_timeouts: int | None = None) -> None:
         """Stop a job that is restarted again and again without progress. From the records, at the start of an attempt.
 
@@ -290,7 +297,7 @@ class AttemptLog:
         return {"attempt": self.record["attempt"], "time": self.account.state()}
 
     def _write_status(self) -> None:
-        identity = {key: self.record.get(key) for key in ("job_id", "restart_count", "host", "node", "pid")}
+        identity = {key: self.record.get(key) for key in ("job_id", "restart_count", "host", "node", "ranks", "pid")}
         status = {
             "state": "running",
             **self.status,

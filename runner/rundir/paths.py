@@ -162,6 +162,10 @@ class RunDir:
         """Standard output and error of a run that a sweep started on this machine."""
         return self.logs / "local.out"
 
+    def rank_log(self, rank: int) -> Path:
+        """Standard output and error of another rank than 0 that the launcher started on this machine."""
+        return self.logs / f"rank{rank}.out"
+
     @property
     def artifacts(self) -> Path:
         """Images and texts that callbacks logged, NAME-STEP.png and NAME-STEP.txt."""
@@ -171,6 +175,15 @@ class RunDir:
     def profile(self) -> Path:
         """Traces of `train.profile`: one file per attempt and rank."""
         return self.path / "profile"
+
+    @property
+    def hang(self) -> Path:
+        """What the ranks of attempts that hung were doing."""
+        return self.path / "hang"
+
+    def stacks(self, attempt: int, rank: int | str) -> Path:
+        """The stacks of one rank (`*`: of each) when an attempt was found to hang."""
+        return self.hang / f"attempt{attempt}-rank{rank}.txt"
 
     @property
     def callback_errors(self) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from runner.system.stopwatch import Stopwatch
 
@@ -19,6 +19,14 @@ ACTIVITIES = ("start", "restore", "steps", "data_wait", "save", "evaluation", "e
 their batches, is stalled by saves, evaluates; it records its end and is requeued."""
 MAX_SECONDS = 3e13
 MAX_SAVES = 16  # remembered: a checkpoint may be committed some saves after it was begun, and be lost
+MAX_LAPS = 100  # remembered
+
+
+class Laps(NamedTuple):
+    """The steps that an attempt has completed: how many, and the seconds of the last ones, without its first step."""
+
+    steps: int = 0
+    seconds: tuple[float, ...] = ()
 
 
 class TimeAccount:
@@ -32,6 +40,14 @@ class TimeAccount:
         self._watch = Stopwatch("start", since)
         self._saves = 0
         self._trained: dict[int, float] = {}  # seconds of steps so far, by the step that was saved then
+        self._lapped = 0.0
+        self.laps = Laps()
+        """Of the steps so far; replaced as a whole, so that any thread may read it."""
+
+    @property
+    def activity(self) -> str:
+        """What the attempt is doing now; any thread may ask."""
+        return self._watch.current
 
     def switch(self, activity: str) -> None:
         """From now on the attempt does this."""
@@ -40,6 +56,14 @@ class TimeAccount:
     def doing(self, activity: str) -> AbstractContextManager[None]:
         """Within the block the attempt does this, and afterwards what it did before."""
         return self._watch.doing(activity)
+
+    def stepped(self) -> None:
+        """A step is complete, with all that belongs to it."""
+        seconds = self._watch.seconds()
+        before, self._lapped = self._lapped, seconds.get("steps", 0.0) + seconds.get("data_wait", 0.0)
+        steps, laps = self.laps
+        # The first step compiles, starts workers and fills caches.
+        self.laps = Laps(steps + 1, (*laps, self._lapped - before)[-MAX_LAPS:] if steps else ())
 
     def saving(self, step: int) -> None:
         """The state after `step` is about to be saved."""

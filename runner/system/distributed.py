@@ -131,6 +131,38 @@ class World:
                 dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def exchange(self, receive: list[torch.Tensor], send: list[torch.Tensor]) -> Callable[[], None]:
+        """Begin to send a tensor to each rank, and to receive one from each; on any device that training uses.
+
+        Args:
+            receive: by the rank that it comes from, of the size that is sent there; contiguous, may be empty.
+            send: by rank; contiguous, may be empty. Both stay untouched until the exchange has ended.
+
+        Returns:
+            Waits for the end.
+        """
+        import torch
+        import torch.distributed as dist
+
+        sizes = [[tensor.numel() for tensor in tensors] for tensors in (receive, send)]
+        whole = None
+        with _peer_errors():
+            if len({*sizes[0], *sizes[1]}) == 1:
+                work = dist.all_to_all(receive, send, group=self._group, async_op=True)
+            else:  # which gloo has for one tensor alone
+                whole = receive[0].new_empty(sum(sizes[0]))
+                flat = torch.cat([tensor.reshape(-1) for tensor in send])
+                work = dist.all_to_all_single(whole, flat, sizes[0], sizes[1], group=self._group, async_op=True)
+
+        def wait() -> None:
+            with _peer_errors():
+                work.wait()
+            if whole is not None:
+                for tensor, part in zip(receive, torch.split(whole, sizes[0]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+        return wait
+
     def send_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The values of rank `source` in `tensor` on every rank, in place; on any device that training uses."""
         if self.size > 1:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from runner.system import files
@@ -28,6 +30,8 @@ send_signal = os.kill
 """Send a signal to a process of this machine."""
 
 _SIGEV_THREAD = 2
+_PR_SET_PDEATHSIG = 1
+_PARENT = "RUNNER_PARENT"
 
 PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
 
@@ -43,6 +47,20 @@ def state_of(pid: int) -> tuple[str, str] | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return fields[0], fields[19]
+
+
+def parent_of(pid: int) -> int | None:
+    """The process that started a process of this machine, or None if there is none: proc(5), field 4 of stat."""
+    stat = files.read_small(f"/proc/{pid}/stat")
+    return None if stat is None else int(stat.rpartition(")")[2].split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes of this machine that a process has started and that it has not waited for yet, in ascending order.
+
+    A process that ends while this looks may be missing, as well as one that begins.
+    """
+    return sorted(int(name) for name in files.list_dir("/proc") if name.isdigit() and parent_of(int(name)) == pid)
 
 
 def began() -> float:
@@ -73,6 +91,41 @@ def this_process() -> dict[str, Any]:
         "machine_id": files.read_small("/etc/machine-id"),
         "pid_namespace": files.read_link("/proc/self/ns/pid"),
     }
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def bound(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a process that is to end with this thread, however that ends: see `end_with_parent`."""
+    return {**environment, _PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it ends, if that one asked for it by `bound`."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    state = state_of(int(parent))
+    if state is None or state[0] in "ZX":  # it had ended before that
+        end_now(1)
+
+
+def descendants(pid: int) -> list[int]:
+    """The child processes of a process of this machine, their children and so on."""
+    children = children_of(pid)
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def described(pid: int) -> str:
+    """A line on a process of this machine: its state, where it waits inside the kernel, and its command."""
+    state, wait = state_of(pid), files.read_small(f"/proc/{pid}/wchan")
+    command = (files.read_small(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+    where = f", waits in {wait}" if wait and wait != "0" else ""
+    return f"Process {pid} (state {state[0] if state else '?'}{where}): {command}"
 
 
 def peak_memory() -> int:

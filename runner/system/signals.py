@@ -11,14 +11,24 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 set_handler = signal.signal
 """Install a handler for a signal to this process; returns the one before it. Only the main thread may call this."""
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Hold stop signals back from this thread, and from processes that it starts until they call `STOP.install`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class StopFlag:
@@ -40,12 +50,14 @@ class StopFlag:
         return signal.Signals(self.signum).name if self.signum is not None else ""
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT. Only the main thread may call this."""
+        """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this."""
+        self._pid = os.getpid()  # one that was forked from the process that imported this, perhaps
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
             # Registered first, so it runs last. The interpreter then restores the default handlers while it shuts
             # down, and another signal must not change the exit status.
             atexit.register(signal.signal, signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see `blocked`
 
     def uninstall(self) -> None:
         """Restore Python's own handlers. Only the main thread may call this."""

@@ -22,6 +22,11 @@ class Stopwatch:
         # What it is doing, since when, and the seconds of each activity until then.
         self._state: tuple[str, float, dict[str, float]] = (doing, clock.monotonic() if since is None else since, {})
 
+    @property
+    def current(self) -> str:
+        """What it is doing now."""
+        return self._state[0]
+
     def switch(self, doing: str) -> str:
         """From now on it is `doing`; returns what it was until now."""
         now, (before, _, _) = clock.monotonic(), self._state

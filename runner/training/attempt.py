@@ -11,10 +11,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from runner.contracts import Job
@@ -37,8 +38,9 @@ from runner.system import files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.system.terminal import printable_lines
+from runner.training.hang_watch import Hang, HangWatch
 from runner.training.job import LocalJob
-from runner.training.peer_watch import PeerWatch
+from runner.training.peer_watch import LOOKS, MAX_INTERVAL_S, PeerWatch
 from runner.training.peers import LEAVE_S, leave_ranks, report_failure, reported_failure
 
 if TYPE_CHECKING:
@@ -167,12 +169,17 @@ class _Attempt:
     session: Session | None = None
     requeued: bool = False
     """Whether the session could not be opened for a reason that may pass, and the job is restarted."""
+    _ends: threading.Lock = field(default_factory=threading.Lock)  # held by the watch that ends this process
 
     def __post_init__(self) -> None:
         self.account = TimeAccount(self.job.began())
-        timeout_s = self.config.train.peer_timeout_s
+        train = self.config.train
         self.watch = PeerWatch(
-            self.world, timeout_s, lambda: self.session.step if self.session else None, self._end_without_peers
+            self.world,
+            train.peer_timeout_s,
+            lambda: self.session.step if self.session else None,
+            self._end_from_watch,
+            MAX_INTERVAL_S if train.hang_timeout_s is None else train.hang_timeout_s / LOOKS,
         )
 
     def join_ranks(self) -> None:
@@ -204,7 +211,7 @@ class _Attempt:
         except SupersededError:
             raise  # the records belong to the newer attempt
         except PeerError as error:
-            reported = reported_failure(self.world)
+            reported = self.watch.reported or reported_failure(self.world)
             failure = PeerError(reported or self.watch.silent() or str(error))
             failure.reported = reported is not None
             requeued = reported is None and self.job.yield_verdict()
@@ -279,12 +286,21 @@ class _Attempt:
             return self._interrupt(self.run.newest_step())
         self.session = session = self._open_session()
         self.watch.show_open()
-        if session.train(self.config.known_steps):
+        with self._hang_watch(session):
+            finished = session.train(self.config.known_steps)
+        if finished:
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:
                 self._record_finish()
             return ExitStatus.FINISHED
         return self._interrupt(session.step)
+
+    def _hang_watch(self, session: Session) -> HangWatch:
+        def end(hang: Hang) -> None:
+            self._end_from_watch(hang.reason, "hang", hang.stacks)
+
+        timeout_s = self.config.train.hang_timeout_s
+        return HangWatch(self.world, timeout_s, session.account, lambda: session.step, self.watch, end)
 
     def _open_session(self) -> Session:
         from runner.training.session import Session
@@ -343,21 +359,29 @@ class _Attempt:
         _print(f"{cause} ({signal}): {where}; rerun the command to resume")
         return ExitStatus.INTERRUPTED
 
-    def _end_without_peers(self, reason: str) -> None:
-        """Another rank hangs: close the records and end this process, whose main thread may wait for it for ever.
+    def _end_from_watch(
+        self, reason: str, cause: str = "crash", stacks: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        """A rank hangs: close the records and end this process, whose main thread may be blocked for ever.
 
         Called in the watching thread. For the job it is the same as a rank that was lost.
         """
+        self._ends.acquire()  # if another watch has it, that ends this process
         status = ExitStatus.FAILED
         try:
             with suppress(OSError):
                 processes.end_after(LEAVE_S, int(status))  # a disk may hang as well
+            if stacks:
+                assert self.log is not None
+                number = self.log.record["attempt"]
+                reason = f"{reason}; stacks of all threads: {self.run.stacks(number, '*')}"
             print_error(f"error: {reason}" if self.world.is_main else f"error (rank {self.world.rank}): {reason}")
             requeued = self.job.yield_verdict()
             try:
+                self._write_stacks(stacks)
                 if self.session:
                     self.session.recorder.close()
-                self._end("crash", status, reason, requeued)
+                self._end(cause, status, reason, requeued)
             except SupersededError as error:  # the records belong to the newer attempt
                 print_error(f"error: {error}")
                 status = error.status
@@ -365,6 +389,17 @@ class _Attempt:
                 self.lease.release()
         finally:
             processes.end_now(int(status))
+
+    def _write_stacks(self, stacks: Mapping[int, str]) -> None:
+        """What was found of a hang, where its reason says; if the disk refuses, into the output."""
+        for rank, text in stacks.items():
+            assert self.log is not None
+            path = self.run.stacks(self.log.record["attempt"], rank)
+            try:
+                files.make_dirs(path.parent)
+                files.write_atomic(path, text, guard=self.run.guard)
+            except OSError as error:
+                print_error(f"warning: {path} cannot be written ({error.strerror or error}):\n{text}")
 
     def _end(self, cause: str, status: ExitStatus, reason: str | None = None, requeued: bool = False) -> None:
         """Record the end of the attempt. `requeued`: although it failed, its job is restarted."""
@@ -394,6 +429,7 @@ def _print_traceback(error: Exception) -> None:
 
 def main(arguments: list[str]) -> int:
     """`python -m runner.training.attempt RUN_DIR`."""
+    processes.end_with_parent()
     if len(arguments) != 1 or not RunDir(Path(arguments[0])).config.is_file():
         found = " ".join(arguments) or "nothing"
         print_error(f"error: expected one run directory with a config.yaml, got {found}")

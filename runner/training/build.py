@@ -17,10 +17,11 @@ from torch.utils.data import IterableDataset
 
 from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
 from runner.config.schedule import PhaseSchedule
-from runner.config.schema import Config, Precision, SamplerKind, source_weights
+from runner.config.schema import Config, Precision, SamplerKind, rank_invariant, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
+from runner.data.micro_batches import MicroBatchSampler
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import parsed
 from runner.data.order.segments import Segment
@@ -134,31 +135,33 @@ def phase_schedule(config: Config) -> PhaseSchedule:
     return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
-def batch_shape(config: Config, world: World) -> tuple[int, int]:
-    """(micro-batches per step, samples per step over all ranks: the global batch).
+def batch_shape(config: Config, world: World, step: int) -> BatchShape:
+    """How the steps from `step` on are split.
 
     Raises:
         UserError: train.global_batch_size cannot be divided among the ranks.
     """
-    micro = config.train.batch_size * world.size
+    each, micro = config.train.batch_size, config.train.batch_size * world.size
     accum, whole = config.train.grad_accum_steps, config.train.global_batch_size
     if whole is None:
-        return accum or 1, micro * (accum or 1)
+        return BatchShape(step, world.size, each, accum or 1)
     if whole % micro == 0 and accum is not None and accum * micro != whole:
         raise UserError(
-            f"train.global_batch_size={whole} is not train.batch_size={config.train.batch_size} x {world.size} ranks"
+            f"train.global_batch_size={whole} is not train.batch_size={each} x {world.size} ranks"
             f" x train.grad_accum_steps={accum}: remove train.grad_accum_steps, or set it to {whole // micro}"
         )
+    if rank_invariant(config):
+        return BatchShape.dealt(step, world.size, each, whole // each)
     if whole % micro:
         if whole % world.size:
             remedy = f"choose a multiple of {world.size}, or another number of ranks"
         else:
             remedy = f"choose a train.batch_size that divides {whole // world.size}"
         raise UserError(
-            f"train.global_batch_size={whole} is not a multiple of train.batch_size={config.train.batch_size} x "
-            f"{world.size} ranks: {remedy}"
+            f"train.global_batch_size={whole} is not a multiple of train.batch_size={each} x {world.size} ranks: "
+            f"{remedy}"
         )
-    return whole // micro, whole
+    return BatchShape(step, world.size, each, whole // micro)
 
 
 def model(config: Config) -> nn.Module:
@@ -280,10 +283,13 @@ def sampler(
             drop_last=options.drop_last,
             temperature=first.temperature,
         )
-    return ElasticSampler(
+    shape = shapes[-1]
+    if shape.micro_batches:
+        common |= {"num_replicas": 1, "rank": 0}
+    elastic = ElasticSampler(
         {name: len(part) for name, part in datasets.items()},
         first.weights,
-        global_batch_size=shapes[-1].global_batch_size,
+        global_batch_size=shape.global_batch_size,
         temperature=first.temperature,
         segments=[
             {"start": position_at(shapes, step), "weights": state.weights, "temperature": state.temperature}
@@ -295,6 +301,7 @@ def sampler(
         allow_data_change=allow_change,
         **common,
     )
+    return MicroBatchSampler(elastic, shape, world.rank) if shape.micro_batches else elastic
 
 
 def own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replicas: int, rank: int) -> Any:
@@ -332,15 +339,19 @@ def check_epoch(config: Config, sampler: Any) -> None:
     Raises:
         UserError: it does not.
     """
+    key, least, whose = "train.batch_size", config.train.batch_size, "a rank gets"
+    if isinstance(sampler, MicroBatchSampler):
+        key, least, whose = "train.global_batch_size", config.train.global_batch_size or 0, "there are"
+        sampler = sampler.sampler
     try:
         samples = len(sampler)
     except TypeError:  # it does not end
         return
-    if samples < config.train.batch_size:
+    if samples < least:
         remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
         raise UserError(
-            f"train.batch_size={config.train.batch_size} is more than the {samples} samples that a rank "
-            f"gets before the data end: lower train.batch_size or add data{remedy}"
+            f"{key}={least} is more than the {samples} samples that {whose} before the data end: lower {key} or add "
+            f"data{remedy}"
         )
 
 

@@ -56,8 +56,7 @@ class Evaluator:
         config = every_set(config)
         device = build.choose_device(config.train.device, world)
         make_exact(config, device)
-        # As in the run: their number decides how sums are split.
-        torch.set_num_threads(config.run.threads or RunState.from_extra(first).threads)
+        torch.set_num_threads(config.run.threads)  # their number decides how sums are split
         build.seed_everything(config.seed)
         self._world = world
         self._task = build_task(config)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from runner.config.schema import Config
+from runner.data.order.batch_shape import BatchShape
 
 
 def make_exact(config: Config, device: torch.device) -> None:
@@ -37,16 +38,23 @@ def _choose_vector_kernels() -> None:
     torch.ones(1).sqrt()  # too small to be split
 
 
-def inexact(config: Config, device: torch.device, threads: int, threads_before: int | None) -> list[str]:
+def inexact(
+    config: Config,
+    device: torch.device,
+    threads_before: int | None = None,
+    shape: BatchShape | None = None,
+    shape_before: BatchShape | None = None,
+) -> list[str]:
     """Why this run may not repeat bit for bit, one line each with the remedy; empty if nothing is known.
 
     Args:
         config: that of the run.
         device: that of this rank.
-        threads: CPU threads of torch.
-        threads_before: with how many the run was trained before; None: it begins.
+        threads_before: with how many CPU threads the run was trained before; None: it begins.
+        shape: how steps are split.
+        shape_before: how they were; None: the run begins.
     """
-    found = []
+    found, threads = [], config.run.threads
     if device.type == "cuda" and not config.train.deterministic:
         found.append(
             "this GPU adds in an order that differs from run to run, so a resumed run may differ in the last bits: "
@@ -55,6 +63,22 @@ def inexact(config: Config, device: torch.device, threads: int, threads_before: 
     if threads_before is not None and threads != threads_before:
         found.append(
             f"run.threads={threads} adds in another order than the {threads_before} threads that this run was trained "
-            f"with, so it may differ in the last bits: set run.threads={threads_before}, or null"
+            f"with, so it may differ in the last bits: set run.threads={threads_before}"
+        )
+    if shape is None or shape_before is None:
+        return found
+    if bool(shape.micro_batches) != bool(shape_before.micro_batches):
+        found.append(
+            "this run was rank-invariant so far, and is not without train.global_batch_size: set "
+            f"train.global_batch_size={shape_before.global_batch_size}"
+            if shape_before.micro_batches
+            else "this run was not rank-invariant so far and is from here on: it draws other random numbers, adds in "
+            "another order; begin a new run where that matters"
+        )
+    if shape.micro_batches and shape_before.micro_batches and shape.batch_size != shape_before.batch_size:
+        found.append(
+            f"train.batch_size={shape.batch_size} makes other micro-batches than the {shape_before.batch_size} samples "
+            "that this run was trained with, so it draws other random numbers and adds in another order: set "
+            f"train.batch_size={shape_before.batch_size}"
         )
     return found

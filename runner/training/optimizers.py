@@ -107,13 +107,16 @@ class Optimizers:
         """`loss`, from which to go backward: multiplied where gradients are scaled."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def apply(self, name: str, clip_norm: float | None = None, *, allowed: bool = True) -> tuple[float, bool]:
+    def apply(
+        self, name: str, clip_norm: float | None = None, *, allowed: bool = True, waiting: bool = False
+    ) -> tuple[float, bool]:
         """Update the parameters of one optimizer by their gradients if these are finite, and drop the gradients.
 
         Args:
             name: of the optimizer.
             clip_norm: clip the norm of its gradients to this value.
             allowed: False drops the gradients without an update, because the loss is not finite for example.
+            waiting: scaled gradients of a later update are kept elsewhere than in its parameters.
 
         Returns:
             The 2-norm of its gradients before clipping, without the scaling; and whether the update was applied.
@@ -130,7 +133,7 @@ class Optimizers:
             optimizer.step()
         self.zero_grad(name)
         if self.scaler is not None:
-            self._update_scale(self.scaler)
+            self._update_scale(self.scaler, waiting)
         return grad_norm, applied
 
     def zero_grad(self, name: str | None = None) -> None:
@@ -146,9 +149,9 @@ class Optimizers:
         scaler.unscale_(self._made[name])
         self._unscaled.add(name)
 
-    def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
+    def _update_scale(self, scaler: torch.amp.GradScaler, waiting: bool) -> None:
         """Lower the scale after an overflow, raise it now and then; not while scaled gradients wait to be used."""
-        waiting = any(p.grad is not None for parameters in self._parameters.values() for p in parameters)
+        waiting = waiting or any(p.grad is not None for parameters in self._parameters.values() for p in parameters)
         if self._unscaled and not waiting:
             scaler.update()
             self._unscaled.clear()

@@ -8,9 +8,9 @@ different machines are never compared, and time in which this process itself did
 Code that keeps the interpreter's lock for long (a data set that is built, an object that is pickled) stops that thread
 as well. Until a rank has opened its session, it may be silent for as long as a collective may take.
 
-A main thread that is stuck while its process lives is not noticed here but by the collectives' timeout. What a blocked
-collective does when it is told to stop depends on its backend (gloo's ignores it), so the attempt is ended by the
-watching thread; with NCCL that is untested.
+A main thread that is stuck while its process lives is noticed by `runner.training.hang_watch`, for which the signs
+carry what each rank is doing. What a blocked collective does when it is told to stop depends on its backend (gloo's
+ignores it), so the attempt is ended by the watching thread; with NCCL that is untested.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World
-from runner.training.peers import connect, in_group, serves_store, store_is_gone
+from runner.training.peers import connect, in_group, read_report, serves_store, store_is_gone
 
 LOOKS = 12
 """How often a rank looks at the others within the time in which one must give a sign of life."""
 MAX_INTERVAL_S = 5.0
+MISSED = 3
+"""So many intervals without a sign of a rank, and it may be stopped."""
 
 
 @dataclass
@@ -36,6 +38,7 @@ class _Peer:
     """What was last seen of another rank, and for how many seconds it has been the same."""
 
     seen: bytes = b""
+    sign: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0
     left: bool = False
     opening: bool = False
@@ -55,16 +58,26 @@ class PeerWatch:
         progress: this rank's step, which the others quote if it hangs; None: its session is not open yet.
         on_silent: called once, in the watching thread, with a sentence that names the rank. It must end this process:
             the main thread may be blocked for ever.
+        interval_s: how often a rank looks at the others at least, in seconds.
     """
 
     def __init__(
-        self, world: World, timeout_s: float, progress: Callable[[], int | None], on_silent: Callable[[str], None]
+        self,
+        world: World,
+        timeout_s: float,
+        progress: Callable[[], int | None],
+        on_silent: Callable[[str], None],
+        interval_s: float = MAX_INTERVAL_S,
     ) -> None:
         self._world = world
         self._timeout_s = timeout_s
         self._progress = progress
         self._on_silent = on_silent
-        self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S)
+        self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S, interval_s)
+        self.reported: str | None = None
+        """Why another rank failed, as it has reported: it may serve the store itself, and be gone with it soon."""
+        self.more: Callable[[], dict[str, Any]] = dict
+        """What else this rank shows of itself in its signs."""
         self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}
         self._store_silent_s = 0.0
         self._answers = 0  # of the store
@@ -100,6 +113,20 @@ class PeerWatch:
         self._due.set()
         if self._threads:
             self._threads[0].join(self._interval_s)  # the store may not answer
+
+    def exchange_now(self) -> None:
+        """Show a sign and look at those of the others at once."""
+        self._due.set()
+
+    def signs(self) -> dict[int, dict[str, Any]] | None:
+        """The last signs of the ranks that are present; None if one has missed some of them: it may be stopped."""
+        if self._gone:
+            return {}
+        present = {rank: peer for rank, peer in self._peers.items() if peer.present}
+        longest = max([self._store_silent_s, *(peer.silent_s for peer in present.values())])
+        if longest >= MISSED * self._interval_s:
+            return None
+        return {rank: peer.sign for rank, peer in present.items()}
 
     def silent(self, share: float = 0.5) -> str | None:
         """A sentence that names the rank that has been silent longest, for at least this share of its timeout."""
@@ -157,6 +184,7 @@ class PeerWatch:
         while True:
             left = self._stop.is_set()
             sign = {"host": own["host"], "pid": own["pid"], "step": self._progress(), "beat": beat, "left": left}
+            sign |= self.more()
             try:
                 store = store or connect(self._timeout_s)
                 store.set(f"alive/{self._world.rank}", json.dumps(sign))
@@ -165,6 +193,8 @@ class PeerWatch:
                 now = clock.monotonic()
                 self._look(store, min(now - before, 2 * self._interval_s))
                 before = now
+                if self.reported is None and any(peer.left for peer in self._peers.values()):
+                    self.reported = read_report(store)
                 self._answers += 1
                 self._gone = False
             except RuntimeError:
@@ -185,5 +215,5 @@ class PeerWatch:
             peer.silent_s = peer.silent_s + elapsed if seen == peer.seen else 0.0
             peer.seen = seen
             with suppress(ValueError):
-                sign = json.loads(seen)
-                peer.left, peer.opening = bool(sign["left"]), sign["step"] is None
+                peer.sign = json.loads(seen)
+                peer.left, peer.opening = bool(peer.sign["left"]), peer.sign["step"] is None

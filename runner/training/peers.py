@@ -21,8 +21,13 @@ from runner.system.distributed import TIMEOUT, World, current_ranks, lost_peer
 
 REPORT_S = 2.0
 """How long a rank that follows waits for the report: the one that failed may be writing it just now."""
-
-
+TRIES = 5
+"""How often at most PyTorch tries to connect for so long; a process that ends meanwhile is aborted."""
+OUTLIVE_S = 10.0
+"""How long at most the rank that serves the store waits until the others have read a report."""
+POLL_S = 0.05
+_FAILURE, _READ = "failure", "failure/read"  # in the store: the report, and how many ranks have read it
+MAX_STACKS_BYTES = 1 << 20  # of one rank; the store takes 8 MiB at once
 LEAVE_S = 20
 """How long a rank may take to end once its records are closed; external loggers may still be sending theirs."""
 
@@ -55,13 +60,73 @@ def _lost(world: World, error: RuntimeError, seconds: float) -> bool:
 
 def report_failure(world: World, reason: str) -> None:
     """Let the other ranks know why this one fails by itself; the first report counts."""
-    _with_store(world, lambda store: store.compare_set("failure", "", f"rank {world.rank} failed: {reason}"))
+    _with_store(world, lambda store: store.compare_set(_FAILURE, "", f"rank {world.rank} failed: {reason}"))
 
 
 def reported_failure(world: World) -> str | None:
     """`rank N failed: reason` if a rank of this job reported its failure."""
-    found = _with_store(world, lambda store: store.get("failure"))
-    return None if found is None else found.decode()
+
+    def read(store: Any) -> str | None:
+        store.get(_FAILURE)  # waits for it
+        return read_report(store)
+
+    found: str | None = _with_store(world, read)
+    return found
+
+
+def read_report(store: Any) -> str | None:
+    """The report in the store, if there is one; its reporter learns that it was read."""
+    if not store.check([_FAILURE]):
+        return None
+    store.add(_READ, 1)
+    reason: str = store.get(_FAILURE).decode()
+    return reason
+
+
+def _outlive_readers(world: World) -> None:
+    """If a rank has reported its failure, wait a moment until the others have read it."""
+
+    def wait(store: Any) -> None:
+        deadline = clock.monotonic() + OUTLIVE_S
+        while store.check([_FAILURE]) and store.add(_READ, 0) < world.size - 1 and clock.monotonic() < deadline:
+            clock.sleep(POLL_S)
+
+    _with_store(world, wait, OUTLIVE_S)
+
+
+def all_arrive(world: World, place: str) -> bool:
+    """Whether all ranks come to this place in the code, at most a moment after this one; one rank alone does."""
+
+    def arrive(store: Any) -> bool:
+        store.add(place, 1)
+        deadline = clock.monotonic() + REPORT_S
+        while store.add(place, 0) < world.size:
+            if clock.monotonic() >= deadline:
+                return False
+            clock.sleep(POLL_S)
+        return True
+
+    return world.size == 1 or bool(_with_store(world, arrive))
+
+
+def leave_stacks(world: World, text: str) -> None:
+    """Put the stacks of this rank where rank 0 finds them."""
+    _with_store(world, lambda store: store.set(_stacks_key(world.rank), text.encode()[:MAX_STACKS_BYTES]))
+
+
+def left_stacks(world: World) -> dict[int, str]:
+    """The stacks that ranks have left, by rank."""
+
+    def read(store: Any) -> dict[int, str]:
+        ranks = [rank for rank in range(world.size) if store.check([_stacks_key(rank)])]
+        found = store.multi_get([_stacks_key(rank) for rank in ranks]) if ranks else []
+        return {rank: text.decode(errors="replace") for rank, text in zip(ranks, found, strict=True)}
+
+    return _with_store(world, read) or {}
+
+
+def _stacks_key(rank: int) -> str:
+    return f"stacks/{rank}"
 
 
 def serves_store(rank: int) -> bool:
@@ -111,7 +176,7 @@ def leave_ranks(status: int) -> None:
     To be called when nothing refers to the model any more: the destructor of a process group that DDP's reducer still
     refers to waits for gloo's threads while it holds the interpreter's lock, which they need.
     """
-    _, size = current_ranks()
+    rank, size = current_ranks()
     if size == 1:
         return
     with suppress(OSError):
@@ -119,12 +184,14 @@ def leave_ranks(status: int) -> None:
         sys.stderr.flush()
     with suppress(OSError):  # no timer is left: then only a destructor that waits is waited for
         processes.end_after(LEAVE_S, status)
+    if serves_store(rank) and in_group():
+        _outlive_readers(World(rank, size))
     gc.collect()  # DDP's objects refer to each other
     with suppress(RuntimeError):  # of a group that has lost a rank; how this attempt ended is settled
-        World(*current_ranks()).stop()
+        World(rank, size).stop()
 
 
-def _with_store(world: World, action: Callable[[Any], Any]) -> Any:
+def _with_store(world: World, action: Callable[[Any], Any], within_s: float = 0.0) -> Any:
     """`action(store)`, or None: rank 0, which may serve the store, can be gone or frozen."""
     if world.size == 1:
         return None
@@ -132,9 +199,10 @@ def _with_store(world: World, action: Callable[[Any], Any]) -> Any:
 
     def run() -> None:
         with suppress(RuntimeError):
-            results.append(action(connect(REPORT_S)))
+            if not store_is_gone(REPORT_S):  # else the connection would be tried for longer than this is waited for
+                results.append(action(connect(REPORT_S)))
 
     thread = threading.Thread(target=run, name="peers", daemon=True)
     thread.start()
-    thread.join(2 * REPORT_S)
+    thread.join(max(within_s, TRIES * REPORT_S))
     return results[0] if results else None

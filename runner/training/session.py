@@ -51,6 +51,7 @@ from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
 from runner.training.held_out import evaluation_sets
+from runner.training.invariant import FixedMicroBatches, StateOfMain
 from runner.training.length import with_steps
 from runner.training.optimizers import Optimizers
 from runner.training.parallel import place
@@ -108,6 +109,10 @@ class Session:
     @property
     def step(self) -> int:
         return self.trainer.step
+
+    @property
+    def account(self) -> TimeAccount:
+        return self.trainer.account
 
     def train(self, steps: int | None = None) -> bool:
         """Train to `steps`, by default to the end of the run; False if a signal came before.
@@ -215,6 +220,7 @@ class _Opening:
         """What is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
         device = build.choose_device(self.config.train.device, self.world)
         make_exact(self.config, device)
+        torch.set_num_threads(self.config.run.threads)  # their number decides how sums are split
         build.seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
         datasets = build.sources(self.config)
         sizes = [len(dataset) for dataset in datasets.values()]
@@ -287,8 +293,12 @@ class _Opening:
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         compiled = cast(torch.nn.Module, torch.compile(of.model)) if config.train.compile else of.model
         forward = Forward(self.world, of.device, compiled, of.task, build.autocast(config, of.device))
-        accum = of.run_state.batch_shapes[-1].grad_accum_steps
+        shape = of.run_state.batch_shapes[-1]
         stated = stated_tokens(consumption.names, build.tokens_per_sample(of.datasets))
+        division = None
+        if shape.micro_batches:
+            with peer_errors(self.world):
+                division = FixedMicroBatches(self.world, of.bare, of.task, of.optimizers, shape, config.seed, of.device)
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
@@ -297,9 +307,16 @@ class _Opening:
         trainer = Trainer(
             world=self.world,
             train_step=TrainStep(
-                forward, of.optimizers, consumption.names, accum, config.train.clip_norm, stated, of.average
+                forward,
+                of.optimizers,
+                consumption.names,
+                shape.grad_accum_steps,
+                config.train.clip_norm,
+                stated,
+                of.average,
+                division,
             ),
-            loader=loader,
+            loader=StateOfMain(self.world, loader) if shape.micro_batches else loader,
             consumption=consumption,
             evaluation=evaluation,
             manager=of.manager,
@@ -390,19 +407,23 @@ class _Opening:
     def _warn_if_inexact(self, device: torch.device, run_state: RunState, saved: RunState | None) -> None:
         """Before the first step, on the rank that writes the records."""
         if self.world.is_main:
-            for reason in inexact(self.config, device, run_state.threads, saved.threads if saved else None):
+            shape = run_state.batch_shapes[-1]
+            before = saved.batch_shapes[-1] if saved else None
+            for reason in inexact(self.config, device, saved.threads if saved else None, shape, before):
                 _log.warning(f"not exact: {reason}")
+            if 0 < shape.micro_batches < shape.world_size:
+                _log.warning(
+                    f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step "
+                    f"has {shape.micro_batches} micro-batches; lower train.batch_size={shape.batch_size}, or use fewer "
+                    "ranks"
+                )
 
     def _run_state(self, saved: RunState | None, step: int) -> RunState:
-        """The state of this attempt, resumed at `step`; sets the number of CPU threads."""
-        # As many as the run began with: their number decides how sums are split.
-        threads = self.config.run.threads or (saved.threads if saved else None)
-        if threads:
-            torch.set_num_threads(threads)
+        """The state of this attempt, resumed at `step`."""
         return RunState(
             order={},
             evaluated=saved.evaluated if saved else False,
-            threads=torch.get_num_threads(),
+            threads=self.config.run.threads,
             batch_shapes=append_shape(saved.batch_shapes if saved else (), self._shape_from(step)),
             data_plan=build.data_plan(self.config),
             samples_seen=saved.samples_seen if saved else 0,
@@ -410,8 +431,7 @@ class _Opening:
 
     def _shape_from(self, step: int) -> BatchShape:
         """How the steps from `step` on are split."""
-        accum, _ = build.batch_shape(self.config, self.world)
-        return BatchShape(step, self.world.size, self.config.train.batch_size, accum)
+        return build.batch_shape(self.config, self.world, step)
 
     def _training_data(
         self,
@@ -546,7 +566,15 @@ class _Opening:
         doing = "resuming" if step else "starting"
         if self._begins_branch(step):
             doing = f"branching off {self.config.fork.run}"
-        recorder.bar.say(f"{doing} at step {step} of {steps} in {self.run.path}{repeated}")
+        recorder.bar.say(f"{doing} at step {step} of {steps}{self._shape(log)} in {self.run.path}{repeated}")
+
+    def _shape(self, log: AttemptLog) -> str:
+        """The number of ranks, where it is more than one or has changed."""
+        ranks, before = self.world.size, log.ranks_before
+        changed = before not in (None, ranks)
+        if ranks == 1 and not changed:
+            return ""
+        return f" on {ranks} rank{'s' if ranks > 1 else ''}" + (f" ({before} before)" if changed else "")
 
     def _cadence(self, step: int) -> Cadence:
         options = self.config.checkpoint

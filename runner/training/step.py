@@ -16,9 +16,11 @@ from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.average import Average
 from runner.training.counting import samples_in, tokens_in
+from runner.training.division import Division, EqualParts
 from runner.training.optimizers import Optimizers
-from runner.training.parallel import Computation, SharedBuffers, accumulating, average_gradients, synchronized
+from runner.training.parallel import Computation
 from runner.training.peers import peer_errors
+from runner.training.tally import Tally
 from runner.training.tasks import Batch, Task, check_name, per_sample
 
 
@@ -92,7 +94,10 @@ class StepResult:
 
 @dataclass
 class TrainStep:
-    """Makes steps of `accum` micro-batches each. `sources` are the names behind the numbers of a batch's sources."""
+    """Makes steps. `sources` are the names behind the numbers of a batch's sources.
+
+    `shared` says how the ranks share a step; without it, each computes `accum` micro-batches.
+    """
 
     forward: Forward
     optimizers: Optimizers
@@ -101,17 +106,18 @@ class TrainStep:
     clip_norm: float | None = None
     stated_tokens: Sequence[int] = ()  # see `runner.training.counting`
     average: Average | None = None
+    shared: Division | None = None
     _names: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        forward = self.forward
-        self._buffers = SharedBuffers(forward.world, forward.model)
+        forward, takes_step = self.forward, self.forward.task.take_step is not None
+        self.division = self.shared or EqualParts(forward.world, forward.model, self.optimizers, self.accum, takes_step)
         self.computation: nn.Module | None = None  # of a step of ours; a task that takes it calls what it likes
-        if forward.task.take_step is None:
+        if not takes_step:
             assert forward.task.training_step is not None
             with peer_errors(forward.world):  # DDP compares the parameters
-                self.computation = synchronized(
-                    Computation(forward.model, forward.task.training_step), forward.world, forward.device
+                self.computation = self.division.wrap(
+                    Computation(forward.model, forward.task.training_step), forward.device
                 )
 
     def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
@@ -126,12 +132,13 @@ class TrainStep:
             PeerError: another rank has ended or does not answer.
         """
         self.forward.model.train()
+        self.division.begin(index)
         step = Step(self, draw, index)
         with peer_errors(self.forward.world), self.forward.autocast():
             (self.forward.task.take_step or self._take_step)(step)
         result = step.result()
         with peer_errors(self.forward.world):
-            self._buffers.synchronize()
+            self.division.end()
             if self.average is not None:
                 self.average.update(self.forward.model)
         self.optimizers.schedulers.step()
@@ -144,21 +151,45 @@ class TrainStep:
         for name in self.optimizers.names:
             step.update(name)
 
-    def check_names(self, update: int, names: list[str]) -> None:
-        """Check that every rank reduces values of the same names, in every step.
+    def agree(self, update: int, logged: Mapping[str, set[int | None]]) -> list[str]:
+        """The names of the values that every rank reduces, the same in every step.
+
+        Args:
+            update: how many reductions came before in this step.
+            logged: the names of this rank, and in which of its micro-batches each was logged; one without micro-batches
+                has none, and takes those of the others.
 
         Raises:
             UserError: they differ.
         """
-        if self.forward.world.size == 1:
-            return
+        names = list(logged)
+        if self.shared is not None:
+            self._check_alike(logged)
+        elif self.forward.world.size == 1:
+            return names
+        takes_part = bool(names) or self.division.count > 0
         if update not in self._names:
-            everywhere = self.forward.world.gather(names)
-            if different := [other for other in everywhere if other != everywhere[0]]:
-                self._refuse(everywhere[0], different[0], "on another rank")
-            self._names[update] = names
-        elif names != self._names[update]:
+            everywhere = self.forward.world.gather(names if takes_part else None)
+            first, *others = [found for found in everywhere if found is not None]
+            if different := [other for other in others if other != first]:
+                self._refuse(first, different[0], "on another rank")
+            self._names[update] = first
+        elif takes_part and names != self._names[update]:
             self._refuse(self._names[update], names, "in a later step")
+        return self._names[update]
+
+    def _check_alike(self, logged: Mapping[str, set[int | None]]) -> None:
+        """Check that all micro-batches gave the same values, as each may be another rank's.
+
+        Raises:
+            UserError: one gave others.
+        """
+        for name, numbers in logged.items():
+            if None not in numbers and len(numbers) < self.division.count:
+                raise UserError(
+                    f"{self.forward.task.name} gave {name} in some micro-batches of a step and not in others: "
+                    "give it in all of them, or set train.rank_invariant=false"
+                )
 
     def _refuse(self, names: list[str], others: list[str], where: str) -> None:
         raise UserError(
@@ -184,34 +215,33 @@ class Step:
         self._draw = draw
         self._keeps = maker.forward.task.take_step is not None
         self._drawn: list[Drawn] = []
+        self._drawn_so_far = 0
         self._current: Drawn | None = None
-        self._counts = np.zeros(3)  # since the last sum over ranks: samples, tokens, batches without tokens
-        self._counted = np.zeros(3)
-        self._pending: dict[str, list[tuple[torch.Tensor, np.ndarray | None]]] = {}
-        self._sums: dict[str, np.ndarray] = {}  # by name: sums and counts by source
+        self._number: int | None = None  # of the current micro-batch
+        self._tally = Tally(maker.division, max(len(maker.sources), 1), maker.agree)
         self._grad_norms: dict[str, float] = {}
         self._skipped = self._overflow = False
-        self._left = maker.accum  # micro-batches that are not drawn
-        self._updates = 0
 
     @property
     def batches(self) -> Iterator[Batch]:
         """The step's micro-batches of this rank, on the device; a task that takes the step may iterate again."""
-        maker = self._maker
-        for number in range(maker.accum):
-            self._current = self._drawn[number] if number < len(self._drawn) else self._next()
-            with accumulating(maker.computation, last=number == maker.accum - 1):
-                try:
-                    yield to_device(self._current.batch, self.device)
-                finally:
-                    self._current = None
+        division = self._maker.division
+        with division.iteration():
+            for number in range(division.count):
+                drawn = self._drawn[number] if number < len(self._drawn) else self._next()
+                with division.micro_batch(number):
+                    self._current, self._number = drawn, number
+                    try:
+                        yield to_device(drawn.batch, self.device)
+                    finally:
+                        self._current = self._number = None
 
     def _next(self) -> Drawn:
         drawn = self._draw()
-        self._left -= 1
         samples = samples_in(drawn.batch) if drawn.sources is None else len(drawn.sources)
         tokens = tokens_in(drawn.batch, samples, self._maker.stated_tokens, drawn.sources)
-        self._counts += samples, tokens or 0, tokens is None
+        self._tally.count(self._drawn_so_far, samples, tokens)
+        self._drawn_so_far += 1
         if self._keeps:
             self._drawn.append(drawn)
         return drawn
@@ -241,7 +271,7 @@ class Step:
         self.log("loss" if optimizer is None else f"loss_{optimizer}", loss)
         for name, value in values.items():
             self.log(name, value)
-        mean = loss.mean() / maker.accum if current is not None else loss.mean()
+        mean = loss.mean() / maker.division.parts if current is not None else loss.mean()
         with self._full_precision():
             inputs = None if optimizer is None else maker.optimizers.parameters(self._named(optimizer))
             torch.autograd.backward(maker.optimizers.scale(mean), retain_graph=retain_graph, inputs=inputs)
@@ -249,10 +279,9 @@ class Step:
     def log(self, name: str, values: Any) -> None:
         """Record the mean over the step and all ranks of `values`, one per sample (B,) or a single number."""
         check_name(self._maker.forward.task.name, str(name))
-        tensor = self._tensor(f"log({name!r}, …)", values).reshape(-1)
+        tensor = self._tensor(f"log({name!r}, …)", values)
         sources = self._current.sources if self._current is not None else None
-        known = sources if sources is not None and len(sources) == len(tensor) else None
-        self._pending.setdefault(name, []).append((tensor, known))
+        self._tally.add(name, tensor.reshape(-1) if tensor.ndim else tensor, sources, self._number)
 
     def _tensor(self, call: str, values: Any) -> torch.Tensor:
         """Numbers that a task passes, as a tensor without a graph.
@@ -284,10 +313,19 @@ class Step:
             raise UserError(
                 f"{self._maker.forward.task.name}: step.mean takes one value or more per sample, not a number"
             )
-        sums = torch.cat([tensor.double().sum(0).reshape(-1).cpu(), torch.tensor([len(tensor)])])
-        sums = self._maker.forward.world.sum(sums)
+        self._check_place("mean")
         kind = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
-        return (sums[:-1] / sums[-1]).view(tensor.shape[1:]).to(tensor.device, kind)
+        return self._maker.division.mean(tensor).to(tensor.device, kind)
+
+    def _check_place(self, call: str) -> None:
+        """Check that a call that involves all ranks is made where all of them make it.
+
+        Raises:
+            UserError: it is not.
+        """
+        reason = self._maker.division.in_loop
+        if reason is not None and self._current is not None:
+            raise UserError(f"{self._maker.forward.task.name}: step.{call} is called {reason}")
 
     def update(self, optimizer: str | None = None) -> bool:
         """Apply the gradients of one optimizer, summed over ranks, and zero them; False if they are not finite.
@@ -299,13 +337,15 @@ class Step:
         maker = self._maker
         optimizers = maker.optimizers
         name = self._named(optimizer)
-        self._reduce()
-        self._updates += 1
-        finite = all(math.isfinite(sums[0].sum()) for key, sums in self._sums.items() if key.startswith("loss"))
+        self._check_place("update")
+        maker.division.check(name)
+        self._tally.reduce()
+        sums = self._tally.sums
+        finite = all(math.isfinite(each[0].sum()) for key, each in sums.items() if key.startswith("loss"))
         with self._full_precision():
-            if self._keeps:
-                average_gradients(optimizers.parameters(name), maker.forward.world)
-            norm, applied = optimizers.apply(name, maker.clip_norm, allowed=finite)
+            maker.division.reduce_gradients(name)
+            waiting = optimizers.scaler is not None and maker.division.holds_gradients()
+            norm, applied = optimizers.apply(name, maker.clip_norm, allowed=finite, waiting=waiting)
         self._grad_norms[name] = norm
         self._skipped = self._skipped or not applied
         self._overflow = self._overflow or (finite and not applied and optimizers.scaler is not None)
@@ -338,29 +378,6 @@ class Step:
             )
         return optimizer
 
-    def _reduce(self) -> None:
-        """Sum what was logged since the last update over all ranks."""
-        names = list(self._pending)
-        self._maker.check_names(self._updates, names)
-        sources = max(len(self._maker.sources), 1)
-        parts = [part for name in names for part in self._pending[name]]
-        values = torch.cat([tensor.double() for tensor, _ in parts]).cpu().numpy() if parts else np.zeros(0)
-        sums, at = np.zeros((len(names), 2, sources + 1)), 0
-        for number, name in enumerate(names):
-            for tensor, where in self._pending[name]:
-                mine = values[at : at + len(tensor)]
-                at += len(tensor)
-                place = np.full(len(mine), sources) if where is None else where
-                sums[number, 0] += np.bincount(place, mine, sources + 1)
-                sums[number, 1] += np.bincount(place, minlength=sources + 1)
-        own = torch.from_numpy(np.concatenate([self._counts, sums.reshape(-1)]))
-        summed = self._maker.forward.world.sum(own).numpy()
-        self._counted += summed[:3]
-        self._counts[:] = 0
-        for name, part in zip(names, summed[3:].reshape(sums.shape), strict=True):
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
-        self._pending.clear()
-
     def result(self) -> StepResult:
         """The means over the step; batches that the task did not ask for are drawn, so that the data go on.
 
@@ -368,20 +385,20 @@ class Step:
             UserError: the task made no update, or gave no loss.
         """
         maker = self._maker
-        while self._left:
+        while self._drawn_so_far < maker.division.count:
             self._next()
-        if self._pending or self._keeps:  # also where another rank has logged something
-            self._reduce()
+        if self._tally.waits or self._keeps:  # also where another rank has logged something
+            self._tally.reduce()
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
         lrs = {name: maker.optimizers.lr(name) for name in maker.optimizers.names}
-        values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._sums.items()}
+        values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._tally.sums.items()}
         if "loss" not in values:
             parts = [value for name, value in values.items() if name.startswith("loss_")]
             if not parts:
                 raise UserError(f"{maker.forward.task.name} gave no loss: call step.backward, or step.log('loss', …)")
             values = {"loss": sum(parts), **values}
-        samples, tokens, without = map(int, self._counted)
+        samples, tokens, without = map(int, self._tally.counts)
         return StepResult(
             values,
             self._by_source(),
@@ -399,7 +416,7 @@ class Step:
             return {}
         return {
             key: {name: float(sums[0, i] / sums[1, i]) for i, name in enumerate(names) if sums[1, i]}
-            for key, sums in self._sums.items()
+            for key, sums in self._tally.sums.items()
             if sums[1, :-1].any()
         }
 

@@ -25,6 +25,7 @@ from runner.system import clock
 from runner.system.distributed import World
 from runner.training.callbacks import Callbacks
 from runner.training.evaluation import Evaluation
+from runner.training.peers import all_arrive
 from runner.training.profiler import Profiler
 from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
@@ -164,6 +165,7 @@ class Trainer:
         record = self.callbacks.step_end(self.step, self._record(result))
         self.recorder.step(record, self.clock() - began, result.samples, result.tokens)
         self.profiler.end(self.step)
+        self.account.stepped()
 
     def save(self, wait: bool) -> bool:
         """Make metrics durable, then commit a checkpoint of this boundary; False if it is known to have failed.
@@ -211,11 +213,20 @@ class Trainer:
                 self.consumption.consume(record)
                 return Drawn(batch, self.consumption.sources(record))
             self._batches = None
-        remedy = f"set train.steps={self.step}, or add" if self.step else "add"
-        raise TrainingError(
-            f"the data ended at step {self.step}, after {self.samples_seen} samples: {remedy} data "
+        raise self._end_of_data()
+
+    def _end_of_data(self) -> TrainingError:
+        """The error of this rank, whose data ended; of all ranks, if those of the others end here as well."""
+        everywhere = all_arrive(self.world, f"end of data/{self.step}")
+        whose = "the data" if everywhere else f"the data of rank {self.world.rank}"
+        remedy = "" if everywhere else "give every rank as many batches as the others, "
+        remedy += f"set train.steps={self.step}, or add" if self.step else "add"
+        error = TrainingError(
+            f"{whose} ended at step {self.step}, after {self.samples_seen} samples: {remedy} data "
             "(more sources, a higher sampler.max_epochs, a smaller train.batch_size)"
         )
+        error.everywhere = everywhere
+        return error
 
     def _record(self, result: StepResult) -> dict[str, Any]:
         """The line of metrics.jsonl for the step just made."""

@@ -29,6 +29,7 @@ from runner.data.loading.pinning import pin
 from runner.data.loading.randomness import Keys, keys_from_indices
 from runner.data.loading.stream_fetch import StreamFetcher
 from runner.data.loading.worker_exit import Shutdown, exit_when_unneeded, ignore_signals
+from runner.system import stacks
 from runner.system.distributed import current_ranks
 
 
@@ -264,6 +265,7 @@ class WorkerInit:
         protocols.set_ranks(*runner.ranks)
         runner.shutdown.enter(worker)
         ignore_signals(runner.shutdown)
+        stacks.show_to_parent()
         parent = os.getppid()
         if parent == 1 and runner.parent != 1:  # the parent was killed before this line
             os._exit(0)

@@ -55,8 +55,7 @@ def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
         from runner.data.queries.seeded_queries import step_samples
 
         names, index, epochs = step_samples(record, step, positions - first)
-    ranks = (positions - first) % shape.world_size
-    micro = (positions - first) // (shape.world_size * shape.batch_size)
+    ranks, micro = shape.ranks_of(positions - first)
     columns = ranks.tolist(), micro.tolist(), positions.tolist(), names, index.tolist(), epochs.tolist()
     keys = "rank", "micro_batch", "position", "source", "index", "epoch"
     rows = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -95,7 +94,8 @@ def times_of_sample(record: OrderRecord, source: str, index: int) -> list[Row]:
 
 def _when(record: OrderRecord, position: int) -> Row:
     step = record.step_of(position)
-    return {"step": step, "rank": (position - record.position_at(step - 1)) % record.shape_at(step - 1).world_size}
+    offset = np.array([position - record.position_at(step - 1)])
+    return {"step": step, "rank": int(record.shape_at(step - 1).ranks_of(offset)[0][0])}
 
 
 def source_totals(record: OrderRecord) -> list[Row]:

@@ -186,11 +186,12 @@ def _check_numbers(value: Mapping[str, Any]) -> None:
         counts |= {f"{key}.{name}": count for name, count in value[key].items()}
     for shape in value["batch_shapes"]:
         counts |= {f"batch_shapes.{name}": count for name, count in shape.items()}
-        if not shape.keys() >= {"step"} or any(count == 0 for name, count in shape.items() if name != "step"):
+        if not shape.keys() >= {"step"} or any(not shape.get(name, 1) for name in _POSITIVE):
             raise ValueError(f"batch shape {shape}")
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count < 1 << 62:
             raise ValueError(f"{name} is {count!r:.40}")
 
 
+_POSITIVE = ("world_size", "batch_size", "grad_accum_steps")
 _PLAIN = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")

@@ -104,6 +104,8 @@ def _new_shape(old: BatchShape, step: int, overrides: Mapping[str, Any]) -> Batc
     changed = {_SHAPE[key]: value for key, value in overrides.items() if key in _SHAPE}
     shape = replace(old, step=step, **changed)
     global_batch_size = overrides.get("train.global_batch_size")
+    if old.micro_batches:
+        return _dealt_shape(shape, global_batch_size or old.global_batch_size)
     if global_batch_size is None:
         return shape
     try:
@@ -111,6 +113,16 @@ def _new_shape(old: BatchShape, step: int, overrides: Mapping[str, Any]) -> Batc
     except UserError as error:
         raise RecordError(f"train.global_batch_size: {error} (replicas times batch_size)") from None
     return replace(shape, grad_accum_steps=global_batch_size // (shape.world_size * shape.batch_size))
+
+
+def _dealt_shape(shape: BatchShape, global_batch_size: int) -> BatchShape:
+    """The shape of rank-invariant training, in which the global batch stays."""
+    micro_batches, rest = divmod(global_batch_size, shape.batch_size)
+    if rest:
+        raise RecordError(
+            f"train.global_batch_size={global_batch_size} must be a multiple of train.batch_size={shape.batch_size}"
+        )
+    return BatchShape.dealt(shape.step, shape.world_size, shape.batch_size, micro_batches)
 
 
 def _changed_segment(record: OrderRecord, current: Segment, overrides: Mapping[str, Any]) -> Segment | None:

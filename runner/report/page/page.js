@@ -209,6 +209,7 @@
       ...data.keys.filter((key) => key !== "fork").map((key) => [data.short[key], "setting " + key, typeof firstSetting(key) === "number" ? "number" : "", (run) => run.settings[key], asText]),
       [state.metric, "last", "number", (run) => result(run, 0), (last, run) => (last === null && result(run, 1) !== null ? "not finite" : last)], ["best", "best", "number", (run) => result(run, 1)],
       ["at step", "best step", "number", (run) => result(run, 2)], ["attempts", "attempts", "number", (run) => run.attempts.length || null],
+      ...(data.runs.some((run) => run.ranks) ? [["ranks", "ranks", "number", (run) => run.ranks || 1]] : []),
       ["useful", "useful", "number", (run) => run.useful, share],
     ];
     const body = head(element("runs"), columns.map(([title, key, kind]) => [title + arrow(key), kind, () => sortBy(key)]));
@@ -328,6 +329,7 @@
   // ---- time line and goodput ----------------------------------------------------------------------------------
 
   const ENDS = { finished: ["#009e73", "circle"], killed: ["#d55e00", "x"], crash: ["#d55e00", "x"], failed: ["#d55e00", "x"],
+    hang: ["#d55e00", "x"],
     preempted: ["#e69f00", "triangle-right"], requeued: ["#e69f00", "triangle-right"], "time limit": ["#e69f00", "triangle-right"],
     interrupted: ["#56b4e9", "triangle-right"], cancelled: ["#8d8a77", "square"] };
   const MOST_LINES = 200;
@@ -346,7 +348,7 @@
       for (const attempt of run.attempts) {
         const length = (attempt.ended - attempt.started) * 1000;
         bars.base.push(attempt.started * 1000); bars.x.push(Math.max(length, 1)); bars.y.push(run.name);
-        bars.text.push("attempt " + attempt.attempt + ": steps " + attempt.start_step + " to " + attempt.end_step + ", " + hours(length / 1000) + ", " + escaped(attempt.cause));
+        bars.text.push("attempt " + attempt.attempt + ": steps " + attempt.start_step + " to " + attempt.end_step + ", " + hours(length / 1000) + (attempt.ranks > 1 || run.ranks ? ", " + attempt.ranks + (attempt.ranks === 1 ? " rank" : " ranks") : "") + ", " + escaped(attempt.cause));
         const how = attempt.cause;
         (marks[how] = marks[how] || { x: [], y: [], text: [] });
         marks[how].x.push(attempt.ended * 1000); marks[how].y.push(run.name);

@@ -1,0 +1,53 @@
+"""Jobs that take what they get: with `launcher.nodes=1-4` each start has the nodes that are free at that moment.
+
+Slurm takes the number of tasks that a job is submitted with for a limit: a job with `--nodes=1-4 --ntasks-per-node=1`
+counts as one task, and never gets a second node. And with more tasks per node, Slurm remembers at a requeue how many
+tasks the last start had, and waits for as many nodes. So the submission requests CPUs and GPUs per node and no tasks,
+and the batch script tells srun how many to start on the nodes that the job has got.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launch.options import SlurmOptions
+
+# Options of sbatch that fix the number of tasks.
+TASKS = {"n", "ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "ntasks_per_core", "ntasks_per_socket"}
+
+
+def errors(options: SlurmOptions) -> list[str]:
+    """Options that would keep a job of several sizes from getting another one."""
+    named = {str(key).lstrip("-"): key for key in options.additional}
+    return [
+        f"launcher.nodes={options.nodes}: launcher.additional.{key} would fix the number of tasks, and so that of the "
+        "nodes: remove it, launcher.tasks_per_node is enough"
+        for name, key in named.items()
+        if options.is_elastic and name.replace("-", "_") in TASKS
+    ]
+
+
+def submission_options(options: SlurmOptions) -> dict[str, Any]:
+    """The options of sbatch that take the place of nodes, tasks per node and GPUs per task; none for one size."""
+    if not options.is_elastic:
+        return {}
+    nodes, tasks, gpus = options.node_counts, options.tasks_per_node, options.gpus_per_task
+    return {
+        "nodes": f"{nodes[0]}-{nodes[-1]}",
+        "mincpus": tasks * (options.cpus_per_task or 1),
+        **({"gpus-per-node": tasks * gpus} if gpus and options.gpus_per_node is None else {}),
+    }
+
+
+def script_lines(options: SlurmOptions) -> list[str]:
+    """Lines of the batch script that tell srun how many tasks to start; none for one size.
+
+    srun reads the variables, and passes those of the GPUs on to its tasks.
+    """
+    if not options.is_elastic:
+        return []
+    tasks, gpus = options.tasks_per_node, options.gpus_per_task
+    return [
+        f"export SLURM_NTASKS_PER_NODE={tasks} SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))",
+        *([f"export SLURM_GPUS_PER_TASK={gpus}"] if gpus else []),
+    ]

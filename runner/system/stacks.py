@@ -1,0 +1,126 @@
+"""Stacks: what the threads of this process and its child processes are doing.
+
+Lines of source are left out: to read them could block, where a file system hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import NamedTuple
+
+from runner.system import clock, files, processes
+
+SIGNAL = signal.SIGRTMIN + 9
+"""Asks a process that has called `show_to_parent` for its stacks."""
+_MEMORY = "runner-stacks"
+CHILDREN_S = 1.0
+"""How long child processes are waited for; one that is stuck inside the kernel does not answer."""
+POLL_S = 0.02
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Frame(NamedTuple):
+    """One call in progress."""
+
+    module: str
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is of Python or of an installed package."""
+        return self.file.startswith((*_LIBRARIES, "<frozen"))
+
+
+def of_threads() -> dict[int, list[Frame]]:
+    """The calls in progress in each thread of this process, by its ident; the innermost first."""
+    return {ident: _frames(frame) for ident, frame in sys._current_frames().items()}
+
+
+def running_modules() -> set[str]:
+    """The names of the modules whose functions are in progress, in any thread of this process."""
+    found = set()
+    for frame in sys._current_frames().values():
+        calls: FrameType | None = frame
+        while calls is not None:
+            found.add(str(calls.f_globals.get("__name__")))
+            calls = calls.f_back
+    return found
+
+
+def _frames(frame: FrameType | None) -> list[Frame]:
+    found = []
+    while frame is not None:
+        code, module = frame.f_code, frame.f_globals.get("__name__")
+        found.append(Frame(str(module), code.co_qualname, code.co_filename, frame.f_lineno or code.co_firstlineno))
+        frame = frame.f_back
+    return found
+
+
+def text(first: int | None = None) -> str:
+    """The stacks of all threads of this process, the innermost call last, and of its child processes.
+
+    Args:
+        first: the thread to begin with.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = sorted(of_threads().items(), key=lambda item: item[0] != first)
+    parts = [f"Thread {names.get(ident, ident)}:\n{_lines(frames)}" for ident, frames in threads]
+    return "\n".join([*parts, _children()])
+
+
+def _lines(frames: Sequence[Frame]) -> str:
+    return "".join(f'  File "{each.file}", line {each.line}, in {each.function}\n' for each in reversed(frames))
+
+
+def _children() -> str:
+    children = processes.descendants(os.getpid())
+    if not children:
+        return "No child processes.\n"
+    shown = _stacks_of(children)
+    return "\n".join(f"{processes.described(pid)}\n{shown.get(pid, '')}" for pid in children)
+
+
+def show_to_parent() -> None:
+    """Let the parent of this process see its stacks, also while it is stuck in a call that never returns."""
+    with suppress(OSError, AttributeError):  # no memory, no such system: then it cannot see them
+        faulthandler.register(SIGNAL, file=os.memfd_create(_MEMORY), all_threads=True)
+
+
+def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
+    """The stacks of those of these processes that show them, and answer in time."""
+    places = {pid: place for pid in pids if (place := _memory_of(pid)) is not None}
+    before = {pid: files.read_small(place) for pid, place in places.items()}
+    for pid in places:
+        with suppress(OSError):
+            processes.send_signal(pid, SIGNAL)
+    deadline = clock.monotonic() + CHILDREN_S
+    last, shown = dict[int, str | None](), before
+    # Until each has written something, and nothing more comes.
+    while clock.monotonic() < deadline and (shown != last or any(shown[pid] == before[pid] for pid in places)):
+        clock.sleep(POLL_S)
+        last, shown = shown, {pid: files.read_small(place) for pid, place in places.items()}
+    return {pid: stack for pid, stack in shown.items() if stack}
+
+
+def _memory_of(pid: int) -> str | None:
+    """Where a process writes its stacks, if it shows them."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = files.list_dir(folder)
+    except OSError:  # it has ended, or is somebody else's
+        return None
+    places = (f"{folder}/{number}" for number in numbers)
+    return next((place for place in places if _MEMORY in (files.read_link(place) or "")), None)
