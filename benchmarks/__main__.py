@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 
-NAMES = ("start", "loop", "extensions", "sampler", "loader", "checkpoint", "report", "goodput", "slurm")
+NAMES = ("start", "loop", "ranks", "extensions", "sampler", "loader", "checkpoint", "report", "goodput", "slurm")
 
 
 def main(names: list[str]) -> int:

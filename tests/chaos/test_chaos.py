@@ -28,8 +28,8 @@ from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.compare import nested_differences, tensor_difference
 from runner.checkpoint.manifest import CorruptionError, read, verify
-from runner.cli.chaos_options import choose_kinds, parse, required_settings
-from runner.config.schema import Config
+from runner.cli.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
+from runner.config.schema import Config, SamplerConfig, SamplerKind, TrainConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
 
@@ -204,6 +204,18 @@ def test_a_changed_weight_or_generator_or_a_missing_checkpoint_is_found(tmp_path
     assert found.differences[0].key == key, found.differences
 
 
+def test_generators_of_ranks_are_compared_only_while_there_are_as_many(tmp_path: Path) -> None:
+    """After a change of the number of ranks each rank has others; weights are compared in any case."""
+    one = make_run(tmp_path / "one")
+    for ranks, change, key in ((1, "rng", "train state.rng.torch_cpu"), (3, "rng", None), (3, "weight", "model.bias")):
+        two = make_run(tmp_path / f"{change}-{ranks}", change)
+        for run, count in ((one, 1), (two, ranks)):
+            run.attempts.write_text(json.dumps({"attempt": 1, "cause": "finished", "ranks": count}) + "\n")
+        found = compare(one, two)
+        assert [difference.key for difference in found.differences[:1]] == ([] if key is None else [key])
+        assert found.ranks == sorted({1, ranks})
+
+
 def test_a_corrupt_last_checkpoint_is_found(tmp_path: Path) -> None:
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
     file = two.checkpoints / checkpoint_dir.step_name(4) / "train_state.pt"
@@ -332,6 +344,7 @@ def test_reports_are_complete(tmp_path: Path, suffix: str) -> None:
         (["smoke"], "not an override"),
         (["-m", "seed=1,2"], "--help"),
         (["--faults", "cancel"], "needs a Slurm job"),
+        (["experiment=smoke", "--faults", "shape"], "set train.global_batch_size=N, sampler=elastic and strategy=ddp"),
         (["experiment=smoke", "train.steps=3"], "train.steps=3: must be 6 or more"),
         (["experiment=smok"], "smoke"),
         (["train.stepps=3"], "did you mean 'steps'?"),
@@ -357,6 +370,19 @@ def test_jobs_and_processes_have_different_faults() -> None:
     assert {"requeue", "cancel", "flip"} <= set(choose_kinds(None, local=False))
     with pytest.raises(UserError, match="needs a process on this machine"):
         choose_kinds(("frozen",), local=False)
+
+
+def test_the_number_of_ranks_changes_only_where_the_result_does_not_depend_on_it() -> None:
+    """Without being asked for, the fault is left out there; asked for, it is an error with the remedy."""
+    invariant = Config(train=TrainConfig(global_batch_size=16), sampler=SamplerConfig(kind=SamplerKind.elastic))
+    assert fixed_ranks(invariant, [1, 2, 3, 4]) is None
+    assert "this machine has one GPU to use" in str(fixed_ranks(invariant, [1]))
+    reason = fixed_ranks(Config(), [1, 2, 3, 4])
+    assert "depends on its number of ranks: set train.global_batch_size=N" in str(reason)
+    assert "shape" in choose_kinds(None, local=True)
+    assert "shape" not in choose_kinds(None, local=True, fixed_ranks=reason)
+    with pytest.raises(UserError, match="--faults shape: the result of this run depends"):
+        choose_kinds(("shape",), local=True, fixed_ranks=reason)
 
 
 def test_settings_that_must_change_are_reported() -> None:

@@ -51,9 +51,9 @@ def start(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str
     )
 
 
-def drill(*arguments: str, cwd: Path = ROOT) -> tuple[int, dict[str, Any], str]:
+def drill(*arguments: str, cwd: Path = ROOT, **env: str) -> tuple[int, dict[str, Any], str]:
     """Exit status, result and output."""
-    process = start(*arguments, cwd=cwd)
+    process = start(*arguments, cwd=cwd, **env)
     output, shown = process.communicate(timeout=1500)
     return process.returncode, json.loads(output) if output else {}, shown
 
@@ -63,6 +63,8 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
     status, result, shown = drill(
         "data=mixture",
         "sampler=elastic",
+        "train.batch_size=4",
+        "train.global_batch_size=16",
         "model.dropout=0.1",
         "train.steps=60",
         "eval.every_steps=15",
@@ -76,6 +78,43 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
     assert all(fault["answered"] for fault in result["faults"])
     assert all(found["tensors"] and found["records"] == 64 for found in result["comparisons"].values())
     assert "data:image/png" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults", "kills"),
+    [(1, "shape", 4), (2, "shape,sigkill,sigterm,sigkill-save,flip,frozen,disk-full,twice", 9)],
+)
+def test_a_run_that_comes_back_with_other_numbers_of_ranks_stays_bit_identical(
+    tmp_path: Path, ranks: int, faults: str, kills: int
+) -> None:
+    """The result does not depend on how many ranks there were when; every fault strikes all ranks of an attempt."""
+    status, result, shown = drill(
+        "data=mixture",
+        "sampler=elastic",
+        "train.batch_size=2",
+        "train.global_batch_size=16",
+        "train.device=cpu",
+        "model.dropout=0.1",
+        "train.steps=60",
+        "eval.every_steps=15",
+        f"launcher.ranks={ranks}",
+        f"--faults={faults}",
+        f"--kills={kills}",
+        f"--root={tmp_path / 'root'}",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert status == 0, shown
+    assert result["verdict"] == "identical"
+    assert {fault["kind"] for fault in result["faults"]} == set(faults.split(","))
+    attempts = [
+        json.loads(line) for run in result["killed"] for line in (Path(run) / "attempts.jsonl").read_text().splitlines()
+    ]
+    used = {attempt["ranks"] for attempt in attempts}
+    assert used > {ranks}
+    assert {count for found in result["comparisons"].values() for count in found["ranks"]} == used
+    assert result["lines"][0].startswith(f"bit-identical on {', '.join(map(str, sorted(used)))} ranks: ")
+    reference = (tmp_path / "root" / "reference" / "metrics.jsonl").read_bytes()
+    assert all((Path(run) / "metrics.jsonl").read_bytes() == reference for run in result["killed"])
 
 
 @pytest.mark.parametrize(

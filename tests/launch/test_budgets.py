@@ -19,7 +19,7 @@ from runner.rundir.paths import RunDir
 from runner.training import attempt as training_attempt
 
 IDENTITY = {"restart_count": 0, "host": "here", "node": "n1"}
-FAILURES = ("time limit", "killed", "node failure", "crash")
+FAILURES = ("time limit", "killed", "node failure", "crash", "hang")
 GAINED = st.sampled_from([False] * 9 + [True])
 CAUSES = (*FAILURES, "preempted", "requeued", "interrupted")
 

@@ -47,7 +47,7 @@ def test_a_valid_submission_has_no_errors(slurm: FakeSlurm, runs: list[Path]) ->
         ({"partition": "lwo"}, ("launcher.partition='lwo'", "did you mean 'low'", "low, high")),
         ({"time": "soon"}, ("launcher.time", "'soon'", "D-HH:MM:SS")),
         ({"time": "2-0"}, ("launcher.time=2-0", "'low'", "1-00:00:00")),
-        ({"nodes": 0}, ("launcher.nodes=0", "1 or more")),
+        ({"nodes": 0}, ("launcher.nodes=0", "from 1")),
         ({"nodes": 7}, ("launcher.nodes=7", "the 2 nodes of partition 'low'")),
         ({"time": 1, "signal_delay_s": 60}, ("launcher.signal_delay_s=60", "1 to 59")),
         ({"mem": "4G", "mem_per_cpu": "1G"}, ("launcher.mem", "mutually exclusive")),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import LocalLauncher, Sweep, visible_gpus
+from launch.rank_processes import RankProcesses
 
 # In place of `python -m runner.training.attempt`: records its environment and how long it ran, and stops at a signal.
 # It ends once its time is over and another run has started.
@@ -23,6 +24,7 @@ run = pathlib.Path(sys.argv[1])
 received = []
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, lambda signum, frame: received.append(signum))
+signal.pthread_sigmask(signal.SIG_SETMASK, ())  # an attempt does so once it handles signals
 seen = {"start": time.time(), **{k: os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}}
 (run / "started").touch()
 other = run.parent / (run / "until").read_text() / "started"
@@ -116,7 +118,7 @@ def test_a_signal_that_arrives_while_a_run_is_being_started_reaches_it(
 ) -> None:
     start = Sweep._start
 
-    def interrupted(self: Sweep, run_dir: Path, slot: int) -> subprocess.Popen[bytes]:
+    def interrupted(self: Sweep, run_dir: Path, slot: int) -> RankProcesses:
         process = start(self, run_dir, slot)
         while not (run_dir / "started").exists():
             time.sleep(0.02)

@@ -19,6 +19,7 @@ from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
+from runner.rundir.time_account import TimeAccount
 from runner.system import clock, files
 from runner.system.distributed import World
 from runner.system.files import read_lines
@@ -206,7 +207,7 @@ def test_a_superseded_attempt_changes_no_record(
             raise failure
         return True
 
-    session = types.SimpleNamespace(train=superseded, step=5)
+    session = types.SimpleNamespace(train=superseded, step=5, account=TimeAccount())
     monkeypatch.setattr("runner.training.session.Session.open", lambda *parts: session)
     assert training_attempt.attempt(run.path) == ExitStatus.SUPERSEDED
     assert not run.finished.exists()

@@ -87,7 +87,9 @@ def test_numbers_increase_and_a_released_lease_is_free_at_once(directory: Path) 
             assert lease.fence == fence
             lease.check_fence()
         lease.release()
-    assert sorted(path.name for path in directory.iterdir()) == ["00000003.beat", "00000003.json"]
+    left = {path.name for path in directory.iterdir()}
+    # Released at once, it may not have beaten yet.
+    assert {"00000003.json"} <= left <= {"00000003.json", "00000003.beat"}
 
 
 def test_a_process_knows_its_boot() -> None:

@@ -26,6 +26,12 @@ def nan_at(model: nn.Module, batch: Mapping[str, torch.Tensor], call: int) -> to
     return losses * float("nan") if _calls == call and model.training else losses
 
 
+def nan_in_some_steps(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The default loss, but NaN where a number drawn for the micro-batch is small."""
+    losses = next_token_loss(model, batch)
+    return losses * float("nan") if model.training and torch.rand(()) < 0.05 else losses
+
+
 def error_after(model: nn.Module, batch: Mapping[str, torch.Tensor], calls: int) -> torch.Tensor:
     """The default loss, and after that many calls of this process a mistake in the user's data."""
     global _calls  # noqa: PLW0603 a loss that counts its calls

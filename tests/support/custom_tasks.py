@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -100,6 +102,19 @@ class Adversarial:
         self.steps = state["steps"]
 
 
+class Choosy:
+    """What it computes from a micro-batch, and which parameters take part, depends on what it draws."""
+
+    def training_step(self, model: Any, batch: torch.Tensor) -> Any:
+        if random.random() < 0.4:
+            batch = model.generator(batch)
+        judged: Any = model.discriminator(batch)
+        return {"loss": judged.mean(1).square() + float(np.random.rand()) * batch.mean(1), "judged": judged.mean(1)}
+
+    def evaluation_step(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        return model(batch).mean(1).square()
+
+
 class Remembering:
     """Its loss depends on a running mean of this rank's samples; its state is a tensor unless told otherwise."""
 
@@ -187,3 +202,111 @@ def distance(preds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def too_short(preds: torch.Tensor) -> torch.Tensor:
     return preds.mean()
+
+
+class Careless:
+    """A task whose results depend on which rank has which micro-batch."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+        self.seen = 0.0
+
+    def take_step(self, step: Any) -> None:
+        losses = []
+        for points in step.batches:
+            loss = step.model(points).mean(1).square()
+            losses.append(loss)
+            self.seen += float(points.sum()) if self.mistake == "state" else 0.0
+            if self.mistake != "backward":
+                step.backward(loss)
+            if self.mistake == "mean":
+                step.mean(loss)
+            if self.mistake == "update":
+                step.update()
+            if self.mistake == "leave":
+                break
+        if self.mistake == "backward":
+            step.backward(torch.cat(losses))
+        step.log("largest", torch.cat(losses).detach() * 2)
+        step.log("step", step.index) if self.mistake == "reserved" else step.log("index", step.index / 3)
+        step.log("mean", step.mean(torch.cat(losses)))
+        step.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Columns(nn.Module):
+    """Its weights lie in memory column by column; `keeps` something from one forward pass to the next, if told to."""
+
+    def __init__(self, keeps: str = "") -> None:
+        super().__init__()
+        self.keeps, self.passes = keeps, 0
+        self.weight = nn.Parameter(torch.randn(2, 3001).t())
+        self.centre = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        if self.training and self.keeps == "parameter":
+            self.centre.data.lerp_(points.mean(0), 0.1)
+        if self.training and self.keeps == "extra state":
+            self.passes += 1
+        return torch.tanh((points - self.centre) @ self.weight.t()).mean(1, keepdim=True)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.passes = int(state)
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to the weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        with torch.no_grad():
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class Twice:
+    """Goes over its micro-batches twice, and puts together what it found."""
+
+    def take_step(self, step: Any) -> None:
+        found = []
+        for scale in (1.0, 1e-3 / 3):
+            for points in step.batches:
+                loss = scale * step.model(points).mean(1).square()
+                step.backward(loss)
+                found.append(loss.detach().double() / 3)
+        step.log("found", torch.cat(found))
+        step.log("mean", step.mean(torch.cat(found)))
+        step.update()
+
+
+class Moody:
+    """Gives a value with some micro-batches only, or leaves the others out."""
+
+    def __init__(self, leaves: bool) -> None:
+        self.leaves = leaves
+
+    def take_step(self, step: Any) -> None:
+        for points in step.batches:
+            step.backward(step.model(points).mean(1).square())
+            if points[0, 0] > 0 and self.leaves:
+                break
+            if points[0, 0] > 0:
+                step.log("positive", points[:, 0])
+        step.update()
+
+
+class Steep:
+    """Its gradients for the discriminator overflow in float16, those for the generator do not."""
+
+    def training_step(self, model: Any, batch: torch.Tensor) -> Any:
+        generated = model.generator(batch)
+        steep: Any = model.discriminator(batch).mean(1)
+        return generated.square().mean(1) + (steep - steep.detach()) * 1e3

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from runner.config.frozen import load
-from runner.contracts import Finding, JobInfo, Launcher
+from runner.contracts import Finding, JobInfo, Launcher, RankCounts
 from runner.rundir.evaluations import Request
 from runner.rundir.paths import RunDir
 from runner.system import files
@@ -34,6 +34,9 @@ class FakeLauncher:
     @classmethod
     def reset(cls) -> None:
         cls.launched, cls.queued, cls.errors, cls.answers, cls.interrupt = [], {}, [], True, False
+
+    def rank_counts(self) -> RankCounts:
+        return RankCounts()
 
     def check(self, run_dirs: list[Path]) -> list[str]:
         return self.errors

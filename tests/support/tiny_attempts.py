@@ -43,6 +43,7 @@ class TinySession:
     """Stands in for `Session`: one parameter, of which every step is saved and only the newest is kept."""
 
     def __init__(self, run: RunDir, config: Any, world: World, log: AttemptLog, lease: Lease) -> None:
+        self.account = log.account
         opening = _Opening(run, config, world, log, lease, None)
         self._model = nn.Linear(1, 1, bias=False)
         self._scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(self._model.parameters()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tiny_attempts import TinyJob, tiny_attempts
 
 from runner.errors import ExitStatus, SupersededError
+from runner.rundir.attempt_log import AttemptLog, ended_attempts
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 from runner.system.distributed import World
@@ -96,10 +98,45 @@ def test_a_rank_without_peers_ends_with_its_status(
     attempt: Any = training_attempt._Attempt.__new__(training_attempt._Attempt)
     attempt.world, attempt.job, attempt.run = World(), Requeued(), run
     attempt.session, attempt.log, attempt.lease = None, Log(), Held()
-    attempt._end_without_peers("rank 1 hangs")
+    attempt._ends = threading.Lock()
+    attempt._end_from_watch("rank 1 hangs")
     recorded = [] if superseded else ["recorded", "requeued"]
     assert done == [*recorded, "released", ExitStatus.SUPERSEDED if superseded else ExitStatus.FAILED]
     assert "rank 1 hangs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_hang_is_recorded_with_its_stacks(
+    restarted: bool, refused: bool, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a disk that takes no more, the stacks are in the output."""
+    ended: list[int] = []
+    write = files.write_atomic
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.parent == run.hang:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, *arguments, **options)
+
+    monkeypatch.setattr(processes, "end_after", lambda seconds, status: None)
+    monkeypatch.setattr(processes, "end_now", ended.append)
+    if refused:
+        monkeypatch.setattr(files, "write_atomic", refuse)
+    attempt: Any = training_attempt._Attempt.__new__(training_attempt._Attempt)
+    attempt.world, attempt.job, attempt.run = World(), Requeued() if restarted else TinyJob(0), run
+    attempt.session, attempt.lease, attempt._ends = None, None, threading.Lock()
+    attempt.log = AttemptLog.begin(run, {"job_id": "7"}, 9, lambda record: "killed")
+    attempt._end_from_watch("rank 1 is in a step", "hang", {0: "stacks of 0", 1: "stacks of 1"})
+    assert ended == [ExitStatus.FAILED]
+    (line,) = ended_attempts(run)
+    assert line["cause"] == "hang"
+    assert line["reason"] == f"rank 1 is in a step; stacks of all threads: {run.hang}/attempt1-rank*.txt"
+    assert json.loads(run.status.read_text())["state"] == ("requeued" if restarted else "stuck")
+    if refused:
+        assert "stacks of 1" in capsys.readouterr().err
+    else:
+        assert [run.stacks(1, rank).read_text() for rank in range(2)] == ["stacks of 0", "stacks of 1"]
 
 
 def test_ranks_are_left_although_there_is_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:

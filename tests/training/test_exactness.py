@@ -10,6 +10,7 @@ import torch
 from runs import PACED, TINY, Run, assert_same_run
 
 from runner.config.schema import Config
+from runner.data.order.batch_shape import BatchShape
 from runner.training.exactness import inexact, make_exact
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -33,10 +34,32 @@ def test_what_is_not_exact_is_said_with_its_remedy(
     config = Config()
     config.train.deterministic = deterministic
     config.train.compile = compiled
-    found = inexact(config, device, threads, before)
+    config.run.threads = threads
+    found = inexact(config, device, before)
     assert len(found) == len(said)
     for reason, remedy in zip(found, said, strict=True):
         assert remedy in reason
+
+
+EQUAL, DEALT = BatchShape(0, 2, 8, 3), BatchShape.dealt(0, 2, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "said"),
+    [
+        (DEALT, None, []),
+        (DEALT, BatchShape.dealt(0, 4, 8, 6), []),
+        (DEALT, BatchShape.dealt(0, 2, 4, 12), ["set train.batch_size=4"]),
+        (EQUAL, DEALT, ["set train.global_batch_size=48"]),
+        (DEALT, EQUAL, ["was not rank-invariant so far"]),
+        (EQUAL, BatchShape(0, 4, 8, 3), []),
+    ],
+)
+def test_another_way_to_split_a_step_is_said(shape: BatchShape, before: BatchShape | None, said: list[str]) -> None:
+    """Where it changes more than the ranks do anyway."""
+    found = inexact(Config(), CPU, None, shape, before)
+    assert len(found) == len(said)
+    assert all(words in reason for words, reason in zip(said, found, strict=True))
 
 
 def mkl_cpu() -> ctypes.c_int32:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import PATIENCE_S, ROOT, TINY, Run
+from ranks import start_ranks
+from runs import PATIENCE_S, TINY, Run
 
 from runner.system.distributed import World
 from runner.training import peer_watch
@@ -30,6 +28,7 @@ COMMON = [
     "eval.batches=9",
     "checkpoint.every_steps=2",
     f"train.peer_timeout_s={TIMEOUT_S}",
+    "train.hang_timeout_s=2",  # which is for ranks that live: here there is none
 ]
 
 
@@ -209,26 +208,6 @@ def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(
     assert not done.wait(0.5)
     watching.stop()
     assert found == []
-
-
-def start_ranks(run: Run, ranks: int, **env: str) -> list[subprocess.Popen[str]]:
-    """The processes of `ranks` ranks, without torchrun, so that each has its own status and output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "support"), **env}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "runner", *run.overrides, f"run.dir={run.path}"],
-            cwd=ROOT,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import PACED, ROOT, TINY, Run
+from ranks import start_ranks
+from runs import PACED, PATIENCE_S, ROOT, TINY, Run
 
 pytestmark = pytest.mark.slow
 
@@ -136,3 +137,20 @@ def test_the_status_names_the_rank_that_failed_and_why(tmp_path: Path) -> None:
     assert status == 1, output
     assert run.status()["reason"] == "rank 1 failed: RuntimeError: failed on purpose"
     assert [attempt["cause"] for attempt in run.attempts()] == ["crash"]
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_rank_that_runs_out_of_data_is_named_by_every_rank(short: int, tmp_path: Path) -> None:
+    """Whichever it is: an error that ends the job, and no finished run."""
+    overrides = [*TINY, "data=own", f"+data.loader={{_target_: uneven.OnePass, short: {short}, batches: 5}}"]
+    run = Run(tmp_path / "run", [*overrides, "train.steps=60", "eval.every_steps=0", "checkpoint.every_steps=3"])
+    processes = start_ranks(run, 2)
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    ended = f"the data of rank {short} ended at step 5, after 40 samples: give every rank as many batches"
+    assert all(ended in output for output in outputs), outputs
+    (attempt,) = run.attempts()
+    assert ended in attempt["reason"]
+    assert attempt["end_step"] == 5
+    assert run.status()["state"] == "failed"
+    assert not (run.path / "finished.json").exists()

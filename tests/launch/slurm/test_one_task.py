@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, STEPS, Job, environment, preempt, runner, statuses
-from runs import ROOT, Run, assert_same_run
+from runs import ROOT, TINY, Run, assert_same_run
 
 pytestmark = pytest.mark.slurm
 
@@ -136,6 +136,30 @@ def test_a_crash_loop_stops(job: Job, tmp_path: Path) -> None:
     job.submit("launcher.retry_failed=true", FAIL_FILE=str(fault))
     assert job.ends() == "COMPLETED"
     assert job.row()["state"] == "finished"
+
+
+def test_a_job_that_hangs_is_requeued_and_finishes(cluster: Cluster, tmp_path: Path) -> None:
+    """Three times in a row without a new checkpoint, and it is a crash loop; once the cause is gone, it finishes."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    sources = "+data.sources={rows: {_target_: hanging.Blocked, length: 80}}"
+    overrides = [*TINY, "data=own", sources, "train.batch_size=4", "train.steps=9", "eval.every_steps=0"]
+    overrides += ["checkpoint.every_steps=100", "train.hang_timeout_s=2", "launcher.nodelist=n1"]
+    job = Job(tmp_path / "run", overrides, cluster=cluster)
+    env = {"HANG_FILE": str(fifo), "HANG_IN": "data"}
+    job.submit(**env)
+    for _ in range(3):
+        job.wait_for_requeue()
+    assert job.ends() == "FAILED"
+    assert job.causes() == ["hang", "hang", "hang", "crash loop"]
+    assert "read_block" in job.attempts()[2]["reason"]
+    assert sorted(path.name for path in (job.path / "hang").iterdir()) == [f"attempt{n}-rank0.txt" for n in (1, 2, 3)]
+    job.submit("launcher.retry_failed=true", **env)
+    job.cluster.wait(lambda: len(job.causes()) == 5, 180, "the fifth hang")
+    fifo.unlink()
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes()[4:] == ["hang", "finished"]
 
 
 def test_a_signal_while_python_starts_is_not_the_end_of_the_run(job: Job, reference: Run) -> None:

@@ -1,0 +1,140 @@
+"""What rank-invariant steps cost, against DistributedDataParallel's and, on one rank, against plain accumulation.
+
+Both sides make the same steps (forward, backward, exchange, norm, SGD) of two equal GPTs in the same processes, in
+turns.
+A figure is the median over the turns of the ratio of their times on rank 0. Traffic is counted: the bytes that a rank
+passes to collectives for other ranks, per step and parameter, where a ring all-reduce sends 2 (N - 1) / N values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.timing import seconds
+from launch.rendezvous import free_port
+from runner.data.order.batch_shape import BatchShape
+from runner.models.gpt import GPT
+from runner.models.loss import next_token_loss
+from runner.system.distributed import World
+from runner.training.invariant import FixedMicroBatches
+from runner.training.optimizers import Optimizers
+from runner.training.step import Drawn, Forward, TrainStep
+from runner.training.tasks import Task
+
+CPU = torch.device("cpu")
+# By number of parameters: layers, heads and width of the GPT, sequences and tokens of a micro-batch, steps in a turn.
+SIZES = {
+    10**5: (2, 2, 64, 8, 32, 20),
+    10**7: (4, 4, 448, 4, 64, 2),
+    10**8: (6, 8, 1176, 1, 64, 1),
+}
+TURNS = 7
+RANKS = (1, 2, 4)
+PER_RANK = (1, 3)  # micro-batches
+TARGETS = {1: 1.02, 2: 1.15, 4: 1.15}
+
+
+def train_step(model: GPT, world: World, micro_batches: int, sequences: int, invariant: bool) -> TrainStep:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    optimizers = Optimizers.of_one(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    task = Task.of(next_token_loss)
+    shape = BatchShape.dealt(0, world.size, sequences, micro_batches)
+    division = FixedMicroBatches(world, model, task, optimizers, shape, 0, CPU) if invariant else None
+    forward = Forward(world, CPU, model, task, nullcontext)
+    return TrainStep(forward, optimizers, [], micro_batches // world.size, 1.0, (), None, division)
+
+
+def batches(sequences: int, tokens: int) -> Iterator[Drawn]:
+    drawn = torch.randint(256, (sequences, tokens + 1))
+    return cycle([Drawn({"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]})])
+
+
+def turn_of(step: TrainStep, source: Iterator[Drawn], steps: int) -> Callable[[], None]:
+    def turn() -> None:
+        for index in range(1, steps + 1):
+            step(lambda: next(source), index)
+
+    return turn
+
+
+def sides(world: World, parameters: int, micro_batches: int) -> dict[str, Callable[[], None]]:
+    """A turn of each side."""
+    layers, heads, width, sequences, tokens, steps = SIZES[parameters]
+    made = {}
+    for name in ("invariant", "usual"):
+        torch.manual_seed(0)
+        model = GPT(256, tokens, layers, heads, width)
+        step = train_step(model, world, micro_batches, sequences, name == "invariant")
+        source = batches(sequences, tokens)
+        step(partial(next, source), 0)  # the checks of the first one
+        made[name] = turn_of(step, source, steps)
+    return made
+
+
+def traffic(turn: Callable[[], None], steps: int) -> float:
+    """Bytes that this rank sends to others in a rank-invariant step."""
+    sent, original = 0, World.exchange
+
+    def counting(world: World, receive: list[torch.Tensor], send: list[torch.Tensor]) -> Callable[[], None]:
+        nonlocal sent
+        sent += sum(part.numel() * part.element_size() for rank, part in enumerate(send) if rank != world.rank)
+        return original(world, receive, send)
+
+    World.exchange = counting  # type: ignore[method-assign, assignment]
+    turn()
+    World.exchange = original  # type: ignore[method-assign]
+    return sent / steps
+
+
+def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    torch.set_num_threads(1)
+    world = World(rank, ranks)
+    world.start(CPU)
+    turns = sides(world, parameters, micro_batches)
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(TURNS):
+        for name, turn in turns.items():
+            world.sum(torch.zeros(1))
+            times[name].append(seconds(turn))
+    sent = traffic(turns["invariant"], SIZES[parameters][-1]) if ranks > 1 else 0.0
+    if world.is_main:
+        ratio = statistics.median(a / b for a, b in zip(times["invariant"], times["usual"], strict=True))
+        step_ms = 1000 * statistics.median(times["usual"]) / SIZES[parameters][-1]
+        exact = sum(p.numel() for p in GPT(256, SIZES[parameters][4], *SIZES[parameters][:3]).parameters())
+        ring = 8 * exact * (ranks - 1) / ranks
+        print(
+            f"{exact:>11,} {ranks:>5} {micro_batches:>13} {step_ms:>12.1f} {ratio:>9.3f} {TARGETS[ranks]:>7} "
+            f"{sent / 1e6:>9.2f} {sent / ring if ring else 1:>9.2f}",
+            flush=True,
+        )
+    world.stop()
+
+
+def main() -> None:
+    """Print a line for each number of parameters, ranks and micro-batches."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks")
+    parser.add_argument("--parameters", type=lambda text: int(float(text)), nargs="*", default=list(SIZES))
+    parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
+    options = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
+    print(" parameters ranks micro-batches usual [ms]     ratio  target sent [MB]   of ring")
+    for parameters in options.parameters:
+        for ranks in options.ranks:
+            for micro_batches in [ranks * each for each in PER_RANK]:
+                port = free_port()
+                arguments = ranks, port, parameters, micro_batches
+                spawn(on_rank, arguments, ranks)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

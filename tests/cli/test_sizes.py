@@ -1,0 +1,164 @@
+"""What the doctor tells about the sizes of a run whose number of ranks may vary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import TINY
+from torch import nn
+
+from runner.cli import sizes
+from runner.cli.doctor import main
+from runner.cli.launcher import idle_ranks, rank_count_errors
+from runner.cli.start import start
+from runner.config.composition import compose
+from runner.contracts import RankCounts
+from runner.rundir.paths import RunDir
+from runner.training import build
+from runner.training.footprint import footprint
+
+ELASTIC = [*TINY, "sampler=elastic", "train.batch_size=2", "train.global_batch_size=16", "train.steps=3600"]
+COUNTS = RankCounts(range(2, 9, 2), "launcher.nodes=1-4", per_node=2)
+
+
+def attempts(run: RunDir, *records: dict[str, Any]) -> RunDir:
+    run.path.mkdir()
+    run.attempts.write_text("".join(json.dumps({"attempt": n, **each}) + "\n" for n, each in enumerate(records, 1)))
+    return run
+
+
+def trained(ranks: int, steps: int, seconds: float) -> dict[str, Any]:
+    account = {"start": 9.0, "steps": seconds - 2.0, "data_wait": 1.0, "evaluation": 1.0, "save": 5.0}
+    return {"ranks": ranks, "start_step": 10, "end_step": 10 + steps, "seconds": account, "cause": "killed"}
+
+
+def test_the_busiest_rank_sets_the_pace(tmp_path: Path) -> None:
+    """8 micro-batches on 6 ranks: some have two, so the step is as long as on 4."""
+    rows, findings = sizes.sizes(compose(ELASTIC).config, COUNTS, RunDir(tmp_path / "new"))
+    assert [(row.nodes, row.ranks, row.micro_batches, row.time) for row in rows] == [
+        (1, 2, 4, 0.5),
+        (2, 4, 2, 0.25),
+        (3, 6, 2, 0.25),
+        (4, 8, 1, 0.125),
+    ]
+    assert {row.step_s for row in rows} == {None}
+    assert ["made no steps yet" in finding.text for finding in findings] == [True]
+
+
+def test_measured_step_times_are_used_and_scaled_to_other_sizes(tmp_path: Path) -> None:
+    """Those of all attempts with as many ranks; saves and the start are no part of a step."""
+    run = attempts(
+        RunDir(tmp_path / "run"), trained(4, 10, 12.0), trained(4, 30, 28.0), {"ranks": 8, "seconds": None}, {}
+    )
+    rows, findings = sizes.sizes(compose(ELASTIC).config, COUNTS, run)
+    found: list[Any] = [(row.ranks, row.step_s, row.measured) for row in rows]
+    assert found == [
+        (2, pytest.approx(2.0), False),
+        (4, pytest.approx(1.0), True),
+        (6, pytest.approx(1.0), False),
+        (8, pytest.approx(0.5), False),
+    ]
+    assert [row.hours for row in rows] == [pytest.approx(hours) for hours in (2.0, 1.0, 1.0, 0.5)]
+    assert findings == []
+
+
+def test_many_sizes_are_thinned_out() -> None:
+    config = compose([*ELASTIC, "train.global_batch_size=2000"]).config
+    rows, _ = sizes.sizes(config, RankCounts(range(3, 1001), "launcher.ranks=3-1000"), RunDir(Path("/nonexistent")))
+    assert [row.ranks for row in rows][:5] == [3, 4, 6, 10, 18]
+    assert rows[-1].ranks == 1000
+    assert len(rows) <= 16
+
+
+def test_memory_is_that_of_the_real_model_and_its_optimizer_and_grows_with_the_tree() -> None:
+    config = compose([*ELASTIC, "train.ema_decay=0.9"]).config
+    found = footprint(config)
+    model = build.model(config)
+    optimizers = build.optimizers(config, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    state = []
+    for name in optimizers.names:
+        optimizers[name].step()
+        state += [value for each in optimizers[name].state.values() for value in each.values()]
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert (found.model, found.gradients, found.average) == (held, gradients, held)
+    assert found.optimizers == sum(tensor.nbytes for tensor in state)
+    one, several = (found.per_rank(config, 2, count) for count in (1, 8))
+    assert several - one == 3 * gradients
+    off = compose([*ELASTIC, "train.rank_invariant=false"]).config
+    assert found.per_rank(off, 2, 8) - found.per_rank(off, 1, 8) == gradients  # the buckets of DDP
+
+
+class Fussy(nn.Module):
+    """A model that looks at its weights when it is created."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.largest = float(self.layer.weight.max())
+
+
+def test_a_model_that_needs_real_memory_leaves_the_column_out(tmp_path: Path) -> None:
+    words = [word for word in ELASTIC if not word.startswith("model.")]
+    config = compose([*words, "model=own", "model._target_=test_sizes.Fussy"]).config
+    rows, findings = sizes.sizes(config, COUNTS, RunDir(tmp_path / "new"))
+    assert {row.memory for row in rows} == {None}
+    assert "the memory of a rank is not known: the model cannot be created without its memory" in findings[0].text
+
+
+def test_more_ranks_than_micro_batches_are_a_warning() -> None:
+    """Some would have nothing to do, which is a waste and not an error. A step has 8 micro-batches here."""
+    config, many = compose(ELASTIC).config, RankCounts(range(1, 11), "launcher.ranks=1-10")
+    assert rank_count_errors(many, config) == []
+    (warning,) = idle_ranks(many, config)
+    assert warning.level == "warning"
+    assert "a step has 8 micro-batches" in warning.text
+    assert "2 of 10 ranks" in warning.text
+    assert "8 ranks at most" in str(warning.remedy)
+    assert idle_ranks(RankCounts(range(1, 9)), config) == []
+
+
+def test_a_command_warns_of_idle_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*ELASTIC, "launcher.ranks=1-10", "launcher.dry_run=true", f"run.root={tmp_path}"]
+    assert start(command) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: launcher.ranks=1-10: a step has 8 micro-batches")
+    assert "8 ranks at most" in line
+
+
+def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[int, str]:
+    status = main([*ELASTIC, "--no-measure", f"run.root={tmp_path}", *words])
+    return status, capsys.readouterr().out
+
+
+def test_the_doctor_prints_a_table_of_the_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, tmp_path, "launcher.ranks=1-3")
+    assert status == 0
+    heading, *rows = out.splitlines()[-4:]
+    assert heading.split("  ")[0] == "ranks"
+    assert [row.split()[:3] for row in rows] == [["1", "8", "1.000"], ["2", "4", "0.500"], ["3", "3", "0.375"]]
+    assert heading.strip().endswith("memory per rank, without activations")
+    assert all("about" in row for row in rows)
+    assert "memory per rank" not in doctor(capsys, tmp_path, "launcher.ranks=3")[1]
+
+
+def test_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, tmp_path, "launcher.ranks=1-9", "--json")
+    answer = json.loads(out)
+    assert status == 0
+    assert [row["ranks"] for row in answer["sizes"]] == list(range(1, 10))
+    assert answer["sizes"][0].keys() == set(sizes.Size.__annotations__)
+    assert any("1 of 9 ranks would have nothing to do" in finding["text"] for finding in answer["findings"])
+
+
+def test_the_doctor_refuses_a_range_without_a_global_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, tmp_path, "launcher.ranks=1-2", "train.global_batch_size=null")
+    assert status == 2
+    (line,) = [line for line in out.splitlines() if line.startswith("error")]
+    assert "set train.global_batch_size=N" in line

@@ -1,0 +1,128 @@
+"""Makes runs whose attempts have different numbers of ranks, each rank forked from one process that has torch imported.
+
+`Shapes` is that process as a test sees it. It reads one run per line, and answers with one line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 400.0
+GRACE_S = 5.0  # for ranks that are asked to stop before they have joined each other
+
+
+class Part(NamedTuple):
+    """An attempt: its ranks, and after how many lines of metrics, and milliseconds more, which signal comes."""
+
+    ranks: int
+    lines: int | None = None  # None: it finishes
+    delay_ms: int = 0
+    signum: int = signal.SIGKILL
+
+
+class Shapes:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        )
+
+    def run(self, folder: Path, words: list[str], parts: list[Part]) -> list[int | None]:
+        """Make the run in `folder` by these attempts; the status of each, None if it ended before its signal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(folder), words, parts]) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert isinstance(answer, list), answer
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def make(folder: Path, words: list[str], parts: list[Part]) -> list[Any]:
+    import forked
+
+    folder.mkdir(parents=True, exist_ok=True)
+    log, metrics = folder.parent / f"{folder.name}.log", folder / "metrics.jsonl"
+    statuses = []
+    for part in parts:
+        processes = forked.attempt_of([*words, f"run.dir={folder}"], log, part.ranks)
+        if part.lines is not None:
+            _wait_for(part.lines, metrics, processes)
+            time.sleep(part.delay_ms / 1000)
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process, part.signum)
+        ended = _statuses(processes)
+        statuses.append(ended[0])
+        if part.lines is None and any(ended):
+            raise RuntimeError(f"{part} ended with {ended}:\n{log.read_text()}")
+    return statuses
+
+
+def _statuses(processes: list[int]) -> list[int]:
+    """How the ranks ended. One that did not finish takes the others with it, as srun and torchrun see to."""
+    found: dict[int, int] = {}
+    failed: float | None = None
+    while len(found) < len(processes):
+        for process in set(processes) - found.keys():
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                found[process] = os.waitstatus_to_exitcode(status)
+        if any(found.values()) and failed is None:
+            failed = time.monotonic()
+        if failed is not None and (min(found.values()) < 0 or time.monotonic() - failed > GRACE_S):
+            for process in set(processes) - found.keys():
+                os.killpg(process, signal.SIGKILL)
+        time.sleep(0.002)
+    return [found[process] for process in processes]
+
+
+def _wait_for(lines: int, metrics: Path, processes: list[int]) -> None:
+    """Return when the metrics have so many lines, or a rank has ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) < lines:
+        if any(os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) for process in processes):
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{metrics} did not get {lines} lines")
+        time.sleep(0.002)
+
+
+def main() -> None:
+    import torch
+
+    from runner.training import attempt, session
+
+    assert attempt
+    assert session
+    torch.set_num_threads(1)
+    output, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        folder, words, parts = json.loads(line)
+        try:
+            answer: Any = make(Path(folder), words, [Part(*part) for part in parts])
+        except RuntimeError as error:
+            answer = str(error)
+        print(json.dumps(answer), file=output, flush=True)
+
+
+if __name__ == "__main__":
+    main()

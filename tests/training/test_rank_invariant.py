@@ -1,0 +1,258 @@
+"""Rank-invariant training: whatever nodes there are, the same bits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runs import TINY, Run, assert_same_run
+from shapes import Part, Shapes
+
+GPT = [*TINY, "data=mixture", "sampler=elastic", "model.dropout=0.1", "train.batch_size=2"]
+PHASES = ["+phases.late={start_step: 5, weights: {code: 3.0}, temperature: 2.0, lr_scale: 0.5}"]
+POINTS = [
+    *("experiment=smoke", "data=own", "model=own", "task=own", "sampler=elastic", "run.threads=1", "logger=none"),
+    *("+data.sources.points={_target_: custom_tasks.Points}", "scheduler=constant", "train.batch_size=4"),
+    "+data.eval_sources.points={_target_: custom_tasks.Points, size: 20, seed: 1}",
+]
+PAIR = [*POINTS, "+model._target_=custom_tasks.Pair"]
+RUNS = {
+    "phases, dropout, an uneven number of micro-batches": [*GPT, *PHASES, "train.global_batch_size=14"],
+    "one micro-batch, average of the weights": [*GPT, "train.global_batch_size=2", "train.ema_decay=0.9"],
+    "float16, whose loss is not finite now and then": [
+        *GPT,
+        *("train.global_batch_size=10", "train.precision=float16", "train.on_nonfinite=skip", "train.clip_norm=0.01"),
+        *("train.loss._target_=custom.nan_in_some_steps", "data.num_workers=2"),
+    ],
+    "two optimizers and steps of the task's own": [
+        *PAIR,
+        *("train.global_batch_size=24", "+task._target_=custom_tasks.Adversarial"),
+        "+optimizers.generator={_target_: torch.optim.Adam, lr: 0.01}",
+        "+optimizers.discriminator={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}",
+        "eval.metrics={}",
+    ],
+    "two optimizers, a parameter that only some micro-batches use": [
+        *PAIR,
+        *("train.global_batch_size=28", "+task._target_=custom_tasks.Choosy"),
+        "+optimizers.generator={_target_: torch.optim.AdamW, lr: 0.01}",
+        "+optimizers.discriminator={_target_: torch.optim.AdamW, lr: 0.01}",
+    ],
+    "weights in another memory layout, an optimizer that draws": [
+        *(*POINTS, "+model._target_=custom_tasks.Columns", "+task._target_=custom_tasks.Fine", "eval.sets={}"),
+        *("train.global_batch_size=28", "optimizer=sgd", "optimizer._target_=custom_tasks.Langevin"),
+    ],
+}
+STEPS = 8
+LINES = STEPS + 2
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Iterator[Shapes]:
+    process = Shapes()
+    yield process
+    process.close()
+
+
+def words_of(kind: str, every: int) -> list[str]:
+    return [*RUNS[kind], f"train.steps={STEPS}", "eval.every_steps=4", f"checkpoint.every_steps={every}"]
+
+
+@pytest.fixture(scope="module")
+def references(shapes: Shapes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Each run on one rank, from its beginning to its end."""
+    made = {}
+    for number, kind in enumerate(RUNS):
+        path = tmp_path_factory.mktemp("reference") / str(number)
+        assert shapes.run(path, words_of(kind, 3), [Part(1)]) == [0]
+        made[kind] = Run(path, [])
+        assert len(made[kind].lines()) == LINES
+    return made
+
+
+PARTS = st.builds(
+    Part,
+    ranks=st.integers(1, 4),
+    lines=st.integers(0, LINES - 1),
+    delay_ms=st.sampled_from([0, 0, 1, 5, 20]),
+    signum=st.sampled_from([signal.SIGKILL, signal.SIGTERM]),
+)
+
+
+def check(kind: str, every: int, parts: list[Part], last: int, one: dict[str, Run], shapes: Shapes, path: Path) -> None:
+    shapes.run(path, words_of(kind, every), [*parts, Part(last)])
+    assert_same_run(one[kind], Run(path, []))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(list(RUNS)),
+    every=st.integers(1, 5),
+    parts=st.lists(PARTS, min_size=1, max_size=3),
+    last=st.integers(1, 4),
+)
+def test_a_run_that_comes_back_with_other_ranks_is_bit_identical(
+    kind: str,
+    every: int,
+    parts: list[Part],
+    last: int,
+    references: dict[str, Run],
+    shapes: Shapes,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Killed or stopped anywhere, saved at any boundary, continued on any number of ranks: metrics and weights."""
+    check(kind, every, parts, last, references, shapes, tmp_path_factory.mktemp("shapes") / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", RUNS)
+def test_three_and_then_four_ranks_give_what_one_gives(
+    kind: str, references: dict[str, Run], shapes: Shapes, tmp_path: Path
+) -> None:
+    """Also where some ranks have one micro-batch more, or none."""
+    last = 2 if "one micro" not in kind else 4
+    check(kind, 2, [Part(3, 5, 0, signal.SIGTERM)], last, references, shapes, tmp_path / "run")
+    ranks = [attempt["ranks"] for attempt in Run(tmp_path / "run", []).attempts()]
+    assert ranks == [3, last]
+
+
+CARELESS = [*PAIR, "train.global_batch_size=12", "train.steps=2"]
+
+
+def test_what_a_task_logs_outside_of_its_micro_batches_does_not_depend_on_ranks_either(
+    shapes: Shapes, tmp_path: Path
+) -> None:
+    """Values of samples are those of all ranks, a number is the one that all of them log."""
+    words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=none", "eval.every_steps=0"]
+    for ranks in (1, 2, 3):
+        assert shapes.run(tmp_path / str(ranks), words, [Part(ranks)]) == [0]
+    one, two, three = (Run(tmp_path / str(ranks), []) for ranks in (1, 2, 3))
+    assert_same_run(one, two)
+    assert_same_run(one, three)
+    last = one.records()[-1]
+    assert last["largest"] == pytest.approx(2 * last["loss"])
+    assert last["mean"] == pytest.approx(last["loss"])
+    assert last["index"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("mean", "step.mean is called while step.batches is iterated"),
+        ("update", "step.update is called while step.batches is iterated"),
+        ("backward", "call step.backward only while step.batches is iterated"),
+        ("leave", "iterate all of it"),
+    ],
+)
+def test_a_step_that_depends_on_the_ranks_is_refused_on_any_number_of_them(
+    mistake: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
+) -> None:
+    """In the first step, in one line, with the way out."""
+    refused(
+        [*CARELESS, "+task._target_=custom_tasks.Careless", f"+task.mistake={mistake}"], said, ranks, shapes, tmp_path
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sum_over_several_passes_does_not_depend_on_ranks(ranks: int, shapes: Shapes, tmp_path: Path) -> None:
+    """Though each rank has the values of a pass of its own together, and in float64, where every order shows."""
+    words = [*CARELESS, "train.steps=6", "+task._target_=custom_tasks.Twice", "eval.every_steps=0"]
+    runs: list[Run] = []
+    for each in (1, ranks):
+        assert shapes.run(tmp_path / f"{len(runs)}-{each}", words, [Part(each)]) == [0]
+        runs.append(Run(tmp_path / f"{len(runs)}-{each}", []))
+    assert_same_run(*runs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("leaves", "said"),
+    [("false", "gave positive in some micro-batches of a step and not in others"), ("true", "iterate all of it")],
+)
+def test_what_only_some_micro_batches_do_is_refused(
+    leaves: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
+) -> None:
+    """Also where one rank does it and the others wait for it elsewhere in the step."""
+    words = [*CARELESS, "train.batch_size=2", "eval.every_steps=0", "+task._target_=custom_tasks.Moody"]
+    refused([*words, f"+task.leaves={leaves}"], said, ranks, shapes, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("keeps", "said"), [("parameter", "parameter centre"), ("extra state", "extra state of Columns")]
+)
+def test_weights_and_extra_state_must_not_change_in_a_forward_pass_either(
+    keeps: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
+) -> None:
+    """A checkpoint holds them, so that a run that changes them would otherwise go on as if they were the same."""
+    words = [*POINTS, "train.global_batch_size=12", "train.steps=2", "eval.every_steps=0"]
+    words += ["+task._target_=custom_tasks.Fine", "+model._target_=custom_tasks.Columns", f"+model.keeps='{keeps}'"]
+    refused(words, f"the model's {said} changes in the forward pass", ranks, shapes, tmp_path)
+
+
+def test_an_overflow_of_one_optimizer_does_not_change_the_gradients_of_another(shapes: Shapes, tmp_path: Path) -> None:
+    """They wait with the scale that they were computed with; so they do without rank-invariant training."""
+    words = [*PAIR, "train.global_batch_size=16", "train.steps=4", "eval.every_steps=0", "train.precision=float16"]
+    words += ["+task._target_=custom_tasks.Steep", "train.on_nonfinite=skip", "train.clip_norm=null"]
+    words += [f"+optimizers.{name}={{_target_: torch.optim.SGD, lr: 0.01}}" for name in ("discriminator", "generator")]
+    norms = []
+    for wanted in ("true", "false"):
+        assert shapes.run(tmp_path / wanted, [*words, f"train.rank_invariant={wanted}"], [Part(1)]) == [0]
+        norms.append([each["grad_norm_by_optimizer"]["generator"] for each in Run(tmp_path / wanted, []).records()])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3, nan_ok=True)
+
+
+def test_a_state_that_differs_from_rank_to_rank_is_refused(shapes: Shapes, tmp_path: Path) -> None:
+    words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=state"]
+    refused(words, "its state differs from rank to rank", 3, shapes, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_running_statistics_are_refused(ranks: int, shapes: Shapes, tmp_path: Path) -> None:
+    """They depend on which samples a rank sees."""
+    tiny = [word for word in TINY if not word.startswith("model.")]
+    words = [*tiny, "sampler=elastic", "train.global_batch_size=32", "model=own", "+model._target_=custom.Normed"]
+    words += ["+model.vocab_size=256", "+model.width=8"]
+    refused(words, "buffer norm.running_mean changes in the forward pass", ranks, shapes, tmp_path)
+
+
+def refused(words: list[str], said: str, ranks: int, shapes: Shapes, folder: Path) -> None:
+    with pytest.raises(AssertionError) as raised:
+        shapes.run(folder / "run", words, [Part(ranks)])
+    lines = [line for line in str(raised.value).splitlines() if line.startswith("error")]
+    assert 1 <= len(lines) <= ranks
+    assert said in lines[0]
+    assert "train.rank_invariant=false" in lines[0]
+    assert "Traceback" not in str(raised.value)
+    assert not Run(folder / "run", []).lines()
+
+
+def test_more_ranks_than_micro_batches_are_refused_where_each_needs_one(shapes: Shapes, tmp_path: Path) -> None:
+    words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=none"]
+    refused(words, "which needs a micro-batch on each rank, and a step has 3 for 4 ranks", 4, shapes, tmp_path)
+
+
+def test_without_it_the_ranks_decide_the_last_bits(shapes: Shapes, tmp_path: Path) -> None:
+    """So that what the other tests compare can differ at all."""
+    words = [*GPT, "train.global_batch_size=12", "train.steps=4", "train.rank_invariant=false", "eval.every_steps=0"]
+    for ranks in (1, 2):
+        assert shapes.run(tmp_path / str(ranks), words, [Part(ranks)]) == [0]
+    one, two = (Run(tmp_path / str(ranks), []).records() for ranks in (1, 2))
+    assert [record["digest"] for record in one] == [record["digest"] for record in two]
+    assert [record["loss"] for record in one] != [record["loss"] for record in two]
+
+
+def test_the_end_of_the_data_is_an_error_on_every_rank(shapes: Shapes, tmp_path: Path) -> None:
+    """At the same step whatever the number of ranks: a step is complete or it is not made."""
+    words = [*CARELESS, "train.steps=50", "+task._target_=custom_tasks.Choosy", "sampler.max_epochs={points: 0.3}"]
+    for ranks in (1, 3):
+        with pytest.raises(AssertionError) as raised:
+            shapes.run(tmp_path / str(ranks), words, [Part(ranks)])
+        assert "the data ended at step 6, after 72 samples" in str(raised.value)
