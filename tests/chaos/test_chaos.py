@@ -177,7 +177,8 @@ def make_run(path: Path, change: str = "") -> RunDir:
                 model.bias[1] += 1e-7
         if change == "rng" and step == 4:
             torch.rand(1)
-        state = build_train_state(step, step * 10, extra={"evaluated": change == "evaluated"})
+        shapes = [3 if change == "shape" else 1]
+        state = build_train_state(step, step * 10, extra={"evaluated": change == "evaluated", "batch_shapes": shapes})
         if change != "last checkpoint" or step == 2:
             manager.save(step, model, optimizer, state, wait=True)
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines()))
@@ -204,10 +205,15 @@ def test_a_changed_weight_or_generator_or_a_missing_checkpoint_is_found(tmp_path
     assert found.differences[0].key == key, found.differences
 
 
-def test_generators_of_ranks_are_compared_only_while_there_are_as_many(tmp_path: Path) -> None:
-    """After a change of the number of ranks each rank has others; weights are compared in any case."""
+def test_what_describes_ranks_is_compared_only_while_there_are_as_many(tmp_path: Path) -> None:
+    """Weights, and the generators between two steps, are the same on any number of them."""
     one = make_run(tmp_path / "one")
-    for ranks, change, key in ((1, "rng", "train state.rng.torch_cpu"), (3, "rng", None), (3, "weight", "model.bias")):
+    for ranks, change, key in (
+        (1, "shape", "train state.batch_shapes[0]"),
+        (3, "shape", None),
+        (3, "rng", "train state.rng.torch_cpu"),
+        (3, "weight", "model.bias"),
+    ):
         two = make_run(tmp_path / f"{change}-{ranks}", change)
         for run, count in ((one, 1), (two, ranks)):
             run.attempts.write_text(json.dumps({"attempt": 1, "cause": "finished", "ranks": count}) + "\n")
