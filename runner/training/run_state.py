@@ -24,6 +24,7 @@ class RunState:
         callbacks: state of each callback that has one, by name.
         dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
         samples_seen: samples trained on so far, over all ranks.
+        seed: of the random numbers of rank-invariant steps: that of the run, unless a branch has changed it.
     """
 
     order: dict[str, Any]
@@ -35,6 +36,7 @@ class RunState:
     task: list[dict[str, Any]] = field(default_factory=list)
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
 
     def to_extra(self) -> dict[str, Any]:
         """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
@@ -48,6 +50,7 @@ class RunState:
             "callbacks": self.callbacks,
             "dropped_callbacks": self.dropped_callbacks,
             "samples_seen": self.samples_seen,
+            "seed": self.seed,
         }
 
     @classmethod
@@ -77,4 +80,5 @@ class RunState:
             callbacks=dict(extra["callbacks"]),
             dropped_callbacks=dict(extra["dropped_callbacks"]),
             samples_seen=int(extra["samples_seen"]),
+            seed=int(extra["seed"]),
         )

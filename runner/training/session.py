@@ -278,8 +278,8 @@ class _Opening:
             _, tokens, _ = restore_train_state(of.state, None if anew else of.optimizers, loader)
             if anew:
                 of.optimizers.restart(of.beginning, of.state["scheduler"], step)
-        if begins and "seed" in config.fork.was and config.fork.seed is not None:
-            build.seed_everything(config.fork.seed, self.world.rank, step)
+        if (seed := self._new_seed(step)) is not None:
+            build.seed_everything(seed, self.world.rank, step)
         generators = get_rng_state()
         if saved is not None:
             consumption.load_state_dict(saved.order)
@@ -298,7 +298,9 @@ class _Opening:
         division = None
         if shape.micro_batches:
             with peer_errors(self.world):
-                division = FixedMicroBatches(self.world, of.bare, of.task, of.optimizers, shape, config.seed, of.device)
+                division = FixedMicroBatches(
+                    self.world, of.bare, of.task, of.optimizers, shape, of.run_state.seed, of.device
+                )
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
@@ -427,7 +429,18 @@ class _Opening:
             batch_shapes=append_shape(saved.batch_shapes if saved else (), self._shape_from(step)),
             data_plan=build.data_plan(self.config),
             samples_seen=saved.samples_seen if saved else 0,
+            seed=self._seed(saved, step),
         )
+
+    def _seed(self, saved: RunState | None, step: int) -> int:
+        """Of the random numbers from `step` on."""
+        changed = self._new_seed(step)
+        return (saved.seed if saved else self.config.seed) if changed is None else changed
+
+    def _new_seed(self, step: int) -> int | None:
+        """The seed that a branch begins with at `step`, if that is another one than its trunk's."""
+        fork = self.config.fork
+        return fork.seed if self._begins_branch(step) and "seed" in fork.was else None
 
     def _shape_from(self, step: int) -> BatchShape:
         """How the steps from `step` on are split."""
