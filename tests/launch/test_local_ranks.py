@@ -138,13 +138,10 @@ def test_killed_on_one_three_and_two_ranks_a_run_is_bit_identical(tmp_path: Path
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """As it does in one process: what was committed stays, nothing is awaited."""
-    run = Run(tmp_path / "run", COMMON)
+    run = Run(tmp_path / "run", COMMON, env={"HELD_S": "1000"})
     held_at(run, 3, 2)
     ranks = ranks_of(run)
-    run.env["HELD_S"] = "600"
-    run.send(signal.SIGINT)
-    run.send(signal.SIGINT)
-    status, output = run.wait()
+    status, output = run.send_until_the_end(signal.SIGINT)
     assert status not in (0, 75), output
     assert all_gone(ranks)
     run.finish()
