@@ -31,6 +31,7 @@ from runner.training.optimizers import Optimizers
 from runner.training.step import Drawn, Forward, TrainStep
 from runner.training.tasks import Task
 
+Messages = list[tuple[int, torch.Tensor]]
 CPU = torch.device("cpu")
 # By number of parameters: layers, heads and width of the GPT, sequences and tokens of a micro-batch, steps in a turn.
 SIZES = {
@@ -38,7 +39,7 @@ SIZES = {
     10**7: (4, 4, 448, 4, 64, 2),
     10**8: (6, 8, 1176, 1, 64, 1),
 }
-TURNS = 7
+TURNS = 15
 RANKS = (1, 2, 4)
 PER_RANK = (1, 3)  # micro-batches
 TARGETS = {1: 1.02, 2: 1.15, 4: 1.15}
@@ -85,10 +86,10 @@ def traffic(turn: Callable[[], None], steps: int) -> float:
     """Bytes that this rank sends to others in a rank-invariant step."""
     sent, original = 0, World.exchange
 
-    def counting(world: World, receive: list[torch.Tensor], send: list[torch.Tensor]) -> Callable[[], None]:
+    def counting(world: World, receive: Messages, send: Messages, tag: int = 0) -> Callable[[], None]:
         nonlocal sent
-        sent += sum(part.numel() * part.element_size() for rank, part in enumerate(send) if rank != world.rank)
-        return original(world, receive, send)
+        sent += sum(part.numel() * part.element_size() for _, part in send)
+        return original(world, receive, send, tag)
 
     World.exchange = counting  # type: ignore[method-assign, assignment]
     turn()
@@ -97,7 +98,7 @@ def traffic(turn: Callable[[], None], steps: int) -> float:
 
 
 def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world = World(rank, ranks)
     world.start(CPU)
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=lambda text: int(float(text)), nargs="*", default=list(SIZES))
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
     options = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read when a rank imports torch
     print(" parameters ranks micro-batches usual [ms]     ratio  target sent [MB]   of ring")
     for parameters in options.parameters:
         for ranks in options.ranks:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -131,35 +131,35 @@ class World:
                 dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def exchange(self, receive: list[torch.Tensor], send: list[torch.Tensor]) -> Callable[[], None]:
-        """Begin to send a tensor to each rank, and to receive one from each; on any device that training uses.
+    def exchange(
+        self, receive: Iterable[tuple[int, torch.Tensor]], send: Iterable[tuple[int, torch.Tensor]], tag: int = 0
+    ) -> Callable[[], None]:
+        """Begin to send tensors to other ranks, and to receive theirs; on any device that training uses.
 
         Args:
-            receive: by the rank that it comes from, of the size that is sent there; contiguous, may be empty.
-            send: by rank; contiguous, may be empty. Both stay untouched until the exchange has ended.
+            receive: (from which rank, into what); contiguous, of the size that is sent there. Those of one rank come in
+                the order in which it sends them.
+            send: (to which rank, what); contiguous. Stays untouched until the exchange has ended, as what is received.
+            tag: tells exchanges from one another that several ranks may begin in another order (not with nccl).
 
         Returns:
             Waits for the end.
         """
-        import torch
         import torch.distributed as dist
 
-        sizes = [[tensor.numel() for tensor in tensors] for tensors in (receive, send)]
-        whole = None
+        operations = [
+            dist.P2POp(operation, tensor, rank, self._group, tag)
+            for operation, tensors in ((dist.irecv, receive), (dist.isend, send))
+            for rank, tensor in tensors
+            if tensor.numel()
+        ]
         with _peer_errors():
-            if len({*sizes[0], *sizes[1]}) == 1:
-                work = dist.all_to_all(receive, send, group=self._group, async_op=True)
-            else:  # which gloo has for one tensor alone
-                whole = receive[0].new_empty(sum(sizes[0]))
-                flat = torch.cat([tensor.reshape(-1) for tensor in send])
-                work = dist.all_to_all_single(whole, flat, sizes[0], sizes[1], group=self._group, async_op=True)
+            works = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> None:
             with _peer_errors():
-                work.wait()
-            if whole is not None:
-                for tensor, part in zip(receive, torch.split(whole, sizes[0]), strict=True):
-                    tensor.copy_(part.view_as(tensor))
+                for work in works:
+                    work.wait()
 
         return wait
 

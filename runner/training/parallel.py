@@ -108,12 +108,46 @@ def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
         return
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     used = [p for p, ranks in zip(parameters, world.sum(present).tolist(), strict=True) if ranks]
-    for kind in dict.fromkeys((p.dtype, p.device) for p in used):
-        group = [p for p in used if (p.dtype, p.device) == kind]
+    for group in alike(used):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in group])
         parts = torch.split(world.sum(flat).div_(world.size), [p.numel() for p in group])
         for parameter, part in zip(group, parts, strict=True):
             parameter.grad = part.view_as(parameter)
+
+
+def alike(tensors: Iterable[torch.Tensor], most: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """`tensors` in groups of one type and device, in their order, which can be handled as one.
+
+    Args:
+        tensors: any.
+        most: elements of a group, unless a single tensor has more; None: as many as there are.
+    """
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for kind in kinds.values():
+        group: list[torch.Tensor] = []
+        size = 0
+        for tensor in kind:
+            if group and most is not None and size + tensor.numel() > most:
+                yield group
+                group, size = [], 0
+            group.append(tensor)
+            size += tensor.numel()
+        yield group
+
+
+@torch.no_grad()
+def send_from_main(tensors: Iterable[torch.Tensor], world: World) -> None:
+    """Give `tensors` the values of rank 0 on all ranks.
+
+    Raises:
+        PeerError: another rank has ended or does not answer.
+    """
+    for group in alike(tensors, 1 << 23) if world.size > 1 else ():
+        flat = world.send_tensor(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+        for tensor, part in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 class SharedBuffers:
@@ -145,12 +179,4 @@ class SharedBuffers:
         """
         # Looked up again each time: a module may replace a buffer instead of changing it.
         found = {id(b): b for module, name in self._places if (b := module._buffers[name]) is not None}
-        kinds: dict[Any, list[torch.Tensor]] = {}
-        for buffer in found.values():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for same in kinds.values():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
-            parts = torch.split(self._world.send_tensor(flat), [buffer.numel() for buffer in same])
-            with torch.no_grad():
-                for buffer, part in zip(same, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
+        send_from_main(found.values(), self._world)
