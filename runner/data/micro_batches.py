@@ -41,11 +41,9 @@ class MicroBatchSampler:
         first = self._share.start * self._size
         self._offsets = np.arange(first, first + self._of_step, dtype=np.int64)
 
-    def __getattr__(self, name: str) -> Any:
-        """Lookups that have nothing to do with ranks."""
-        if name in ("locate", "indices_at", "order", "sizes"):
-            return getattr(self.sampler, name)
-        raise AttributeError(name)
+    def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
+        """See `ElasticSampler.locate`; positions do not depend on ranks."""
+        return self.sampler.locate(position)
 
     def set_epoch(self, epoch: int) -> None:
         """Does nothing, as with the sampler itself."""

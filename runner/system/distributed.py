@@ -217,7 +217,7 @@ class World:
         result, error = _outcome(function) if self.is_main else (None, None)
         result, report = self.broadcast((result, None if error is None else _pack(error, 0)))
         if report is not None:
-            raise _shared(error or _unpack(report))
+            raise shared(error or _unpack(report))
         return result  # type: ignore[return-value]
 
     def run_on_all(self, function: Callable[[], T]) -> T:
@@ -239,8 +239,8 @@ class World:
         first = int(failed.nonzero()[0])
         report = self.broadcast(("", "", None, None) if error is None else _pack(error, self.rank), first)
         if error is not None and first == self.rank:
-            raise _shared(error)
-        raise _shared(_unpack(report)) from error
+            raise shared(error)
+        raise shared(_unpack(report)) from error
 
     def lost_a_peer(self) -> bool:
         """Whether the process of another rank has ended. To be called once, after an error that ends this process.
@@ -324,7 +324,7 @@ def _unpack(report: Report) -> Exception:
     return error
 
 
-def _shared(error: Exception) -> Exception:
+def shared(error: Exception) -> Exception:
     """`error`, marked as one that every rank raises."""
     if isinstance(error, UserError):
         error.everywhere = True

@@ -1,7 +1,7 @@
 """The gradients of one optimizer, added up over the micro-batches of a step and over the ranks, in the order of a tree.
 
-They come in buckets: parameters whose gradients the backward pass computes one after the other. Once it has all those
-of a bucket, they are added to the sums, while they are in the processor's cache. In a rank's last micro-batch they are
+The backward pass computes them one after the other. Once it has those of a group of parameters, they are added to the
+sums, while they are in the processor's cache. In a rank's last micro-batch the sums of several groups, a bucket, are
 sent to the other ranks as well, while the backward pass computes the next ones.
 """
 
@@ -17,13 +17,13 @@ import torch
 
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.parallel import alike
+from runner.training.parallel import alike, packed
 from runner.training.tree import Node, TreeSum
 
-ADDED = 1 << 18
-"""Elements of a bucket on one rank: they fit in a processor's cache. A larger parameter is a bucket by itself."""
-SENT = 1 << 23
-"""Elements of a bucket on several ranks: smaller ones take longer to send, altogether, than is saved by beginning."""
+GROUP = 1 << 18
+"""Elements of a group, which fit in a processor's cache; a larger parameter is one by itself."""
+BUCKET = 1 << 23
+"""Elements of a bucket, unless a group has more. Small ones take longer to send than is saved by beginning earlier."""
 IN_FLIGHT = 3
 """Buckets whose exchange has begun and not ended."""
 
@@ -33,65 +33,99 @@ AT_ONCE = 1 << 20
 Gradients = list[torch.Tensor | None]
 
 
-class _Bucket:
-    """Parameters whose gradients are added up and sent together.
+class _Group:
+    """Parameters whose gradients are added up together.
 
     Args:
         parameters: of one type, on one device.
-        tag: of its messages; the same on every rank.
         trained: whether they require gradients when training begins.
+
+    Attributes:
+        passes: the sums of this rank.
+        pushed: whether they have the gradients of the present micro-batch.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], tag: int, trained: bool) -> None:
+    def __init__(self, parameters: list[torch.Tensor], trained: bool) -> None:
         self.parameters = parameters
-        self.tag = tag
         self.trained = trained
-        self.sizes = [parameter.numel() for parameter in parameters]
+        self.size = sum(parameter.numel() for parameter in parameters)
         self.passes: list[TreeSum[Gradients | None]] = []
-        self.pushed = False  # those of the present micro-batch
-        self.rows = parameters[0].new_empty(0, 0)
-        self._views: list[list[torch.Tensor]] = []
+        self.pushed = False
 
-    def complete(self, nodes: Sequence[Node]) -> bool:
-        """Whether it is trained, and has the sums of `nodes`."""
-        return self.trained and self.passes[0].nodes == nodes
+    def push(self, leaf: int) -> None:
+        """Add the gradients of a micro-batch."""
+        self.pushed = True
+        self.passes[-1].push(Node(0, leaf), _taken(self.parameters))
 
-    def lay_out(self, parts: Sequence[Gradients | None], ranks: int) -> int:
-        """Copy the gradients of this rank's nodes to `rows`, one row each; there is one at least, for the sum.
 
-        A row ends with a 1 for each parameter that has a gradient, which tells a gradient of 0 from none at all.
+class _Bucket:
+    """Groups whose sums are sent together.
 
-        Returns:
-            The width of a slice, of which a row has one per rank.
+    Args:
+        groups: of one type, on one device.
+        tag: of the messages; the same on every rank.
+
+    Attributes:
+        trained: whether its parameters require gradients when training begins.
+        rows: the gradients of this rank by node, one row each. There is one at least, which gets the sum of all ranks.
+            A row ends with a 1 for each parameter that has a gradient, which tells a gradient of 0 from none at all.
+    """
+
+    def __init__(self, groups: Sequence[_Group], tag: int) -> None:
+        self.groups = groups
+        self.tag = tag
+        self.trained = groups[0].trained
+        self.rows = groups[0].parameters[0].new_empty(0, 0)
+        self._places: dict[_Group, list[tuple[list[torch.Tensor], torch.Tensor]]] = {}
+        self._laid_out: dict[_Group, int] = {}  # rows
+
+    def reserve(self, nodes: int, ranks: int) -> None:
+        """Have rows for `nodes`, each of a width that is a multiple of `ranks`; zero where nothing will be.
+
+        They are kept from step to step, as the system clears memory that it gives, each time.
         """
-        width = -(-(sum(self.sizes) + len(self.sizes)) // ranks)
-        count = max(len(parts), 1)
-        if len(self.rows) != count:  # kept from step to step: the system clears memory that it gives, each time
-            self.rows = self.parameters[0].new_zeros(count, width * ranks)
-            self._views = [
-                [part.view_as(p) for part, p in zip(torch.split(values, self.sizes), self.parameters, strict=True)]
-                for values in self.rows[:, : sum(self.sizes)]
-            ]
-        for row, views, gradients in zip(self.rows, self._views, parts, strict=False):
+        if len(self.rows) == max(nodes, 1):
+            return
+        parameters = [parameter for group in self.groups for parameter in group.parameters]
+        width = -(-(sum(group.size for group in self.groups) + len(parameters)) // ranks) * ranks
+        self.rows = parameters[0].new_zeros(max(nodes, 1), width)
+        for row in self.rows:
+            at = 0
+            for group in self.groups:
+                sizes = [*(parameter.numel() for parameter in group.parameters), len(group.parameters)]
+                *values, marks = torch.split(row[at : at + sum(sizes)], sizes)
+                views = [each.view_as(parameter) for each, parameter in zip(values, group.parameters, strict=True)]
+                self._places.setdefault(group, []).append((views, marks))
+                at += sum(sizes)
+
+    def lay_out(self, group: _Group, number: int, nodes: Sequence[Node]) -> None:
+        """Copy the sums of a group in a pass to the rows, as far as they are those of `nodes` and not there yet."""
+        tree = group.passes[number]
+        while (at := self._laid_out.get(group, 0)) < len(tree.nodes) and tree.nodes[at] == nodes[at]:
+            self._laid_out[group] = at + 1
+            (views, marks), gradients = self._places[group][at], tree.values[at]
             known = gradients or [None] * len(views)
             _copy([(view, gradient) for view, gradient in zip(views, known, strict=True) if gradient is not None])
-            marks = row[sum(self.sizes) :][: len(views)].fill_(1)
+            marks.fill_(1)
             for place, (view, gradient) in enumerate(zip(views, known, strict=True)):
                 if gradient is None:
                     view.zero_()
                     marks[place] = 0
-        return width
+            if at:  # the memory of the first is used again
+                tree.replace(at, None)
 
-    def found(self, parts: Sequence[Gradients | None]) -> Gradients:
-        """The sums of all ranks, from the first row, in the memory of the first of this rank's `parts`."""
-        marks = self.rows[0, sum(self.sizes) :][: len(self.sizes)].tolist()
-        own = (parts[0] if parts else None) or [None] * len(self.sizes)
-        into: Gradients = [
-            None if not mark else gradient if _fits(gradient, parameter) else torch.empty_like(parameter)
-            for parameter, gradient, mark in zip(self.parameters, own, marks, strict=True)
-        ]
-        _copy([(gradient, view) for gradient, view in zip(into, self._views[0], strict=True) if gradient is not None])
-        return into
+    def found(self, number: int) -> Iterator[Gradients]:
+        """By group, the sums of all ranks from the first row, in the memory of those of this rank."""
+        self._laid_out.clear()
+        for group in self.groups:
+            (views, marks), *_ = self._places[group]
+            own = next(iter(group.passes[number].values), None) or [None] * len(views)
+            into: Gradients = [
+                None if not mark else gradient if _fits(gradient, parameter) else torch.empty_like(parameter)
+                for parameter, gradient, mark in zip(group.parameters, own, marks.tolist(), strict=True)
+            ]
+            _copy([(gradient, view) for gradient, view in zip(into, views, strict=True) if gradient is not None])
+            yield into
 
 
 class GradientSum:
@@ -118,13 +152,19 @@ class GradientSum:
     ) -> None:
         self._leaves = leaves
         self._nodes = nodes
+        self._own = nodes[world.rank]
         self._world = world
-        most = ADDED if world.size == 1 else SENT
-        self._buckets = [
-            _Bucket(group, next(tags), trained)
-            for trained in (True, False)
-            for group in alike([each for each in reversed(parameters) if each.requires_grad == trained], most)
-        ]
+        self._groups: list[_Group] = []
+        self._buckets: list[_Bucket] = []
+        for trained in (True, False):
+            some = [parameter for parameter in reversed(parameters) if parameter.requires_grad == trained]
+            for kind in alike(some):
+                groups = [_Group(group, trained) for group in packed(kind, GROUP, torch.Tensor.numel)]
+                self._groups += groups
+                self._buckets += [
+                    _Bucket(bucket, next(tags)) for bucket in packed(groups, BUCKET, lambda group: group.size)
+                ]
+        self._bucket_of = {group: bucket for bucket in self._buckets for group in bucket.groups}
         self._leaf: int | None = None  # present
         self._passes = 0
         self._begun: deque[Iterator[None]] = deque()
@@ -132,26 +172,26 @@ class GradientSum:
         self._spare: list[torch.Tensor] = []  # memory for what other ranks send
         self._early = early
         self._first_step = True
-        gains = len(self._buckets) > 1 and max(leaves, world.size) > 1
-        self._arrivals = _Arrivals(self._buckets, self._arrived) if early and gains else None
+        gains = len(self._groups) > 1 and max(leaves, world.size) > 1
+        self._arrivals = _Arrivals(self._groups, self._arrived) if early and gains else None
 
     def clear(self) -> None:
         """Forget all sums."""
         self._passes = 0
-        for bucket in self._buckets:
-            bucket.passes.clear()
+        for group in self._groups:
+            group.passes.clear()
 
     def begin_pass(self) -> None:
         """Begin a sum over all micro-batches, of which this rank has the next ones in their order."""
         self._passes += 1
-        for bucket in self._buckets:
-            bucket.passes.append(TreeSum(self._leaves, _add))
+        for group in self._groups:
+            group.passes.append(TreeSum(self._leaves, _add))
 
     def begin_micro_batch(self, leaf: int) -> None:
         """Before the gradients of a micro-batch are computed."""
         self._leaf = leaf
-        for bucket in self._buckets:
-            bucket.pushed = False
+        for group in self._groups:
+            group.pushed = False
 
     def end_micro_batch(self) -> None:
         """Take the gradients of a micro-batch, which the parameters have no longer.
@@ -159,10 +199,10 @@ class GradientSum:
         Raises:
             UserError: some of a parameter came after it had been added.
         """
-        for bucket in self._buckets:
-            if not bucket.pushed:
-                self._push(bucket)
-            elif any(parameter.grad is not None for parameter in bucket.parameters):
+        for group in self._groups:
+            if not group.pushed:
+                self._push(group)
+            elif any(parameter.grad is not None for parameter in group.parameters):
                 raise UserError(
                     "the backward pass computed the gradient of a parameter in several parts, as it does for shared "
                     "weights in reentrant checkpoints, and had not in the first step: pass use_reentrant=False to "
@@ -172,6 +212,19 @@ class GradientSum:
             self._arrivals.end_micro_batch()
         self._leaf = None
 
+    def end_pass(self) -> None:
+        """After all micro-batches, and before the ranks exchange anything else.
+
+        Another rank may wait for a bucket of this one while it goes backward, so all are on their way from here on,
+        also those of a rank without micro-batches.
+        """
+        while self._sends_early and self._next < len(self._buckets) and self._buckets[self._next].trained:
+            self._begin_exchange(0)
+
+    @property
+    def _sends_early(self) -> bool:
+        return self._early and not self._first_step and self._world.size > 1
+
     def end_first_step(self) -> None:
         """From now on gradients are taken and sent as they come."""
         self._first_step = False
@@ -180,17 +233,15 @@ class GradientSum:
 
     def whole(self) -> bool:
         """Whether all gradients of this rank were taken in micro-batches, and all these micro-batches made."""
-        own = self._nodes[self._world.rank]
         return all(
-            all(tree.nodes == own for tree in bucket.passes)
-            and all(parameter.grad is None for parameter in bucket.parameters)
-            for bucket in self._buckets
+            all(tree.nodes == self._own for tree in group.passes)
+            and all(parameter.grad is None for parameter in group.parameters)
+            for group in self._groups
         )
 
     def holds_gradients(self) -> bool:
         """Whether this rank has taken any that are in no sum yet."""
-        trees = (tree for bucket in self._buckets for tree in bucket.passes)
-        return any(value is not None for tree in trees for value in tree.values)
+        return any(_holds(tree) for group in self._groups for tree in group.passes)
 
     def give_back(self) -> None:
         """Give the parameters their sums over all micro-batches, and over all passes.
@@ -203,36 +254,41 @@ class GradientSum:
             found = self._of_all_ranks(number)
             total = found if total is None else [_add(*both) or [] for both in zip(total, found, strict=True)]
         self.clear()
-        for bucket, gradients in zip(self._buckets, total or (), strict=False):
-            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+        for group, gradients in zip(self._groups, total or (), strict=False):
+            for parameter, gradient in zip(group.parameters, gradients, strict=True):
                 fits = gradient is None or _fits(gradient, parameter)
                 parameter.grad = gradient if fits else torch.empty_like(parameter).copy_(cast(torch.Tensor, gradient))
 
-    def _arrived(self, bucket: _Bucket) -> None:
-        """The gradient of a bucket that comes last has been computed."""
-        if self._leaf is None or bucket.pushed or any(parameter.grad is None for parameter in bucket.parameters):
+    def _arrived(self, group: _Group) -> None:
+        """The gradient of a group that comes last has been computed."""
+        if self._leaf is None or group.pushed or any(parameter.grad is None for parameter in group.parameters):
             return
-        self._push(bucket)
+        self._push(group)
 
-    def _push(self, bucket: _Bucket) -> None:
+    def _push(self, group: _Group) -> None:
         """Add the gradients of the present micro-batch, and send the sums that are complete."""
         assert self._leaf is not None
-        bucket.pushed = True
-        bucket.passes[-1].push(Node(0, self._leaf), _taken(bucket.parameters))
-        if self._world.size > 1 and self._early and not self._first_step:
-            own = self._nodes[self._world.rank]
-            while self._next < len(self._buckets) and self._buckets[self._next].complete(own):
+        group.push(self._leaf)
+        if self._sends_early and group.trained:
+            bucket = self._bucket_of[group]
+            bucket.reserve(len(self._own), self._world.size)
+            bucket.lay_out(group, 0, self._own)
+            while self._next < len(self._buckets) and all(map(self._is_complete, self._buckets[self._next].groups)):
                 self._begin_exchange(0)
 
+    def _is_complete(self, group: _Group) -> bool:
+        """Whether it is trained, and has the gradients of all micro-batches of this rank."""
+        return group.trained and group.passes[0].nodes == self._own
+
     def _of_all_ranks(self, number: int) -> list[Gradients]:
-        """The sums of a pass, by bucket."""
+        """The sums of a pass, by group."""
         if self._world.size == 1:
-            sums = ((bucket, bucket.passes[number].total()) for bucket in self._buckets)
-            return [gradients or [None] * len(bucket.parameters) for bucket, gradients in sums]
+            sums = ((group, group.passes[number].total()) for group in self._groups)
+            return [gradients or [None] * len(group.parameters) for group, gradients in sums]
         exchanged = [bucket.trained for bucket in self._buckets]
         if not all(exchanged):  # frozen parameters: some may train later, or in a part of the step
-            found = [any(value is not None for value in bucket.passes[number].values) for bucket in self._buckets]
-            anywhere = self._world.sum(torch.tensor(found, dtype=torch.int32)).tolist()
+            held = [any(_holds(group.passes[number]) for group in bucket.groups) for bucket in self._buckets]
+            anywhere = self._world.sum(torch.tensor(held, dtype=torch.int32)).tolist()
             exchanged = [bool(one or other) for one, other in zip(exchanged, anywhere, strict=True)]
         while self._next < len(self._buckets):
             if exchanged[self._next]:
@@ -242,15 +298,18 @@ class GradientSum:
         while self._begun:
             self._advance()
         self._next = 0
-        return [
-            bucket.found(bucket.passes[number].values) if sent else [None] * len(bucket.parameters)
-            for bucket, sent in zip(self._buckets, exchanged, strict=True)
-        ]
+        found: list[Gradients] = []
+        for bucket, sent in zip(self._buckets, exchanged, strict=True):
+            found += bucket.found(number) if sent else ([None] * len(group.parameters) for group in bucket.groups)
+        return found
 
     def _begin_exchange(self, number: int) -> None:
         """Begin that of the next bucket. They begin and advance in the same order on every rank, as NCCL needs."""
         bucket = self._buckets[self._next]
-        exchange = self._exchange(bucket, bucket.passes[number].values)
+        bucket.reserve(len(self._own), self._world.size)
+        for group in bucket.groups:
+            bucket.lay_out(group, number, self._own)
+        exchange = self._exchange(bucket)
         next(exchange)
         self._begun.append(exchange)
         self._next += 1
@@ -263,30 +322,25 @@ class GradientSum:
         if next(exchange, True) is None:
             self._begun.append(exchange)
 
-    def _exchange(self, bucket: _Bucket, parts: Sequence[Gradients | None]) -> Iterator[None]:
-        """Add up a bucket; yields while it waits.
+    def _exchange(self, bucket: _Bucket) -> Iterator[None]:
+        """Add up the rows of a bucket over all ranks, into the first one; yields while it waits.
 
         Each rank adds up one slice, and then sends the sum to all. A small bucket, and any that is as little to send
         in this way, is added up as a whole by every rank, which saves the second exchange.
-
-        Args:
-            bucket: whose first row gets the sum.
-            parts: of this rank, by node.
         """
         rank, size = self._world.rank, self._world.size
-        width = bucket.lay_out(parts, size)
-        rows = bucket.rows.view(len(bucket.rows), size, width)
+        rows = bucket.rows.view(len(bucket.rows), size, -1)
         nodes = sum(map(len, self._nodes))
-        at_once = nodes * width * size <= AT_ONCE or nodes == size == 2
+        at_once = nodes * bucket.rows.shape[1] <= AT_ONCE or nodes == size == 2
         others = [other for other in range(size) if other != rank]
         mine, theirs = (bucket.rows, [bucket.rows] * size) if at_once else (rows[:, rank], list(rows.unbind(1)))
         memory = self._memory(mine, sum(len(self._nodes[other]) for other in others))
         received = iter(memory)
         values = {node: next(received)[: mine.shape[1]] for other in others for node in self._nodes[other]}
-        values |= zip(self._nodes[rank], mine, strict=False)
+        values |= zip(self._own, mine, strict=False)
         wait = self._world.exchange(
             [(other, values[node]) for other in others for node in self._nodes[other]],
-            [(other, row) for other in others for row in theirs[other][: len(parts)]],
+            [(other, row) for other in others for row in theirs[other][: len(self._own)]],
             bucket.tag,
         )
         yield
@@ -314,36 +368,36 @@ class GradientSum:
 
 
 class _Arrivals:
-    """Tells when the backward pass has computed all gradients of a bucket.
+    """Tells when the backward pass has computed all gradients of a group.
 
-    In the first step it finds out which comes last, and in which buckets a gradient comes in several parts: of these it
+    In the first step it finds out which comes last, and in which groups a gradient comes in several parts: of these it
     tells nothing.
 
     Args:
-        buckets: of which it tells.
-        arrived: is called with a bucket.
+        groups: of which it tells.
+        arrived: is called with a group.
     """
 
-    def __init__(self, buckets: Sequence[_Bucket], arrived: Callable[[_Bucket], None]) -> None:
+    def __init__(self, groups: Sequence[_Group], arrived: Callable[[_Group], None]) -> None:
         self._arrived = arrived
-        self._last: dict[_Bucket, torch.Tensor] = {}
-        self._unsuitable: set[_Bucket] = set()
+        self._last: dict[_Group, torch.Tensor] = {}
+        self._unsuitable: set[_Group] = set()
         self._seen: set[int] = set()
         self._hooks = [
-            _hooked(parameter, partial(self._see, bucket))
-            for bucket in buckets
-            if bucket.trained
-            for parameter in bucket.parameters
+            _hooked(parameter, partial(self._see, group))
+            for group in groups
+            if group.trained
+            for parameter in group.parameters
         ]
 
-    def _see(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
+    def _see(self, group: _Group, parameter: torch.Tensor) -> None:
         if id(parameter) in self._seen:
-            self._unsuitable.add(bucket)
+            self._unsuitable.add(group)
         self._seen.add(id(parameter))
-        self._last[bucket] = parameter
+        self._last[group] = parameter
 
-    def _tell(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
-        self._arrived(bucket)
+    def _tell(self, group: _Group, parameter: torch.Tensor) -> None:
+        self._arrived(group)
 
     def end_micro_batch(self) -> None:
         self._seen.clear()
@@ -353,9 +407,9 @@ class _Arrivals:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            _hooked(parameter, partial(self._tell, bucket))
-            for bucket, parameter in self._last.items()
-            if bucket not in self._unsuitable
+            _hooked(parameter, partial(self._tell, group))
+            for group, parameter in self._last.items()
+            if group not in self._unsuitable
         ]
 
 
@@ -390,6 +444,11 @@ def _add(left: Gradients | None, right: Gradients | None) -> Gradients | None:
             if (one is None) != (other is None):
                 left[place] = cast(torch.Tensor, other if one is None else one).add_(0.0)
     return left
+
+
+def _holds(tree: TreeSum[Gradients | None]) -> bool:
+    """Whether any gradients were added."""
+    return any(value is not None for value in tree.values)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

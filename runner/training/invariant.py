@@ -20,16 +20,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from runner.checkpoint.compare import nested_differences
+from runner.checkpoint.staging import snapshot
 from runner.data.order.batch_shape import BatchShape, share_of
 from runner.errors import UserError
-from runner.system.distributed import World
+from runner.system.distributed import World, shared
 from runner.training.generators import Generators, seed_of
 from runner.training.gradient_sum import GradientSum
 from runner.training.optimizers import Optimizers
 from runner.training.parallel import Computation, SharedBuffers, send_from_main
 from runner.training.tasks import Task
 from runner.training.tree import Node, TreeSum, nodes_of
-from runner.training.unchanged import Unchanged, same
+from runner.training.unchanged import Unchanged
 
 OUTSIDE = -1
 OFF = "or set train.rank_invariant=false"
@@ -76,12 +78,12 @@ class FixedMicroBatches:
         ]
         self.count, self.parts = len(self._share), shape.micro_batches
         if task.take_step is not None and world.size > self.parts:
-            error = UserError(
-                f"{task.name} has take_step, which needs a micro-batch on each rank, and a step has {self.parts} for "
-                f"{world.size} ranks: use fewer ranks, lower train.batch_size={shape.batch_size}, {OFF}"
+            raise shared(
+                UserError(
+                    f"{task.name} has take_step, which needs a micro-batch on each rank, and a step has {self.parts} "
+                    f"for {world.size} ranks: use fewer ranks, lower train.batch_size={shape.batch_size}, {OFF}"
+                )
             )
-            error.everywhere = True
-            raise error
         self._generators = Generators(device)
         tags = count(1)
         self._gradients = {
@@ -118,6 +120,8 @@ class FixedMicroBatches:
         if self._unchanged is not None:
             self._unchanged.remember()
         yield
+        for gradients in self._gradients.values():
+            gradients.end_pass()
         if self._unchanged is not None:
             self._unchanged.compare()
         self._number_of_passes += 1
@@ -197,14 +201,14 @@ class FixedMicroBatches:
     def end(self) -> None:
         """Check, after the first step, that the ranks' tasks have kept the same."""
         if self._unchanged is not None and self._task.state is not None:
-            states = self._world.gather(self._task.state.state_dict())
-            if not all(same(states[0], state) for state in states):
-                error = UserError(
-                    f"{self._task.name}: its state differs from rank to rank: compute it from step.mean after the loop "
-                    f"over step.batches, {OFF}"
+            first, *others = self._world.gather(snapshot(self._task.state.state_dict(), "state of the task"))
+            if any(any(nested_differences(first, other, "")) for other in others):
+                raise shared(
+                    UserError(
+                        f"{self._task.name}: its state differs from rank to rank: compute it from step.mean after the "
+                        f"loop over step.batches, {OFF}"
+                    )
                 )
-                error.everywhere = True
-                raise error
         if self._unchanged is not None:
             self._unchanged = None
             for gradients in self._gradients.values():
@@ -220,6 +224,3 @@ class StateOfMain:
 
     def state_dict(self) -> dict[str, Any]:
         return self._world.broadcast(self._loader.state_dict() if self._world.is_main else {})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from runner.system.distributed import World
+
+T = TypeVar("T")
+AT_A_TIME = 1 << 23
+"""Elements that are sent in one message; a larger tensor by itself."""
 
 
 def place(model: nn.Module, strategy: str, world: World, device: torch.device) -> nn.Module:
@@ -115,26 +119,26 @@ def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
             parameter.grad = part.view_as(parameter)
 
 
-def alike(tensors: Iterable[torch.Tensor], most: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """`tensors` in groups of one type and device, in their order, which can be handled as one.
-
-    Args:
-        tensors: any.
-        most: elements of a group, unless a single tensor has more; None: as many as there are.
-    """
+def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """`tensors` in groups of one type and device, in their order, which can be handled as one."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for kind in kinds.values():
-        group: list[torch.Tensor] = []
-        size = 0
-        for tensor in kind:
-            if group and most is not None and size + tensor.numel() > most:
-                yield group
-                group, size = [], 0
-            group.append(tensor)
-            size += tensor.numel()
-        yield group
+    return kinds.values()
+
+
+def packed(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Neighbouring `items` together, as long as their sizes add up to `most`; a larger one alone."""
+    pack: list[T] = []
+    total = 0
+    for item in items:
+        if pack and total + size(item) > most:
+            yield pack
+            pack, total = [], 0
+        pack.append(item)
+        total += size(item)
+    if pack:
+        yield pack
 
 
 @torch.no_grad()
@@ -144,7 +148,8 @@ def send_from_main(tensors: Iterable[torch.Tensor], world: World) -> None:
     Raises:
         PeerError: another rank has ended or does not answer.
     """
-    for group in alike(tensors, 1 << 23) if world.size > 1 else ():
+    portions = (portion for kind in alike(tensors) for portion in packed(kind, AT_A_TIME, torch.Tensor.numel))
+    for group in portions if world.size > 1 else ():
         flat = world.send_tensor(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
         for tensor, part in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
@@ -269,7 +269,9 @@ class _Opening:
     def _assembled(self, of: _Restored) -> Session:
         """The session around what is restored."""
         config, step, saved = self.config, of.step, of.saved
-        self._warn_if_inexact(of.device, of.run_state, saved)
+        if self.world.is_main:  # which writes the records
+            self._warn_if_inexact(of.device, of.run_state, saved)
+            self._warn_of_idle_ranks(of.run_state.batch_shapes[-1])
         of.task.check_state()
         loader, consumption = self._training_data(of.datasets, of.device, of.run_state, saved, step)
         begins = self._begins_branch(step)
@@ -291,34 +293,17 @@ class _Opening:
         meter = StepMeter(of.device)
         recorder = self._recorder(step, of.run_state.evaluated, of.manager, meter)
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
-        compiled = cast(torch.nn.Module, torch.compile(of.model)) if config.train.compile else of.model
-        forward = Forward(self.world, of.device, compiled, of.task, build.autocast(config, of.device))
-        shape = of.run_state.batch_shapes[-1]
-        stated = stated_tokens(consumption.names, build.tokens_per_sample(of.datasets))
-        division = None
-        if shape.micro_batches:
-            with peer_errors(self.world):
-                division = FixedMicroBatches(
-                    self.world, of.bare, of.task, of.optimizers, shape, of.run_state.seed, of.device
-                )
+        train_step = self._train_step(of, consumption.names)
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
+        forward = train_step.forward
         evaluation = self._evaluation(replace(forward, model=of.average.module) if of.average else forward)
         set_rng_state(generators)  # whatever was created since may have drawn
         trainer = Trainer(
             world=self.world,
-            train_step=TrainStep(
-                forward,
-                of.optimizers,
-                consumption.names,
-                shape.grad_accum_steps,
-                config.train.clip_norm,
-                stated,
-                of.average,
-                division,
-            ),
-            loader=StateOfMain(self.world, loader) if shape.micro_batches else loader,
+            train_step=train_step,
+            loader=StateOfMain(self.world, loader) if of.run_state.batch_shapes[-1].micro_batches else loader,
             consumption=consumption,
             evaluation=evaluation,
             manager=of.manager,
@@ -340,6 +325,32 @@ class _Opening:
             profiler=self._profiler(step, of.device),
         )
         return Session(trainer, config.steps, recorder, warm_up, self.handler)
+
+    def _train_step(self, of: _Restored, sources: Sequence[str]) -> TrainStep:
+        """What makes the steps of this attempt.
+
+        Raises:
+            UserError: the task cannot be trained on so many ranks.
+        """
+        config = self.config
+        compiled = cast(torch.nn.Module, torch.compile(of.model)) if config.train.compile else of.model
+        forward = Forward(self.world, of.device, compiled, of.task, build.autocast(config, of.device))
+        shape, division = of.run_state.batch_shapes[-1], None
+        if shape.micro_batches:
+            with peer_errors(self.world):
+                division = FixedMicroBatches(
+                    self.world, of.bare, of.task, of.optimizers, shape, of.run_state.seed, of.device
+                )
+        return TrainStep(
+            forward,
+            of.optimizers,
+            sources,
+            shape.grad_accum_steps,
+            config.train.clip_norm,
+            stated_tokens(sources, build.tokens_per_sample(of.datasets)),
+            of.average,
+            division,
+        )
 
     @property
     def account(self) -> TimeAccount:
@@ -407,18 +418,17 @@ class _Opening:
             )
 
     def _warn_if_inexact(self, device: torch.device, run_state: RunState, saved: RunState | None) -> None:
-        """Before the first step, on the rank that writes the records."""
-        if self.world.is_main:
-            shape = run_state.batch_shapes[-1]
-            before = saved.batch_shapes[-1] if saved else None
-            for reason in inexact(self.config, device, saved.threads if saved else None, shape, before):
-                _log.warning(f"not exact: {reason}")
-            if 0 < shape.micro_batches < shape.world_size:
-                _log.warning(
-                    f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step "
-                    f"has {shape.micro_batches} micro-batches; lower train.batch_size={shape.batch_size}, or use fewer "
-                    "ranks"
-                )
+        shape = run_state.batch_shapes[-1]
+        before = saved.batch_shapes[-1] if saved else None
+        for reason in inexact(self.config, device, saved.threads if saved else None, shape, before):
+            _log.warning(f"not exact: {reason}")
+
+    def _warn_of_idle_ranks(self, shape: BatchShape) -> None:
+        if 0 < shape.micro_batches < shape.world_size:
+            _log.warning(
+                f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step has "
+                f"{shape.micro_batches} micro-batches; lower train.batch_size={shape.batch_size}, or use fewer ranks"
+            )
 
     def _run_state(self, saved: RunState | None, step: int) -> RunState:
         """The state of this attempt, resumed at `step`."""

@@ -81,7 +81,7 @@ class Tally:
         outside = np.zeros(shape)
         for place, (label, values) in enumerate(self._values(labels)):
             if label.endswith(OUTSIDE):
-                outside[place] = self._outside(label, values)
+                outside[place] = self._outside(values)
                 continue
             for part, mine in values:
                 rows[part.number, place] += self._by_source(part, mine)
@@ -116,7 +116,7 @@ class Tally:
             ]
         )
 
-    def _outside(self, label: str, values: list[tuple[_Part, np.ndarray]]) -> np.ndarray:
+    def _outside(self, values: list[tuple[_Part, np.ndarray]]) -> np.ndarray:
         """Sums and counts of what belongs to no micro-batch, float64 (2, sources + 1)."""
         several = [mine for part, mine in values if part.values.ndim]
         single = [mine for part, mine in values if not part.values.ndim]

@@ -63,6 +63,10 @@ class TreeSum(Generic[T]):
         """Their sums."""
         return [value for _, value in self._found]
 
+    def replace(self, place: int, value: T) -> None:
+        """Put another value in the place of one of `values`."""
+        self._found[place] = self._found[place][0], value
+
     def total(self) -> T:
         """The sum of all leaves, every one of which was pushed."""
         ((_, value),) = self._found

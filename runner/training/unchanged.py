@@ -6,13 +6,13 @@ holds is not looked at: a cache may grow, and a run that depends on such a state
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from runner.checkpoint.compare import nested_differences
+from runner.checkpoint.staging import snapshot
 from runner.errors import UserError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -33,7 +33,7 @@ class Unchanged:
     def compare(self) -> None:
         """After the last one."""
         now = self._kept()
-        changed = (name for name, value in self._before.items() if not same(value, now.get(name)))
+        changed = (name for name, value in self._before.items() if any(nested_differences(value, now.get(name), name)))
         self._changed = self._changed or next(changed, None)
 
     def check(self) -> None:
@@ -53,13 +53,14 @@ class Unchanged:
     def _kept(self) -> dict[str, Any]:
         """By what it is called; of a weight a checksum, as there may be no memory for another copy."""
         found: dict[str, Any] = {f"parameter {name}": _checksum(p) for name, p in self._model.named_parameters()}
-        for prefix, module in self._model.named_modules():
-            within = f"{prefix}." if prefix else ""
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    found[f"buffer {within}{name}"] = buffer.detach().clone()
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                found[f"extra state of {prefix or type(module).__name__}"] = deepcopy(module.get_extra_state())
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, value in self._model.state_dict().items():
+            *path, last = name.split(".")
+            if last == "_extra_state":
+                prefix = ".".join(path)
+                found[f"extra state of {prefix or type(self._model).__name__}"] = snapshot(value, name)
+            elif name not in parameters:
+                found[f"buffer {name}"] = snapshot(value, name)
         return found
 
 
@@ -67,19 +68,3 @@ def _checksum(parameter: torch.Tensor) -> int:
     """The sum of its bits, taken as integers."""
     values = parameter.detach().reshape(-1)
     return int(values.view(_WORDS.get(values.element_size(), torch.int64)).sum())
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, NaN for NaN."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.equal(one.isnan(), other.isnan())
-            and (bool(((one == other) | one.isnan()).all()))
-        )
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(np.array_equal(one, other, equal_nan=isinstance(one, float | np.ndarray)))

@@ -457,7 +457,7 @@ class TestArchive:
 
     @pytest.mark.slow
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
-        """At every moment the whole run is in its directory or in the archive; the same command goes on from there."""
+        """At every moment the whole run is in its directory or the archive; the same command continues from there."""
         before = contents(made)
         source, _ = scene(made, tmp_path, "-count")
         with intercepted() as trace:

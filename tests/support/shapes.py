@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 400.0
+# Elements of a group, of a bucket, and of one that is added up at once: first those of the product, with which a small
+# model has a single group. Sums do not depend on them.
+SIZES = [(1 << 18, 1 << 23, 1 << 20), (1, 1, 0), (300, 2000, 0), (300, 2000, 1000)]
 GRACE_S = 5.0  # for ranks that are asked to stop before they have joined each other
 
 
@@ -59,10 +62,14 @@ class Shapes:
 def make(folder: Path, words: list[str], parts: list[Part]) -> list[Any]:
     import forked
 
+    from runner.training import gradient_sum
+
     folder.mkdir(parents=True, exist_ok=True)
     log, metrics = folder.parent / f"{folder.name}.log", folder / "metrics.jsonl"
     statuses = []
-    for part in parts:
+    for number, part in enumerate(parts):
+        sizes = SIZES[(part.ranks - 1 + number) % len(SIZES)]
+        gradient_sum.GROUP, gradient_sum.BUCKET, gradient_sum.AT_ONCE = sizes
         processes = forked.attempt_of([*words, f"run.dir={folder}"], log, part.ranks)
         if part.lines is not None:
             _wait_for(part.lines, metrics, processes)

@@ -191,7 +191,7 @@ def test_what_only_some_micro_batches_do_is_refused(
 def test_weights_and_extra_state_must_not_change_in_a_forward_pass_either(
     keeps: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
 ) -> None:
-    """A checkpoint holds them, so that a run that changes them would otherwise go on as if they were the same."""
+    """A checkpoint holds them, so that a run that changes them would otherwise continue as if they were the same."""
     words = [*POINTS, "train.global_batch_size=12", "train.steps=2", "eval.every_steps=0"]
     words += ["+task._target_=custom_tasks.Fine", "+model._target_=custom_tasks.Columns", f"+model.keeps='{keeps}'"]
     refused(words, f"the model's {said} changes in the forward pass", ranks, shapes, tmp_path)
