@@ -41,6 +41,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser().parse_intermixed_args(list(arguments))
 
 
+def add_config_dir(parser: argparse.ArgumentParser) -> None:
+    """Let a command take `--config-dir`, several times."""
+    parser.add_argument(
+        "--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory"
+    )
+
+
 def dirs(options: argparse.Namespace) -> list[str]:
     """The additional config directories."""
     return [options.config_dir] if options.config_dir else []

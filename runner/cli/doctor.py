@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.cli import kills, sizes
+from runner.cli.arguments import add_config_dir
 from runner.cli.console import PROGRAM, Parser, console, size
 from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import ExitStatus, UserError
@@ -43,7 +44,7 @@ def parser() -> Parser:
     for option, what in (("--step-s", "a step"), ("--start-s", "a start"), ("--save-s", "a save")):
         made.add_argument(option, type=float, metavar="SECONDS", help=f"for the prediction: how long {what} takes")
     made.add_argument("--json", action="store_true", help="print JSON: the findings, and what each size costs")
-    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    add_config_dir(made)
     made.add_argument("--config-name", default="config", metavar="NAME", help="another primary config")
     return made
 

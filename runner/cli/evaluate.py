@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.checkpoint import pins
-from runner.cli.arguments import runs_and_settings
+from runner.cli.arguments import add_config_dir, runs_and_settings
 from runner.cli.console import PROGRAM, Parser, console, say, shown, table
 from runner.cli.launcher import make_launcher
 from runner.cli.resume import jobs
@@ -56,7 +56,7 @@ def parser() -> Parser:
     made.add_argument("--submit", action="store_true", help="as a job, by the launcher of the run")
     made.add_argument("--forget", action="store_true", help="give a submitted or followed evaluation up")
     made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    add_config_dir(made)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from runner.cli.arguments import runs_and_settings
+from runner.cli.arguments import add_config_dir, runs_and_settings
 from runner.cli.console import PROGRAM, Parser
 from runner.errors import UserError
 
@@ -28,7 +28,7 @@ def parser() -> Parser:
     made.add_argument("--step", metavar="N", required=True, help="of a checkpoint of RUN")
     made.add_argument("-n", "--dry-run", action="store_true", help="only print what would be done, and why")
     made.add_argument("-m", "--multirun", action="store_true", help="several values of a setting: several branches")
-    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    add_config_dir(made)
     return made
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli.arguments import runs_and_settings
+from runner.cli.arguments import add_config_dir, runs_and_settings
 from runner.cli.console import PROGRAM, Parser, print_errors
 from runner.errors import ExitStatus, RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -43,7 +43,7 @@ def parser() -> Parser:
     )
     made.add_argument("words", nargs="*", metavar="RUN", help="a run directory, such as outputs/NAME")
     made.add_argument("-n", "--dry-run", action="store_true", help="only print what would be done, and why")
-    made.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory")
+    add_config_dir(made)
     return made
 
 

@@ -264,7 +264,7 @@ def sampler(
         shapes: the batch shapes of the run: they turn the start step of a phase into a position.
         allow_change: whether the state of another data plan may be loaded.
     """
-    from runner.data import DistributedSampler, ElasticSampler, MixtureSampler
+    from runner.data import DistributedSampler, MixtureSampler
 
     options, phases = config.sampler, phase_schedule(config)
     common = {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
@@ -283,23 +283,33 @@ def sampler(
             drop_last=options.drop_last,
             temperature=first.temperature,
         )
-    shape = shapes[-1]
-    if shape.micro_batches:
-        common |= {"num_replicas": 1, "rank": 0}
+    return _elastic_sampler(config, datasets, shapes, world, allow_change)
+
+
+def _elastic_sampler(
+    config: Config, datasets: dict[str, Any], shapes: Sequence[BatchShape], world: World, allow_change: bool
+) -> Any:
+    """That of this rank: of its part of each global batch, or of its micro-batches."""
+    from runner.data import ElasticSampler
+
+    shape, phases = shapes[-1], phase_schedule(config)
+    first = phases.at(0)
     elastic = ElasticSampler(
         {name: len(part) for name, part in datasets.items()},
         first.weights,
+        num_replicas=1 if shape.micro_batches else world.size,
+        rank=0 if shape.micro_batches else world.rank,
+        seed=config.seed,
         global_batch_size=shape.global_batch_size,
         temperature=first.temperature,
         segments=[
             {"start": position_at(shapes, step), "weights": state.weights, "temperature": state.temperature}
             for step, state in phases.mixtures()[1:]
         ],
-        max_epochs=options.max_epochs,
-        exclude=options.exclude,
-        shuffle=options.shuffle,
+        max_epochs=config.sampler.max_epochs,
+        exclude=config.sampler.exclude,
+        shuffle=config.sampler.shuffle,
         allow_data_change=allow_change,
-        **common,
     )
     return MicroBatchSampler(elastic, shape, world.rank) if shape.micro_batches else elastic
 

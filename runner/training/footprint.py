@@ -26,8 +26,8 @@ class Footprint:
         """An estimate of the bytes that a rank holds in a step, without activations and batches.
 
         In rank-invariant training a rank adds up the gradients of its micro-batches as a binary tree, of which it keeps
-        one sum per level: about 2 + log2(micro-batches) copies. DistributedDataParallel keeps a second copy in its
-        buckets; FSDP2 splits everything over the ranks.
+        one sum per level: about 1 + log2(micro-batches) copies. With several ranks, that and DistributedDataParallel
+        keep another copy to send; FSDP2 splits everything over the ranks.
 
         Args:
             config: of the run.
@@ -36,7 +36,7 @@ class Footprint:
         """
         copies = 1 if ranks == 1 or config.strategy is Strategy.fsdp else 2
         if rank_invariant(config):
-            copies = 2 + math.ceil(math.log2(max(micro_batches, 1)))
+            copies += math.ceil(math.log2(max(micro_batches, 1)))
         whole = self.model + copies * self.gradients + self.optimizers + self.average
         return -(-whole // ranks) if config.strategy is Strategy.fsdp else whole
 

@@ -117,12 +117,13 @@ class _Bucket:
     def found(self, number: int) -> Iterator[Gradients]:
         """By group, the sums of all ranks from the first row, in the memory of those of this rank."""
         self._laid_out.clear()
+        marks = iter(torch.cat([self._places[group][0][1] for group in self.groups]).tolist())  # one wait for a device
         for group in self.groups:
-            (views, marks), *_ = self._places[group]
+            (views, _), *_ = self._places[group]
             own = next(iter(group.passes[number].values), None) or [None] * len(views)
             into: Gradients = [
                 None if not mark else gradient if _fits(gradient, parameter) else torch.empty_like(parameter)
-                for parameter, gradient, mark in zip(group.parameters, own, marks.tolist(), strict=True)
+                for parameter, gradient, mark in zip(group.parameters, own, marks, strict=False)
             ]
             _copy([(gradient, view) for gradient, view in zip(into, views, strict=True) if gradient is not None])
             yield into
