@@ -88,6 +88,11 @@ class World:
         """Whether this is rank 0, the only one that writes the run directory."""
         return self.rank == 0
 
+    @property
+    def others(self) -> list[int]:
+        """The other ranks."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     def start(self, device: torch.device) -> None:
         """Join the default process group (nothing to do with one process)."""
         if self.size == 1:
@@ -254,12 +259,11 @@ class World:
             return False
         import torch
 
-        peers = [rank for rank in range(self.size) if rank != self.rank]
         options: dict[str, Any] = {"group": self._group, "tag": _PROBE_TAG}
         deadline = clock.monotonic() + PROBE_S
         try:
-            messages = [distributed.isend(torch.zeros(1), peer, **options) for peer in peers]
-            messages += [distributed.irecv(torch.zeros(1), peer, **options) for peer in peers]
+            messages = [distributed.isend(torch.zeros(1), peer, **options) for peer in self.others]
+            messages += [distributed.irecv(torch.zeros(1), peer, **options) for peer in self.others]
             for message in messages:
                 message.wait(timedelta(seconds=max(deadline - clock.monotonic(), 0.1)))
         except RuntimeError:  # a wait that times out closes every connection, so that later errors mean nothing

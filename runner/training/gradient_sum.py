@@ -333,7 +333,7 @@ class GradientSum:
         rows = bucket.rows.view(len(bucket.rows), size, -1)
         nodes = sum(map(len, self._nodes))
         at_once = nodes * bucket.rows.shape[1] <= AT_ONCE or nodes == size == 2
-        others = [other for other in range(size) if other != rank]
+        others = self._world.others
         mine, theirs = (bucket.rows, [bucket.rows] * size) if at_once else (rows[:, rank], list(rows.unbind(1)))
         memory = self._memory(mine, sum(len(self._nodes[other]) for other in others))
         received = iter(memory)

@@ -70,7 +70,6 @@ class FixedMicroBatches:
     ) -> None:
         self._world = world
         self._task = task
-        self._optimizers = optimizers
         self._seed = seed
         self._share = share_of(shape.micro_batches, world.size, world.rank)
         self._nodes = [
@@ -149,7 +148,7 @@ class FixedMicroBatches:
             tree.push(Node(0, micro_batch), row)
         if self._world.size > 1:
             own = torch.from_numpy(np.concatenate([*tree.values, np.zeros(0)]))
-            others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+            others = self._world.others
             received = [own.new_empty(len(nodes) * len(outside)) for nodes in self._nodes]
             received[self._world.rank] = own
             self._world.exchange([(rank, received[rank]) for rank in others], [(rank, own) for rank in others])()
@@ -200,7 +199,10 @@ class FixedMicroBatches:
 
     def end(self) -> None:
         """Check, after the first step, that the ranks' tasks have kept the same."""
-        if self._unchanged is not None and self._task.state is not None:
+        if self._unchanged is None:
+            return
+        self._unchanged = None
+        if self._task.state is not None:
             first, *others = self._world.gather(snapshot(self._task.state.state_dict(), "state of the task"))
             if any(any(nested_differences(first, other, "")) for other in others):
                 raise shared(
@@ -209,10 +211,8 @@ class FixedMicroBatches:
                         f"loop over step.batches, {OFF}"
                     )
                 )
-        if self._unchanged is not None:
-            self._unchanged = None
-            for gradients in self._gradients.values():
-                gradients.end_first_step()
+        for gradients in self._gradients.values():
+            gradients.end_first_step()
 
 
 class StateOfMain:
