@@ -115,7 +115,7 @@ class Run:
         return output
 
     def wait_until(self, moment: Callable[[Run], bool], timeout: float = PATIENCE_S) -> bool:
-        """Return as soon as `moment` holds; False if the attempt ended before it did."""
+        """Return as soon as `moment` holds; False if the attempt finished before it did."""
         assert self.process is not None
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -125,6 +125,7 @@ class Run:
                 self.process.kill()
                 pytest.fail(f"it never happened: {self.tail()}")
             time.sleep(0.0005)
+        assert self.process.returncode == 0, self.wait()[1]
         return False
 
     def wait_for_end(self, timeout: float) -> bool:
