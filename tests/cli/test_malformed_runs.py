@@ -32,7 +32,7 @@ from runner.system.processes import this_process
 from runner.system.signals import STOP
 
 SIZES = {"prose": 60, "code": 200}
-PATIENCE_S = 60
+PATIENCE_S = 400  # a busy machine may take long; what waits for ever is found all the same
 RECORDS: dict[str, dict[str, object]] = {
     "status.json": {
         "state": "finished",

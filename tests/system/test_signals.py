@@ -74,14 +74,14 @@ def test_the_listener_gets_a_signal_that_the_main_thread_cannot_handle() -> None
 
 def test_a_signal_before_the_listener_reaches_it_once() -> None:
     with start(EARLY) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     assert output == "heard SIGUSR2\n"
 
 
 def test_a_signal_to_a_forked_child_does_not_reach_its_parent() -> None:
     with start(CHILD) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     assert output == "heard SIGUSR1\n"
 
@@ -94,5 +94,5 @@ def test_a_signal_during_interpreter_shutdown_does_not_change_the_exit_status(si
         assert process.stdout is not None
         assert process.stdout.readline() == "ending\n"
         os.kill(process.pid, signum)
-        process.communicate(timeout=60)
+        process.communicate(timeout=400)
     assert process.returncode == 0
