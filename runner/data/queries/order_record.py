@@ -8,8 +8,8 @@ neither the data nor torch.
      "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
-     "exclusions": [{"at": 800, "until": null, "exclude": "positions:5000-5999",
-                     "keys": {"code": [4000, 4800], "prose": [1000, 1200]}, "planned": true}], "retired": {}}
+     "exclusions": {"count": 1, "sources": ["positions", "code", "prose"], "rows": "eAFj...", "keys": "eAFj..."},
+     "retired": {}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
 seeded ones. Does not import torch.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.exclusions import Exclusion
+from runner.data.order.exclusions import Exclusions
 from runner.data.order.segments import Segment
 from runner.data.order.sequence import ElasticSequence
 from runner.errors import UserError
@@ -64,7 +64,7 @@ class OrderRecord:
     batch_shapes: tuple[BatchShape, ...]
     segments: tuple[Segment, ...]
     tokens_per_sample: dict[str, int] = field(default_factory=dict)
-    exclusions: tuple[Exclusion, ...] = ()
+    exclusions: Exclusions = field(default_factory=Exclusions)
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
     drop_last: bool = True
@@ -84,7 +84,7 @@ class OrderRecord:
             seed=state["seed"],
             sizes=dict(sizes),
             segments=tuple(Segment.from_json(entry) for entry in state["segments"]),
-            exclusions=tuple(Exclusion.from_json(entry) for entry in state["exclusions"]),
+            exclusions=Exclusions.from_json(state["exclusions"]),
             retired={name: state["sizes"][name] for name in state["retired"]},
             shuffle=state["shuffle"],
             **others,
@@ -118,7 +118,7 @@ class OrderRecord:
             **{key: getattr(self, key) for key in _PLAIN},
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "segments": [segment.to_json() for segment in self.segments],
-            "exclusions": [exclusion.to_json() for exclusion in self.exclusions],
+            "exclusions": self.exclusions.to_json(),
         }
 
     @classmethod
@@ -132,7 +132,7 @@ class OrderRecord:
             **{key: value[key] for key in _PLAIN},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
             segments=tuple(Segment.from_json(entry) for entry in value["segments"]),
-            exclusions=tuple(Exclusion.from_json(entry) for entry in value["exclusions"]),
+            exclusions=Exclusions.from_json(value["exclusions"]),
         )
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:
