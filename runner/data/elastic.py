@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from runner.data.order.exclusions import Exclusions, Selections, check_selections
 from runner.data.order.hashing import U64
 from runner.data.order.plan import OrderPlan, excluded_from
-from runner.data.order.segments import Segment, check_sizes, segment_at
+from runner.data.order.segments import Segment, Segments, check_sizes
 from runner.data.order.sequence import VERSION, ElasticSequence
 from runner.data.order.spans import END
 from runner.data.order.state_checks import (
@@ -30,11 +30,11 @@ from runner.data.order.state_checks import (
     MapOf,
     Record,
     any_integer,
+    anything,
     check,
     check_seal,
     flag,
     mapping,
-    number,
     sealed,
     shown,
     text,
@@ -53,9 +53,6 @@ from runner.errors import nearest
 I64 = NDArray[np.int64]
 
 _LARGEST = int(np.iinfo(np.int64).max)
-_SEGMENT = Record(
-    {"start": whole(), "weights": MapOf(number()), "temperature": number(above=True), "max_epochs": MapOf(number())}
-)
 _STATE = Record(
     {
         "seed": any_integer,
@@ -66,7 +63,7 @@ _STATE = Record(
         "global_batch_size": whole(1),
         "sizes": MapOf(whole()),
         "retired": ListOf(text),
-        "segments": ListOf(_SEGMENT),
+        "segments": anything,
         "exclusions": mapping,
         "plan": mapping,
         "digest": text,
@@ -419,14 +416,15 @@ class ElasticSampler:
             SamplerError: invalid weights, or a position that was already yielded.
         """
         at = self._first_changeable(position)
-        current = segment_at(self.order.segments, at)
+        segments = self.order.segments
+        current = segments.at(at)
         named = weights_by_name(weights, self.sizes, self._base.weights)
         is_now = at == self._position_after(self._iteration.yielded)  # nothing can come to stand before it
         if is_now and (named, temperature) == (current.weights, current.temperature):
             return
-        kept = tuple(entry for entry in self.order.segments if entry.start != at)
         segment = replace(current, start=at, weights=named, temperature=temperature)
-        self._set_order((*kept, segment), self.order.exclusions)
+        kept = segments.select(segments.start != at)
+        self._set_order(kept.joined(Segments.of([segment])), self.order.exclusions)
 
     def exclude(self, texts: Iterable[str], *, position: int | None = None) -> None:
         """Leave out more samples from `position` on.
@@ -459,12 +457,10 @@ class ElasticSampler:
         """The position after `samples` samples of each rank in the current iteration."""
         return self._iteration.start + samples * self.num_replicas
 
-    def _set_order(
-        self, segments: Sequence[Segment], exclusions: Exclusions, retired: Mapping[str, int] | None = None
-    ) -> None:
+    def _set_order(self, segments: Segments, exclusions: Exclusions, retired: Mapping[str, int] | None = None) -> None:
         retired = self._retired if retired is None else dict(retired)
         sizes = {**self.sizes, **retired}
-        inputs = sizes, tuple(segments), exclusions
+        inputs = sizes, segments, exclusions
         if self._order_inputs == inputs:
             return
         self.order = self._sequence(sizes, segments, exclusions)
@@ -472,9 +468,7 @@ class ElasticSampler:
         self._order_inputs = inputs
         self.order_version += 1
 
-    def _sequence(
-        self, sizes: Mapping[str, int], segments: Sequence[Segment], exclusions: Exclusions
-    ) -> ElasticSequence:
+    def _sequence(self, sizes: Mapping[str, int], segments: Segments, exclusions: Exclusions) -> ElasticSequence:
         absent = tuple(name for name in sizes if name not in self.sizes)
         return ElasticSequence(sizes, self.seed, segments, exclusions, absent=absent, shuffle=self.shuffle)
 
@@ -502,7 +496,7 @@ class ElasticSampler:
             "global_batch_size": self.global_batch_size,
             "sizes": dict(self.order.sizes),
             "retired": sorted(self._retired),
-            "segments": [segment.to_json() for segment in self.order.segments],
+            "segments": self.order.segments.to_json(),
             "exclusions": self.order.exclusions.to_json(),
             "plan": self._plan.to_json(),
         }
@@ -565,14 +559,14 @@ class ElasticSampler:
         self._iteration = _Iteration(position, state["samples"])
 
 
-def _unpacked(state: Mapping[str, Any]) -> tuple[OrderPlan, list[Segment], Exclusions]:
+def _unpacked(state: Mapping[str, Any]) -> tuple[OrderPlan, Segments, Exclusions]:
     """The plan, the segments and the exclusions of a state.
 
     Raises:
         SamplerStateError: they cannot be read.
     """
     try:
-        segments = [Segment.from_json(entry) for entry in state["segments"]]
+        segments = Segments.from_json(state["segments"])
         return OrderPlan.from_json(state["plan"]), segments, Exclusions.from_json(state["exclusions"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SamplerStateError(

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from runner.data.order.exclusions import Exclusions, Selections, check_selections
-from runner.data.order.segments import Segment, as_segment, segment_at
+from runner.data.order.segments import Segment, Segments
 from runner.data.order.sequence import ElasticSequence
-from runner.data.order.weights import SamplerError
+
+_SHOWN = 10  # differences in a message
 
 
 @dataclass(frozen=True)
 class OrderPlan:
     """The segments that the configuration asks for, from position 0 on, and the samples to exclude."""
 
-    segments: tuple[Segment, ...]
+    segments: Segments
     exclude: Selections
 
     @classmethod
@@ -34,23 +37,17 @@ class OrderPlan:
         Raises:
             SamplerError: an invalid segment or exclusion, or two segments with the same start.
         """
-        if isinstance(segments, str | Mapping) or not isinstance(segments, Iterable):
-            raise SamplerError(f"segments {segments!r}: it must be a list of segments")
-        planned = sorted((as_segment(value, base) for value in segments), key=lambda segment: segment.start)
-        starts = [segment.start for segment in planned]
-        if len(set(starts)) != len(starts):
-            raise SamplerError(f"two segments start at the same position: {starts}")
-        return cls(tuple(planned) if starts[:1] == [0] else (base, *planned), Selections.parse(exclude))
+        return cls(Segments.planned(segments, base), Selections.parse(exclude))
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "segments": [segment.to_json() for segment in self.segments],
+            "segments": self.segments.to_json(),
             "exclude": self.exclude.to_json(),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OrderPlan:
-        return cls(tuple(map(Segment.from_json, value["segments"])), Selections.from_json(value["exclude"]))
+        return cls(Segments.from_json(value["segments"]), Selections.from_json(value["exclude"]))
 
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
         """How this plan differs from one saved at `position`, one message per difference.
@@ -58,8 +55,12 @@ class OrderPlan:
         A segment that has not begun may have moved: a phase begins at a step, and another global batch changes the
         position of that step.
         """
-        changes = []
-        for i in range(max(len(saved.segments), len(self.segments))):
+        changes: list[str] = []
+        same = saved.segments == self.segments
+        for i in range(0 if same else max(len(saved.segments), len(self.segments))):
+            if len(changes) == _SHOWN:
+                changes.append("and so on")
+                break
             before, after = (plan.segments[i] if i < len(plan.segments) else None for plan in (saved, self))
             if not _is_same(before, after, position):
                 changes.append(f"segment {i} was {before or 'absent'} and is {after or 'absent'}")
@@ -70,12 +71,12 @@ class OrderPlan:
     def continued(
         self,
         saved: OrderPlan,
-        segments: Sequence[Segment],
+        segments: Segments,
         exclusions: Exclusions,
         position: int,
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
-    ) -> tuple[list[Segment], Exclusions]:
+    ) -> tuple[Segments, Exclusions]:
         """Segments and exclusions of a run that was saved at `position` and continues under this plan.
 
         What was in force before `position` stays, and so do changes made in the run that begin later, except where
@@ -93,23 +94,22 @@ class OrderPlan:
             SamplerError: an invalid exclusion.
         """
         if saved == self:
-            return list(segments), exclusions
-        before, now = (segment_at(plan.segments, position) for plan in (saved, self))
-        later = [segment for segment in self.segments if segment.start > position]
+            return segments, exclusions
+        before, now = (plan.segments.at(position) for plan in (saved, self))
+        later = self.segments.select(self.segments.start > position)
         if replace(before, start=now.start) == now:
-            kept = [segment for segment in segments if segment.start <= position]
+            kept = segments.select(segments.start <= position)
         else:
-            kept = [segment for segment in segments if segment.start < position]
-            kept.append(replace(now, start=position))
-        planned = {segment.start for segment in later}
-        made = (one for one in segments if one.start > position and one not in saved.segments)
-        later += [self._adapted(one, sizes) for one in made if one.start not in planned]
-        later.sort(key=lambda segment: segment.start)
-        return [*kept, *later], self._exclusions(saved, exclusions, position, sizes, order)
+            kept = segments.select(segments.start < position)
+            kept = kept.joined(Segments.of([replace(now, start=position)]))
+        made = segments.select(segments.start > position).without(saved.segments)
+        made = made.select(~np.isin(made.start, later.start))
+        later = later.joined(Segments.of([self._adapted(one, sizes) for one in made]))
+        return kept.joined(later), self._exclusions(saved, exclusions, position, sizes, order)
 
     def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
         """A change of weights that was made in the run and has not begun, for the sources and caps of this plan."""
-        now = segment_at(self.segments, made.start)
+        now = self.segments.at(made.start)
         weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
         if not any(weights.values()):  # none of the sources that it wants is left
             return replace(now, start=made.start)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from runner.data.order.exclusions import Exclusions
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.permutation import Domain, permute
-from runner.data.order.segments import Segment, check_segment
+from runner.data.order.segments import Segment, Segments
 from runner.data.order.source_stream import SourceStream
 from runner.data.order.spans import END, Span, SpanResolver
 from runner.data.order.weights import SamplerError
@@ -67,12 +67,11 @@ class ElasticSequence:
     ) -> None:
         self.shuffle = shuffle
         self.sizes, self.seed = dict(sizes), seed
-        self.segments = tuple(sorted(segments, key=lambda segment: segment.start))
+        self.segments = Segments.of(segments)
         self.exclusions = exclusions or Exclusions()
-        if not self.segments or self.segments[0].start != 0:
+        if not self.segments or self.segments.start[0] != 0:
             raise SamplerError("the first segment must start at position 0")
-        for segment in self.segments:
-            check_segment(segment, sizes)
+        self.segments.check(sizes)
         self.names = tuple(sorted(sizes))
         self._id = {name: i for i, name in enumerate(self.names)}
         self._offsets = _offsets(self.names, sizes, absent)

@@ -17,14 +17,14 @@ seeded ones. Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import Exclusions
-from runner.data.order.segments import Segment
+from runner.data.order.segments import Segment, Segments
 from runner.data.order.sequence import ElasticSequence
 from runner.errors import UserError
 from runner.system.files import Guard, read_json, write_json
@@ -62,13 +62,16 @@ class OrderRecord:
     sizes: dict[str, int]
     steps: int
     batch_shapes: tuple[BatchShape, ...]
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
     tokens_per_sample: dict[str, int] = field(default_factory=dict)
     exclusions: Exclusions = field(default_factory=Exclusions)
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
     drop_last: bool = True
     make: Callable[[int, int], Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", Segments.of(self.segments))
 
     @classmethod
     def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
@@ -83,7 +86,7 @@ class OrderRecord:
             kind="elastic",
             seed=state["seed"],
             sizes=dict(sizes),
-            segments=tuple(Segment.from_json(entry) for entry in state["segments"]),
+            segments=Segments.from_json(state["segments"]),
             exclusions=Exclusions.from_json(state["exclusions"]),
             retired={name: state["sizes"][name] for name in state["retired"]},
             shuffle=state["shuffle"],
@@ -117,7 +120,7 @@ class OrderRecord:
             "version": VERSION,
             **{key: getattr(self, key) for key in _PLAIN},
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
-            "segments": [segment.to_json() for segment in self.segments],
+            "segments": Segments.of(self.segments).to_json(),
             "exclusions": self.exclusions.to_json(),
         }
 
@@ -131,7 +134,7 @@ class OrderRecord:
         return cls(
             **{key: value[key] for key in _PLAIN},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
-            segments=tuple(Segment.from_json(entry) for entry in value["segments"]),
+            segments=Segments.from_json(value["segments"]),
             exclusions=Exclusions.from_json(value["exclusions"]),
         )
 
