@@ -1,6 +1,6 @@
 """`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
 
-Reads one small file of the run (`RunDir.order`), neither data nor model; for the elastic sampler it imports no torch.
+Reads one small file of the run (`RunDir.order`), neither data nor model, and imports no torch.
 With a sampler of the user's it runs the class that the frozen config names, in a run directory that may be resumed.
 """
 

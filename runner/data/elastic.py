@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.exclusions import Exclusion, check_selections, parsed
+from runner.data.order.exclusions import Exclusions, Selections, check_selections
 from runner.data.order.hashing import U64
 from runner.data.order.plan import OrderPlan, excluded_from
-from runner.data.order.segments import Segment, check_sizes, segment_at
+from runner.data.order.segments import Segment, Segments, check_sizes
 from runner.data.order.sequence import VERSION, ElasticSequence
 from runner.data.order.spans import END
 from runner.data.order.state_checks import (
@@ -30,11 +30,11 @@ from runner.data.order.state_checks import (
     MapOf,
     Record,
     any_integer,
+    anything,
     check,
     check_seal,
     flag,
     mapping,
-    number,
     sealed,
     shown,
     text,
@@ -53,9 +53,6 @@ from runner.errors import nearest
 I64 = NDArray[np.int64]
 
 _LARGEST = int(np.iinfo(np.int64).max)
-_SEGMENT = Record(
-    {"start": whole(), "weights": MapOf(number()), "temperature": number(above=True), "max_epochs": MapOf(number())}
-)
 _STATE = Record(
     {
         "seed": any_integer,
@@ -66,8 +63,8 @@ _STATE = Record(
         "global_batch_size": whole(1),
         "sizes": MapOf(whole()),
         "retired": ListOf(text),
-        "segments": ListOf(_SEGMENT),
-        "exclusions": ListOf(mapping),
+        "segments": anything,
+        "exclusions": mapping,
         "plan": mapping,
         "digest": text,
     }
@@ -209,7 +206,7 @@ class ElasticSampler:
         self.order: ElasticSequence
         self.order_version = 0
         self._order_inputs: tuple[Any, ...] = ()
-        self._set_order(self._plan.segments, ())
+        self._set_order(self._plan.segments, Exclusions())
         if self._plan.exclude:
             check_selections(self._plan.exclude, 0, self.sizes)
             self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order))
@@ -419,14 +416,15 @@ class ElasticSampler:
             SamplerError: invalid weights, or a position that was already yielded.
         """
         at = self._first_changeable(position)
-        current = segment_at(self.order.segments, at)
+        segments = self.order.segments
+        current = segments.at(at)
         named = weights_by_name(weights, self.sizes, self._base.weights)
         is_now = at == self._position_after(self._iteration.yielded)  # nothing can come to stand before it
         if is_now and (named, temperature) == (current.weights, current.temperature):
             return
-        kept = tuple(entry for entry in self.order.segments if entry.start != at)
         segment = replace(current, start=at, weights=named, temperature=temperature)
-        self._set_order((*kept, segment), self.order.exclusions)
+        kept = segments.select(segments.start != at)
+        self._set_order(kept.joined(Segments.of([segment])), self.order.exclusions)
 
     def exclude(self, texts: Iterable[str], *, position: int | None = None) -> None:
         """Leave out more samples from `position` on.
@@ -438,10 +436,10 @@ class ElasticSampler:
         Raises:
             SamplerError: an invalid exclusion, or a position that was already yielded.
         """
-        at, selections = self._first_changeable(position), parsed(texts)
+        at, selections = self._first_changeable(position), Selections.parse(texts)
         check_selections(selections, at, self.sizes)
-        added = [replace(one, planned=False) for one in excluded_from(selections, at, self.order)]
-        self._set_order(self.order.segments, (*self.order.exclusions, *added))
+        added = excluded_from(selections, at, self.order, planned=False)
+        self._set_order(self.order.segments, self.order.exclusions.joined(added))
 
     def _first_changeable(self, position: int | None) -> int:
         """Where a change begins: at `position`, or at the first one that the current iteration has not yielded."""
@@ -459,12 +457,10 @@ class ElasticSampler:
         """The position after `samples` samples of each rank in the current iteration."""
         return self._iteration.start + samples * self.num_replicas
 
-    def _set_order(
-        self, segments: Sequence[Segment], exclusions: Sequence[Exclusion], retired: Mapping[str, int] | None = None
-    ) -> None:
+    def _set_order(self, segments: Segments, exclusions: Exclusions, retired: Mapping[str, int] | None = None) -> None:
         retired = self._retired if retired is None else dict(retired)
         sizes = {**self.sizes, **retired}
-        inputs = sizes, tuple(segments), tuple(exclusions)
+        inputs = sizes, segments, exclusions
         if self._order_inputs == inputs:
             return
         self.order = self._sequence(sizes, segments, exclusions)
@@ -472,9 +468,7 @@ class ElasticSampler:
         self._order_inputs = inputs
         self.order_version += 1
 
-    def _sequence(
-        self, sizes: Mapping[str, int], segments: Sequence[Segment], exclusions: Sequence[Exclusion]
-    ) -> ElasticSequence:
+    def _sequence(self, sizes: Mapping[str, int], segments: Segments, exclusions: Exclusions) -> ElasticSequence:
         absent = tuple(name for name in sizes if name not in self.sizes)
         return ElasticSequence(sizes, self.seed, segments, exclusions, absent=absent, shuffle=self.shuffle)
 
@@ -502,8 +496,8 @@ class ElasticSampler:
             "global_batch_size": self.global_batch_size,
             "sizes": dict(self.order.sizes),
             "retired": sorted(self._retired),
-            "segments": [segment.to_json() for segment in self.order.segments],
-            "exclusions": [exclusion.to_json() for exclusion in self.order.exclusions],
+            "segments": self.order.segments.to_json(),
+            "exclusions": self.order.exclusions.to_json(),
             "plan": self._plan.to_json(),
         }
         return sealed(state)
@@ -545,15 +539,15 @@ class ElasticSampler:
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
-        return changes + self._plan.changes_from(OrderPlan.from_json(state["plan"]), state["position"])
+        return changes + self._plan.changes_from(_unpacked(state)[0], state["position"])
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         position = state["position"]
-        saved_segments = [Segment.from_json(entry) for entry in state["segments"]]
+        saved, saved_segments, saved_exclusions = _unpacked(state)
         segments, exclusions = self._plan.continued(
-            OrderPlan.from_json(state["plan"]),
+            saved,
             saved_segments,
-            [Exclusion.from_json(entry) for entry in state["exclusions"]],
+            saved_exclusions,
             position,
             self.sizes,
             lambda exclusions: self._sequence(state["sizes"], saved_segments, exclusions),
@@ -563,6 +557,21 @@ class ElasticSampler:
         self._position, self._skip = position, 0
         self._counted = state["samples"], state["num_replicas"]
         self._iteration = _Iteration(position, state["samples"])
+
+
+def _unpacked(state: Mapping[str, Any]) -> tuple[OrderPlan, Segments, Exclusions]:
+    """The plan, the segments and the exclusions of a state.
+
+    Raises:
+        SamplerStateError: they cannot be read.
+    """
+    try:
+        segments = Segments.from_json(state["segments"])
+        return OrderPlan.from_json(state["plan"]), segments, Exclusions.from_json(state["exclusions"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise SamplerStateError(
+            f"the saved data order cannot be read ({error!r:.200}): it was edited; use another checkpoint"
+        ) from None
 
 
 def _integers(what: str, value: Any) -> I64:

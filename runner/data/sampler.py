@@ -25,8 +25,10 @@ from runner.data.order.state_checks import ListOf, Record, any_integer, check, f
 from runner.data.order.weights import (
     SamplerError,
     SamplerStateError,
+    apportion,
     check_weights,
     integer,
+    per_rank,
     replicas_and_rank,
     shares,
 )
@@ -252,7 +254,7 @@ class DistributedSampler(_SeededSampler):
         super().__init__(num_replicas, rank, shuffle, seed, drop_last)
         self.dataset = dataset
         self._size = len(dataset)
-        self.num_samples = _per_rank(self._size, self.num_replicas, drop_last)
+        self.num_samples = per_rank(self._size, self.num_replicas, drop_last)
 
     def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
         whole = self._whole(self._epoch if epoch is None else epoch)
@@ -326,8 +328,8 @@ class MixtureSampler(_SeededSampler):
         if len(weights) != len(sizes):
             raise SamplerError(f"Expected {len(sizes)} weights (one per source), got {len(weights)}")
         check_weights(weights, temperature)
-        available = [_per_rank(size, self.num_replicas, self.drop_last) for size in sizes]
-        counts = _apportion(shares(weights, temperature), sum(available))
+        available = [per_rank(size, self.num_replicas, self.drop_last) for size in sizes]
+        counts = apportion(shares(weights, temperature), sum(available))
         for source, (count, samples) in enumerate(zip(counts, available, strict=True)):
             if count and not samples:
                 raise SamplerError(
@@ -387,20 +389,6 @@ class MixtureSampler(_SeededSampler):
 
 def _listed(values: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (values or {}).items())
-
-
-def _per_rank(size: int, num_replicas: int, drop_last: bool) -> int:
-    return size // num_replicas if drop_last else -(-size // num_replicas)
-
-
-def _apportion(probabilities: Sequence[float], budget: int) -> list[int]:
-    """round(p * budget) for each p, corrected by one in descending order of p until the sum is `budget`."""
-    counts = [round(p * budget) for p in probabilities]
-    difference = budget - sum(counts)
-    by_share = sorted(range(len(counts)), key=lambda source: -probabilities[source])
-    for i in range(abs(difference)):
-        counts[by_share[i % len(counts)]] += 1 if difference > 0 else -1
-    return counts
 
 
 def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:

@@ -23,7 +23,7 @@ from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
 from runner.data.micro_batches import MicroBatchSampler
 from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.exclusions import parsed
+from runner.data.order.exclusions import Selections
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
@@ -394,7 +394,7 @@ def data_plan(config: Config) -> dict[str, Any]:
         "weights": source_weights(config),
         "temperature": options.temperature,
         "shuffle": options.shuffle,
-        "exclude": [str(one) for one in parsed(options.exclude)],
+        "exclude": Selections.parse(options.exclude).to_json(),
         "max_epochs": dict(options.max_epochs),
         "phases": [[step, state.weights, state.temperature] for step, state in phase_schedule(config).mixtures()[1:]],
     }

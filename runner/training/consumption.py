@@ -105,7 +105,11 @@ class TrackedConsumption:
     def commit(self, vector: np.ndarray) -> None:
         """Add the sum over all ranks to the ledger."""
         if vector.any():
-            self.ledger.commit(vector.view(np.uint64))
+            self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
+
+    def recomputable_from(self) -> int:
+        """The first position whose samples a resume can look up."""
+        return 0
 
     def totals(self) -> dict[str, Any]:
         """For the metrics: the digest, and what was consumed of each source so far."""
@@ -194,6 +198,9 @@ class SeededConsumption(TrackedConsumption):
     def commit(self, vector: np.ndarray) -> None:
         super().commit(vector)
         self._pending = 0
+
+    def recomputable_from(self) -> int:
+        return self._epoch_start
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "epoch": self._epoch, "epoch_start": self._epoch_start}

@@ -389,11 +389,13 @@ def test_the_output_in_the_docs_is_real(
         assert capsys.readouterr().out.startswith(output.rstrip("\n").removesuffix("..."))
 
 
-def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
-    run = in_run(tmp_path / "a", record())
+@pytest.mark.parametrize("kind", ["elastic", "distributed", "mixture"])
+@pytest.mark.parametrize("question", [("--step", "3"), ("--sample", "code:7"), ("--plan",), ("--resume-plan",)])
+def test_it_needs_neither_torch_nor_hydra(tmp_path: Path, kind: str, question: tuple[str, ...]) -> None:
+    run = in_run(tmp_path / "a", record() if kind == "elastic" else seeded(kind))
     code = (
         "import sys; from runner.cli.inspect import main; "
-        f"status = main([{run!r}, '--step', '3']); "
+        f"status = main({[run, *question]!r}); "
         "sys.exit(status or any(name in sys.modules for name in ('torch', 'hydra', 'omegaconf')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger
+from runner.data.order.packed import pack_rows, unpack_rows
 from runner.data.order.weights import SamplerStateError
 
 SIZES = {"code": 30, "prose": 12}
@@ -67,7 +68,7 @@ def test_a_resume_verifies_the_last_steps_and_refuses_another_order() -> None:
     again.load_state_dict(saved)
     assert again.verify(mine.locate) == 60
     assert again.state_dict() == saved
-    with pytest.raises(SamplerStateError, match="positions 0 to 5: the run consumed samples with digest"):
+    with pytest.raises(SamplerStateError, match="positions 0 to 59: the run consumed samples with digest"):
         again.verify(sampler(seed=1).locate)
 
 
@@ -78,7 +79,45 @@ def test_the_verified_window_is_bounded() -> None:
         big.consume(mine.indices_at(positions), positions)
         big.commit(big.local())
     assert big.verify(mine.locate) == 50_000
-    assert len(big.state_dict()["anchors"]) == 1
+    assert len(unpack_rows(big.state_dict()["anchors"], 4, 9)) == 1
+
+
+@pytest.mark.parametrize("step", [1, 7, 255, 256, 257, 1000])
+def test_a_ledger_is_small_at_any_batch_and_verifies_as_many_samples(step: int) -> None:
+    """Of steps with few samples several share a digest; it is compared with the same samples all the same."""
+    mine, one = sampler(), ledger()
+    positions = np.arange(200_000 // step * step)
+    indices = mine.indices_at(positions)
+    for first in range(0, len(positions), step):
+        one.consume(indices[first : first + step], positions[first : first + step])
+        one.commit(one.local())
+    again = ledger()
+    state = one.state_dict()
+    again.load_state_dict(state)
+    assert len(state["anchors"]) < 12_000
+    assert (1 << 16) - step - 256 <= again.verify(mine.locate) <= 1 << 16
+    assert again.state_dict() == state
+    with pytest.raises(SamplerStateError, match="the run consumed samples with digest"):
+        again.verify(sampler(seed=1).locate)
+
+
+def test_a_digest_is_of_one_epoch() -> None:
+    """What is before it cannot be recomputed, and must not keep from it what can."""
+    mine, one = sampler(), ledger()
+    for first in range(0, 60, 6):
+        positions = np.arange(first, first + 6)
+        one.consume(mine.indices_at(positions), positions)
+        one.commit(one.local(), since=first // 20 * 20)
+    assert one.verify(mine.locate, since=42) == 18  # steps that begin at 42, 48, 54; the one at 36 is in both epochs
+
+
+@pytest.mark.parametrize("damage", ["", "x", "=", "AAAA", "\u00e9", pack_rows(np.ones((2, 4), np.uint64))])
+def test_damaged_anchors_are_refused_in_one_line(damage: str) -> None:
+    positions = np.arange(60)
+    saved = consumed(positions, sampler().indices_at(positions)).state_dict()
+    with pytest.raises(SamplerStateError, match=r"anchors|truncated or edited") as error:
+        ledger().load_state_dict({**saved, "anchors": damage})
+    assert "\n" not in str(error.value)
 
 
 def test_retired_sources_keep_their_counts() -> None:

@@ -2,21 +2,39 @@
 
 A range of *positions* names the samples that stand there in the order that the user looked at. What stands at
 consecutive positions is a range of consecutive keys of each source, so it is recorded as such, and left out wherever
-it would come: the sources' next samples move up, and neither the interleaving nor the segments move. Does not import
+it would come: the sources' next samples move up, and neither the interleaving nor the segments move.
+
+There may be 100,000 ranges, so they are kept in columns, and in states and records as packed texts. Does not import
 torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.data.order.packed import pack_columns, unpack_columns
+from runner.data.order.ranges import Ranges, narrow, rest_of
+from runner.data.order.state_checks import LARGEST
 from runner.data.order.weights import SamplerError
 from runner.errors import nearest
 
+I64 = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Parts = tuple[str, I64, I64]
+
 POSITIONS = "positions"
+_NEVER = -1  # in the column `until`
+_SHOWN = 10  # in a message
+_DIGITS = 18  # of numbers that are below 2^62
+_ROWS = ("source", "at", "until", "planned", "first", "last")
+_KEYS = ("row", "source", "first", "stop")
 
 
 class Selection(NamedTuple):
@@ -50,42 +68,117 @@ class Selection(NamedTuple):
         return cls(name, first, last)
 
 
-def parsed(texts: Iterable[str]) -> tuple[Selection, ...]:
-    """What a user writes, normalized.
+class Selections:
+    """Sets of samples of sources, and of positions: equal if and only if the samples are.
+
+    Args:
+        parts: by source, or "positions".
+    """
+
+    def __init__(self, parts: Mapping[str, Ranges]) -> None:
+        kept = {source: parts[source] for source in sorted(parts) if len(parts[source])}
+        self._columns = {source: (narrow(part.first), narrow(part.last)) for source, part in kept.items()}
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Selections:
+        """What a user writes.
+
+        Raises:
+            SamplerError: it is not a list, or one of them has none of the forms of `Selection.parse`.
+        """
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise SamplerError(
+                f"exclude {texts!r}: it must be a list of texts such as 'code:10-20' or 'positions:500-599'"
+            )
+        by_source: dict[str, list[str]] = {}
+        for text in map(str, texts):
+            name, colon, bounds = text.rpartition(":")
+            by_source.setdefault(name if colon else POSITIONS, []).append(bounds)
+        return cls({source: _parsed(source, bounds) for source, bounds in by_source.items()})
+
+    @property
+    def parts(self) -> dict[str, Ranges]:
+        """By source, or "positions", sorted."""
+        return {source: Ranges.of(*columns) for source, columns in self._columns.items()}
+
+    def __len__(self) -> int:
+        return sum(len(first) for first, _ in self._columns.values())
+
+    def __iter__(self) -> Iterator[Selection]:
+        return (Selection(source, *bounds) for source, part in self.parts.items() for bounds in part)
+
+    def __eq__(self, other: object) -> bool:
+        return self.parts == other.parts if isinstance(other, Selections) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.parts.items()))
+
+    def __str__(self) -> str:
+        return listed(self, len(self))
+
+    def without(self, other: Selections) -> Selections:
+        """The samples of these that are not in `other`."""
+        return Selections({name: part.without(other.parts.get(name, Ranges())) for name, part in self.parts.items()})
+
+    @cached_property
+    def _packed(self) -> dict[str, str]:
+        return {name: pack_columns([part.first, part.last - part.first]) for name, part in self.parts.items()}
+
+    def to_json(self) -> dict[str, str]:
+        """By source, its ranges as a packed text."""
+        return dict(self._packed)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Selections:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: it is not what `to_json` gives.
+        """
+        parts = {}
+        for name, packed in value.items():
+            first, length = unpack_columns(packed, 2)
+            _check_bounds(first, length)
+            parts[str(name)] = Ranges.of(first, first + length)
+        return cls(parts)
+
+
+def _parsed(source: str, bounds: list[str]) -> Ranges:
+    """`10`, `10-20` and so on; 100,000 of them at once.
 
     Raises:
-        SamplerError: it is not a list, or one of them has none of the forms of `Selection.parse`.
+        SamplerError: one of them has neither form.
     """
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise SamplerError(f"exclude {texts!r}: it must be a list of texts such as 'code:10-20' or 'positions:500-599'")
-    return normalized(Selection.parse(str(text)) for text in texts)
+    numbers = _numbers("\n".join(bounds), len(bounds)) if source else None
+    if numbers is not None and (numbers[0] <= numbers[1]).all():
+        return Ranges.of(*numbers)
+    ones = [Selection.parse(f"{source}:{each}") for each in bounds]
+    for one in ones:
+        if one.last > LARGEST:
+            raise SamplerError(f"exclude '{one}': numbers must be at most 2^62 ({LARGEST})")
+    return Ranges.of(np.array([one.first for one in ones]), np.array([one.last for one in ones]))
 
 
-def normalized(selections: Iterable[Selection]) -> tuple[Selection, ...]:
-    """The same samples as sorted, disjoint selections that do not touch: equal if and only if the samples are."""
-    merged: list[Selection] = []
-    for one in sorted(selections):
-        if merged and merged[-1].source == one.source and one.first <= merged[-1].last + 1:
-            merged[-1] = merged[-1]._replace(last=max(merged[-1].last, one.last))
-        else:
-            merged.append(one)
-    return tuple(merged)
+def _numbers(lines: str, count: int) -> tuple[I64, I64] | None:
+    """The first and last of `count` lines such as `10` and `10-20`; None if one has another form, or many digits."""
+    text = np.frombuffer(f"{lines}\n".encode(errors="replace"), np.uint8)
+    separators = np.flatnonzero((text < ord("0")) | (text > ord("9")))
+    ends = text[separators] == ord("\n")
+    digits = np.diff(separators, prepend=-1) - 1
+    if ends.sum() != count or not (ends | (text[separators] == ord("-"))).all():
+        return None
+    last = np.flatnonzero(ends)
+    first = np.concatenate([[0], last[:-1] + 1])
+    if digits.min() < 1 or digits.max() > _DIGITS or (last - first).max() > 1:
+        return None
+    numbers = np.fromstring(lines.replace("-", " "), np.int64, sep=" ")
+    return numbers[first], numbers[last]
 
 
-def without(selections: Iterable[Selection], removed: Iterable[Selection]) -> tuple[Selection, ...]:
-    """The samples of `selections` that are not in `removed`, normalized."""
-    left = []
-    by_source = {source: list(group) for source, group in groupby(normalized(removed), key=lambda one: one.source)}
-    for one in normalized(selections):
-        first = one.first
-        for gap in by_source.get(one.source, []):
-            if first <= gap.last and gap.first <= one.last:
-                if first < gap.first:
-                    left.append(one._replace(first=first, last=gap.first - 1))
-                first = gap.last + 1
-        if first <= one.last:
-            left.append(one._replace(first=first))
-    return tuple(left)
+def listed(selections: Iterable[Selection], count: int) -> str:
+    """The first of them, for a message, and how many there are."""
+    texts = ", ".join(map(str, islice(selections, _SHOWN))) or "nothing"
+    return texts if count <= _SHOWN else f"{texts} and {count - _SHOWN} more"
 
 
 @dataclass(frozen=True)
@@ -107,37 +200,273 @@ class Exclusion:
     until: int | None = None
     planned: bool = True
 
-    def is_in_force(self, position: int) -> bool:
-        return self.at <= position and (self.until is None or position < self.until)
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The sources whose samples are left out."""
-        return tuple(self.keys) if self.what.source == POSITIONS else (self.what.source,)
+class Exclusions(Sequence[Exclusion]):
+    """What a run has excluded, in columns with a number for each exclusion.
 
-    def to_json(self) -> dict[str, Any]:
-        keys = {name: list(bounds) for name, bounds in self.keys.items()}
-        times = {"at": self.at, "until": self.until}
-        return {**times, "exclude": str(self.what), "keys": keys, "planned": self.planned}
+    Args:
+        names: the sources; numbers of sources are indices into them.
+        rows: columns `source`, `at`, `until` (-1: not withdrawn), `planned`, `first` and `last`.
+        keys: of the exclusions by position, one entry for each source: columns `row`, `source`, `first` and `stop`.
+    """
+
+    def __init__(
+        self, names: Sequence[str] = (), rows: Mapping[str, I64] | None = None, keys: Mapping[str, I64] | None = None
+    ) -> None:
+        none = np.zeros(0, np.int64)
+        self.names = tuple(names)
+        self._rows = {name: narrow((rows or {}).get(name, none)) for name in _ROWS}
+        self._keys = {name: narrow((keys or {}).get(name, none)) for name in _KEYS}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Exclusion:
-        keys = {str(name): (int(first), int(stop)) for name, (first, stop) in value["keys"].items()}
-        until = None if value["until"] is None else int(value["until"])
-        return cls(int(value["at"]), Selection.parse(value["exclude"]), keys, until, bool(value["planned"]))
+    def make(
+        cls,
+        selections: Iterable[Parts],
+        at: int,
+        planned: bool,
+        key_ranges: Callable[[I64, I64], Mapping[str, tuple[I64, I64, I64]]],
+    ) -> Exclusions:
+        """What a run records when these samples are excluded from position `at` on.
+
+        Args:
+            selections: sources, or "positions", with the first and last of their ranges. Positions before `at` have no
+                effect.
+            at: the position.
+            planned: see `Exclusion`.
+            key_ranges: first and last positions -> by source, the numbers of the ranges that have samples of it, the
+                first keys of them there, and one past the last.
+
+        Raises:
+            SamplerError: the positions are too large.
+        """
+        made = cls()
+        for source, starts, stops in selections:
+            first, last = starts, stops
+            keys: dict[str, tuple[I64, I64, I64]] = {}
+            if source == POSITIONS:
+                ahead = stops >= at
+                first, last = np.maximum(starts, at)[ahead], stops[ahead]
+                keys = dict(key_ranges(first, last))
+            names = (source, *keys)
+            rows = {"first": first, "last": last, "source": np.zeros_like(first), "at": np.full_like(first, at)}
+            rows |= {"until": np.full_like(first, _NEVER), "planned": np.full_like(first, planned)}
+            entries = {
+                name: np.concatenate([each[i] for each in keys.values()] or [np.zeros(0, np.int64)])
+                for i, name in enumerate(("row", "first", "stop"))
+            }
+            entries["source"] = np.repeat(np.arange(1, len(names)), [len(each[0]) for each in keys.values()])
+            made = made.joined(cls(names, rows, entries))
+        return made
+
+    def joined(self, other: Exclusions) -> Exclusions:
+        """These, and the others after them."""
+        if not len(self) or not len(other):
+            return other if len(other) else self
+        names = [*self.names, *(name for name in other.names if name not in self.names)]
+        place = {name: i for i, name in enumerate(names)}
+        code = np.array([place[name] for name in other.names])
+        theirs_rows = {**other._rows, "source": code[other._rows["source"]]}
+        theirs_keys = {**other._keys, "source": code[other._keys["source"]]} if len(other._keys["row"]) else other._keys
+        theirs_keys = {**theirs_keys, "row": theirs_keys["row"] + np.int64(len(self))}
+        return Exclusions(
+            names,
+            {name: np.concatenate([self._rows[name], theirs_rows[name]]) for name in _ROWS},
+            {name: np.concatenate([self._keys[name], theirs_keys[name]]) for name in _KEYS},
+        )
+
+    def select(self, chosen: Flags) -> Exclusions:
+        """The chosen ones."""
+        if chosen.all():
+            return self
+        of_key = chosen[self._keys["row"]]
+        keys = {name: column[of_key] for name, column in self._keys.items()}
+        keys["row"] = (np.cumsum(chosen) - 1)[keys["row"]]
+        return Exclusions(self.names, {name: column[chosen] for name, column in self._rows.items()}, keys)
+
+    def _ended(self, chosen: Flags, position: int) -> Exclusions:
+        """The same, but the chosen ones are withdrawn at a position."""
+        until = np.where(chosen, np.int64(position), self._rows["until"])
+        return Exclusions(self.names, {**self._rows, "until": until}, self._keys)
+
+    # --- what a run asks ---------------------------------------------------------------------------------------------
+
+    def changes(self) -> list[int]:
+        """The positions at which exclusions are made or withdrawn, sorted."""
+        until = self._rows["until"]
+        return [int(at) for at in np.unique(np.concatenate([self._rows["at"], until[until != _NEVER]]))]
+
+    def sources(self) -> set[str]:
+        """The sources whose samples are left out."""
+        codes = np.union1d(self._rows["source"], self._keys["source"]).tolist()
+        return {self.names[code] for code in codes} - {POSITIONS}
+
+    def changed_at(self, position: int) -> list[str]:
+        """The sources of the exclusions that are made or withdrawn at a position, sorted."""
+        rows = (self._rows["at"] == position) | (self._rows["until"] == position)
+        codes = np.union1d(self._rows["source"][rows], self._keys["source"][rows[self._keys["row"]]]).tolist()
+        return sorted({self.names[code] for code in codes} - {POSITIONS})
+
+    def left_out(self, source: str, position: int) -> tuple[Ranges, Ranges]:
+        """The samples and the keys of a source that are left out at a position."""
+        if source not in self.names:
+            return Ranges(), Ranges()
+        code = self.names.index(source)
+        until = self._rows["until"]
+        in_force = (self._rows["at"] <= position) & ((until == _NEVER) | (until > position))
+        rows = in_force & (self._rows["source"] == code)
+        keys = (self._keys["source"] == code) & in_force[self._keys["row"]]
+        samples = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
+        return samples, Ranges.of(self._keys["first"][keys], self._keys["stop"][keys].astype(np.int64) - 1)
+
+    def places(self) -> I64:
+        """The positions at which exclusions are made, and the first samples or positions of each."""
+        return np.concatenate([self._rows["at"], self._rows["first"]]).astype(np.int64)
+
+    def selections(self) -> Iterator[Selection]:
+        """What each one leaves out."""
+        rows = zip(*(self._rows[name].tolist() for name in ("source", "first", "last")), strict=True)
+        return (Selection(self.names[source], first, last) for source, first, last in rows)
+
+    def samples_in_force(self) -> Selections:
+        """The samples, not positions, that have not returned."""
+        held = self._rows["until"] == _NEVER
+        parts = {}
+        for code in np.unique(self._rows["source"][held]).tolist():
+            if self.names[code] != POSITIONS:
+                rows = held & (self._rows["source"] == code)
+                parts[self.names[code]] = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
+        return Selections(parts)
+
+    def withdrawn(self, removed: Selections, position: int) -> tuple[Exclusions, list[Parts], list[Parts]]:
+        """Withdraw from a position on what the configuration no longer excludes.
+
+        Returns:
+            The exclusions without those that are withdrawn even in part, or up to there; and what is left of these, to
+            be excluded from there on, as `make` takes it: samples, and positions.
+        """
+        touched = np.zeros(len(self), bool)
+        rest: tuple[list[Parts], list[Parts]] = [], []
+        for source, part in removed.parts.items():
+            if source not in self.names:
+                continue
+            rows = (self._rows["source"] == self.names.index(source)) & (self._rows["until"] == _NEVER)
+            rows &= self._rows["planned"] == 1
+            first, last = (self._rows[name][rows].astype(np.int64) for name in ("first", "last"))
+            is_touched = part.touches(first, last)
+            touched[np.flatnonzero(rows)[is_touched]] = True
+            rest[source == POSITIONS].append((source, *rest_of(first[is_touched], last[is_touched], part)[:2]))
+        started = self._rows["at"] < position
+        return self._ended(touched & started, position).select(~touched | started), *rest
+
+    # --- as a sequence -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._rows["source"])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = {name: int(column[index]) for name, column in self._rows.items()}
+        keys = np.flatnonzero(self._keys["row"] == index % len(self))
+        entries = zip(*(self._keys[name][keys].tolist() for name in ("source", "first", "stop")), strict=True)
+        return Exclusion(
+            row["at"],
+            Selection(self.names[row["source"]], row["first"], row["last"]),
+            {self.names[source]: (first, stop) for source, first, stop in entries},
+            None if row["until"] == _NEVER else row["until"],
+            bool(row["planned"]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Exclusions):
+            return NotImplemented
+        if len(self) != len(other) or len(self._keys["row"]) != len(other._keys["row"]):
+            return False
+        return all(map(np.array_equal, self._comparable(), other._comparable()))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _comparable(self) -> list[NDArray[Any]]:
+        """The columns, with sources numbered in the order of their names, and keys in that of rows and sources."""
+        order = sorted(self.names)
+        place = {name: i for i, name in enumerate(order)}
+        rank = np.array([place[name] for name in self.names] or [0])
+        used = np.unique(rank[np.concatenate([self._rows["source"], self._keys["source"]])])
+        rows, keys = (
+            {**each, "source": np.searchsorted(used, rank[each["source"]])} for each in (self._rows, self._keys)
+        )
+        by_row = np.lexsort((keys["source"], keys["row"]))
+        names = np.array([order[i] for i in used.tolist()])
+        return [names, *rows.values(), *(column[by_row] for column in keys.values())]
+
+    # --- as JSON -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _packed(self) -> dict[str, Any]:
+        rows = {**self._rows, "last": self._rows["last"].astype(np.int64) - self._rows["first"]}
+        keys = {**self._keys, "stop": self._keys["stop"].astype(np.int64) - self._keys["first"]}
+        packed = {"rows": pack_columns(list(rows.values())), "keys": pack_columns(list(keys.values()))}
+        return {"count": len(self), "sources": list(self.names), **packed}
+
+    def to_json(self) -> dict[str, Any]:
+        """How many there are, the names of the sources, and the columns as packed texts."""
+        return dict(self._packed)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Exclusions:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: it is not what `to_json` gives.
+        """
+        names = [str(name) for name in value["sources"]]
+        rows = dict(zip(_ROWS, unpack_columns(value["rows"], len(_ROWS)), strict=True))
+        keys = dict(zip(_KEYS, unpack_columns(value["keys"], len(_KEYS)), strict=True))
+        _check_bounds(rows["first"], rows["last"])
+        _check_bounds(keys["first"], keys["stop"])
+        limits = {
+            "source": (0, len(names) - 1),
+            "at": (0, LARGEST),
+            "until": (_NEVER, LARGEST),
+            "planned": (0, 1),
+            "row": (0, len(rows["at"]) - 1),
+        }
+        for name, column in (*rows.items(), *keys.items()):
+            lowest, highest = limits.get(name, (0, LARGEST))
+            if len(column) and not lowest <= int(column.min()) <= int(column.max()) <= highest:
+                raise ValueError(f"{name} of an exclusion is not from {lowest} to {highest}")
+        if value["count"] != len(rows["at"]) or len(set(names)) < len(names):
+            raise ValueError(f"{value['count']} exclusions of {len(names)} sources")
+        rows["last"] += rows["first"]
+        keys["stop"] += keys["first"]
+        return cls(names, rows, keys)
 
 
-def check_selections(selections: Iterable[Selection], at: int, sizes: Mapping[str, int]) -> None:
+def _check_bounds(first: I64, length: I64) -> None:
+    """Check what was unpacked.
+
+    Raises:
+        ValueError: a range that is none.
+    """
+    for column in (first, length):
+        if len(column) and (column.min() < 0 or column.max() > LARGEST):
+            raise ValueError("a range with numbers outside 0 to 2^62")
+
+
+def check_selections(selections: Selections, at: int, sizes: Mapping[str, int]) -> None:
     """Check what is to be excluded from position `at` on.
 
     Raises:
         SamplerError: an unknown source, an index outside it, or positions that are all before `at`.
     """
-    for one in selections:
-        if one.source == POSITIONS:
-            if one.last < at:
+    for source, part in selections.parts.items():
+        if source == POSITIONS:
+            if part.last[0] < at:
+                one = Selection(source, int(part.first[0]), int(part.last[0]))
                 raise SamplerError(f"exclude '{one}': these positions were already consumed (now at {at})")
-        elif one.source not in sizes:
+            continue
+        one = Selection(source, int(part.first[-1]), int(part.last[-1]))
+        if source not in sizes:
             raise SamplerError(f"exclude '{one}': unknown source{nearest(one.source, sizes)}")
-        elif one.last >= sizes[one.source]:
-            raise SamplerError(f"exclude '{one}': source {one.source!r} has indices 0 to {sizes[one.source] - 1}")
+        if one.last >= sizes[source]:
+            raise SamplerError(f"exclude '{one}': source {source!r} has indices 0 to {sizes[source] - 1}")

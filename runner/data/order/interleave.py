@@ -197,6 +197,18 @@ class Interleave:
             totals = np.stack([lighter, totals - lighter], axis=1).reshape(-1)
         return totals.astype(np.int64)[self._source_leaf]
 
+    def many_counts(self, x: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for each x, int64 of shape (count, sources)."""
+        counts = np.empty((len(x), self.size), np.int64)
+        for first in range(0, len(x), _CHUNK):
+            totals = x[first : first + _CHUNK, None].astype(np.uint64)
+            for nodes, inner in self._levels:
+                before, _ = _split(totals, nodes)
+                lighter = np.where(inner, before, np.uint64(0))
+                totals = np.stack([lighter, totals - lighter], axis=2).reshape(len(totals), -1)
+            counts[first : first + _CHUNK] = totals.astype(np.int64)[:, self._source_leaf]
+        return counts
+
     def find(self, source: IDS, number: U64) -> U64:
         """The slot of sample `number` of each source, the inverse of `locate`; 2^62 if all lower slots come before."""
         node = self._source_leaf[source]

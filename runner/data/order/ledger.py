@@ -9,7 +9,6 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.order.hashing import GOLDEN, U64, mix64, stream_key
+from runner.data.order.packed import pack_rows, unpack_rows
 from runner.data.order.state_checks import (
-    ListOf,
+    LARGEST,
     MapOf,
     Record,
-    TupleOf,
     check,
     check_seal,
     hexadecimal,
@@ -39,11 +38,13 @@ _STATE = Record(
         "digest": hexadecimal(16 * LANES),
         "counts": MapOf(whole()),
         "sizes": MapOf(whole()),
-        "anchors": ListOf(TupleOf((whole(), whole(), hexadecimal(16), hexadecimal(16)))),
+        "anchors": text,
         "seal": text,
     }
 )
+_MESSAGE = "the saved data ledger is incomplete: {key} is {value}; expected {allowed}; use another checkpoint"
 _VERIFIED = 1 << 16  # a resume verifies at most this many samples
+_ANCHORS = 1 << 8  # in at most this many parts, each of whole steps
 _SECOND = np.uint64(0xC2B2AE3D27D4EB4F)
 _ODD = np.uint64(0x9FB21C651E98DF25)
 
@@ -67,7 +68,8 @@ class DataLedger:
         self._local = np.zeros(LANES + len(self.names), np.uint64)
         self._lanes = np.zeros(LANES, np.uint64)
         self._counts = dict.fromkeys(self.names, 0)
-        self._anchors: deque[tuple[int, int, int, int]] = deque()  # first position, samples, lanes
+        self._total = 0
+        self._anchors = _Anchors()
 
     def consume(self, indices: NDArray[np.integer], positions: NDArray[np.integer]) -> None:
         """Add samples of this rank.
@@ -85,21 +87,25 @@ class DataLedger:
         """What this rank added since the last commit, shape (2 + sources,): two digest lanes, samples per source."""
         return self._local.copy()
 
-    def commit(self, vector: U64) -> None:
-        """Add the sum of `local()` over all ranks."""
-        first = self.total
+    def commit(self, vector: U64, since: int = 0) -> None:
+        """Add the sum of `local()` over all ranks.
+
+        Args:
+            vector: the sum, shape (2 + sources,).
+            since: a resume could not recompute what is before this position, such as the last epoch.
+        """
+        first = self._total
         self._lanes += vector[:LANES]
         for name, count in zip(self.names, vector[LANES:].tolist(), strict=True):
             self._counts[name] += count
+            self._total += count
         self._local[:] = 0
-        self._anchors.append((first, self.total - first, int(vector[0]), int(vector[1])))
-        while len(self._anchors) > 1 and self.total - self._anchors[0][0] > _VERIFIED:
-            self._anchors.popleft()
+        self._anchors.append(first, self._total - first, vector[:LANES], since)
 
     @property
     def total(self) -> int:
         """Samples consumed by all ranks."""
-        return sum(self._counts.values())
+        return self._total
 
     @property
     def counts(self) -> dict[str, int]:
@@ -112,12 +118,12 @@ class DataLedger:
         return "".join(f"{lane:016x}" for lane in self._lanes.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Digest, counts, sizes, the digests of the last steps (up to 65,536 samples), a seal; JSON-serializable."""
+        """Digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB), a seal; JSON-serializable."""
         state = {
             "digest": self.digest,
             "counts": self.counts,
             "sizes": dict(zip(self.names, self.sizes, strict=True)),
-            "anchors": [[first, count, f"{a:016x}", f"{b:016x}"] for first, count, a, b in self._anchors],
+            "anchors": pack_rows(self._anchors.rows),
         }
         return sealed(state, "seal")
 
@@ -127,34 +133,35 @@ class DataLedger:
         Raises:
             SamplerStateError: the size of a source has changed, or the state is incomplete or was edited.
         """
-        message = "the saved data ledger is incomplete: {key} is {value}; expected {allowed}; use another checkpoint"
-        check(state, _STATE, message, SamplerStateError)
+        check(state, _STATE, _MESSAGE, SamplerStateError)
         lanes = [int(state["digest"][i : i + 16], 16) for i in range(0, 16 * LANES, 16)]
         counts, sizes = dict(state["counts"]), dict(state["sizes"])
-        anchors = [(first, count, int(a, 16), int(b, 16)) for first, count, a, b in state["anchors"]]
+        anchors = _Anchors.of(state["anchors"])
         for name, size in zip(self.names, self.sizes, strict=True):
             if sizes.get(name, size) != size:
                 raise SamplerStateError(
                     f"source {name!r} had {sizes[name]} samples when the ledger was saved and has {size} now: "
                     "restore the source"
                 )
-        if anchors and sum(anchors[-1][:2]) != sum(counts.values()):
+        total = sum(counts.values())
+        if anchors.end not in (None, total):
             raise SamplerStateError(
-                f"the saved data ledger counts {sum(counts.values())} samples but its last step ends at position "
-                f"{sum(anchors[-1][:2])}: it was edited; use another checkpoint"
+                f"the saved data ledger counts {total} samples but its last step ends at position {anchors.end}: it "
+                "was edited; use another checkpoint"
             )
         check_seal(state, "the saved data ledger", SamplerStateError, "seal")
         self._lanes = np.array(lanes, np.uint64)
         self._counts = {**dict.fromkeys(self.names, 0), **counts}
+        self._total = total
         self._local[:] = 0
-        self._anchors = deque(anchors)
+        self._anchors = anchors
 
     def verify(self, locate: Callable[[I64], tuple[Any, ...]], since: int = 0) -> int:
         """Recompute what the last steps consumed and compare it with the saved digests.
 
         Args:
             locate: positions -> (source names, indices within the sources, ...), such as `ElasticSampler.locate`.
-            since: steps that begin before this position are not compared, because `locate` does not cover them.
+            since: what begins before this position is not compared, because `locate` does not cover it.
 
         Returns:
             The number of samples compared: up to 65,536, or one step.
@@ -162,7 +169,7 @@ class DataLedger:
         Raises:
             SamplerStateError: the data order is not the one that was consumed; states the positions and both digests.
         """
-        known = [anchor for anchor in self._anchors if anchor[0] >= since]
+        known = [row for row in self._anchors.rows.tolist() if row[0] >= since]
         for first, count, *saved in known:
             names, index = locate(np.arange(first, first + count, dtype=np.int64))[:2]
             distinct, which = np.unique(names, return_inverse=True)
@@ -175,6 +182,65 @@ class DataLedger:
                     "restore the program version and configuration, or use another checkpoint"
                 )
         return sum(count for _, count, *_ in known)
+
+
+class _Anchors:
+    """Digests of the last steps: what a resume recomputes. Steps of a few samples share one, so that they stay few.
+
+    Attributes:
+        rows: first position, samples, and the two lanes of each, uint64 of shape (count, 4).
+    """
+
+    def __init__(self) -> None:
+        self._buffer = np.zeros((2 * _ANCHORS + 2, 2 + LANES), np.uint64)
+        self._begin = self._end = 0
+
+    @classmethod
+    def of(cls, text: str) -> _Anchors:
+        """Those of a saved state.
+
+        Raises:
+            SamplerStateError: it is not what `pack_rows` gave, or the ranges of positions are not consecutive.
+        """
+        anchors = cls()
+        try:
+            rows = unpack_rows(text, 2 + LANES, most=_ANCHORS + 1)
+        except ValueError as error:
+            raise SamplerStateError(_MESSAGE.format(key="anchors", value=error, allowed="packed digests")) from None
+        ends = rows[:, 0] + rows[:, 1]
+        if (rows[:, :2] > LARGEST).any() or (ends[:-1] != rows[1:, 0]).any():
+            raise SamplerStateError(_MESSAGE.format(key="anchors", value="edited", allowed="consecutive positions"))
+        anchors._end = len(rows)
+        anchors._buffer[: len(rows)] = rows
+        return anchors
+
+    @property
+    def rows(self) -> U64:
+        return self._buffer[self._begin : self._end]
+
+    @property
+    def end(self) -> int | None:
+        """One past the last position; None without a step."""
+        return sum(self.rows[-1, :2].tolist()) if len(self.rows) else None
+
+    def append(self, first: int, count: int, lanes: U64, since: int) -> None:
+        """Add a step, and drop what is more than 65,536 samples ago. No digest is of both sides of `since`."""
+        start, covered = self._buffer[self._end - 1, :2].tolist() if self._begin < self._end else (-1, 0)
+        if start >= since and covered < _VERIFIED // _ANCHORS:
+            last = self._buffer[self._end - 1]
+            last[1] = covered + count
+            last[2:] += lanes
+        else:
+            if self._end == len(self._buffer):
+                kept = self.rows.copy()
+                self._begin, self._end = 0, len(kept)
+                self._buffer[: len(kept)] = kept
+            self._buffer[self._end, :2] = first, count
+            self._buffer[self._end, 2:] = lanes
+            self._end += 1
+        oldest = first + count - _VERIFIED
+        while self._end - self._begin > 1 and self._buffer[self._begin, 0] < oldest:
+            self._begin += 1
 
 
 def _name_key(name: str) -> int:

@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.data.order.exclusions import POSITIONS, Exclusion, Selection, check_selections, parsed, without
-from runner.data.order.segments import Segment, as_segment, segment_at
+import numpy as np
+
+from runner.data.order.exclusions import Exclusions, Selections, check_selections
+from runner.data.order.segments import Segment, Segments
 from runner.data.order.sequence import ElasticSequence
-from runner.data.order.weights import SamplerError
+
+_SHOWN = 10  # differences in a message
 
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """The segments that the configuration asks for, from position 0 on, and the samples to exclude, normalized."""
+    """The segments that the configuration asks for, from position 0 on, and the samples to exclude."""
 
-    segments: tuple[Segment, ...]
-    exclude: tuple[Selection, ...]
+    segments: Segments
+    exclude: Selections
 
     @classmethod
     def make(
@@ -34,23 +37,17 @@ class OrderPlan:
         Raises:
             SamplerError: an invalid segment or exclusion, or two segments with the same start.
         """
-        if isinstance(segments, str | Mapping) or not isinstance(segments, Iterable):
-            raise SamplerError(f"segments {segments!r}: it must be a list of segments")
-        planned = sorted((as_segment(value, base) for value in segments), key=lambda segment: segment.start)
-        starts = [segment.start for segment in planned]
-        if len(set(starts)) != len(starts):
-            raise SamplerError(f"two segments start at the same position: {starts}")
-        return cls(tuple(planned) if starts[:1] == [0] else (base, *planned), parsed(exclude))
+        return cls(Segments.planned(segments, base), Selections.parse(exclude))
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "segments": [segment.to_json() for segment in self.segments],
-            "exclude": [str(one) for one in self.exclude],
+            "segments": self.segments.to_json(),
+            "exclude": self.exclude.to_json(),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OrderPlan:
-        return cls(tuple(map(Segment.from_json, value["segments"])), parsed(value["exclude"]))
+        return cls(Segments.from_json(value["segments"]), Selections.from_json(value["exclude"]))
 
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
         """How this plan differs from one saved at `position`, one message per difference.
@@ -58,25 +55,28 @@ class OrderPlan:
         A segment that has not begun may have moved: a phase begins at a step, and another global batch changes the
         position of that step.
         """
-        changes = []
-        for i in range(max(len(saved.segments), len(self.segments))):
+        changes: list[str] = []
+        same = saved.segments == self.segments
+        for i in range(0 if same else max(len(saved.segments), len(self.segments))):
+            if len(changes) == _SHOWN:
+                changes.append("and so on")
+                break
             before, after = (plan.segments[i] if i < len(plan.segments) else None for plan in (saved, self))
             if not _is_same(before, after, position):
                 changes.append(f"segment {i} was {before or 'absent'} and is {after or 'absent'}")
         if saved.exclude != self.exclude:
-            was, now = (", ".join(map(str, plan.exclude)) or "nothing" for plan in (saved, self))
-            changes.append(f"exclude was {was} and is {now}")
+            changes.append(f"exclude was {saved.exclude} and is {self.exclude}")
         return changes
 
     def continued(
         self,
         saved: OrderPlan,
-        segments: Sequence[Segment],
-        exclusions: Sequence[Exclusion],
+        segments: Segments,
+        exclusions: Exclusions,
         position: int,
         sizes: Mapping[str, int],
-        order: Callable[[Sequence[Exclusion]], ElasticSequence],
-    ) -> tuple[list[Segment], list[Exclusion]]:
+        order: Callable[[Exclusions], ElasticSequence],
+    ) -> tuple[Segments, Exclusions]:
         """Segments and exclusions of a run that was saved at `position` and continues under this plan.
 
         What was in force before `position` stays, and so do changes made in the run that begin later, except where
@@ -93,24 +93,23 @@ class OrderPlan:
         Raises:
             SamplerError: an invalid exclusion.
         """
-        if saved.to_json() == self.to_json():
-            return list(segments), list(exclusions)
-        before, now = (segment_at(plan.segments, position) for plan in (saved, self))
-        later = [segment for segment in self.segments if segment.start > position]
+        if saved == self:
+            return segments, exclusions
+        before, now = (plan.segments.at(position) for plan in (saved, self))
+        later = self.segments.select(self.segments.start > position)
         if replace(before, start=now.start) == now:
-            kept = [segment for segment in segments if segment.start <= position]
+            kept = segments.select(segments.start <= position)
         else:
-            kept = [segment for segment in segments if segment.start < position]
-            kept.append(replace(now, start=position))
-        planned = {segment.start for segment in later}
-        made = (one for one in segments if one.start > position and one not in saved.segments)
-        later += [self._adapted(one, sizes) for one in made if one.start not in planned]
-        later.sort(key=lambda segment: segment.start)
-        return [*kept, *later], self._exclusions(saved, exclusions, position, sizes, order)
+            kept = segments.select(segments.start < position)
+            kept = kept.joined(Segments.of([replace(now, start=position)]))
+        made = segments.select(segments.start > position).without(saved.segments)
+        made = made.select(~np.isin(made.start, later.start))
+        later = later.joined(Segments.of([self._adapted(one, sizes) for one in made]))
+        return kept.joined(later), self._exclusions(saved, exclusions, position, sizes, order)
 
     def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
         """A change of weights that was made in the run and has not begun, for the sources and caps of this plan."""
-        now = segment_at(self.segments, made.start)
+        now = self.segments.at(made.start)
         weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
         if not any(weights.values()):  # none of the sources that it wants is left
             return replace(now, start=made.start)
@@ -119,41 +118,29 @@ class OrderPlan:
     def _exclusions(
         self,
         saved: OrderPlan,
-        exclusions: Sequence[Exclusion],
+        exclusions: Exclusions,
         position: int,
         sizes: Mapping[str, int],
-        order: Callable[[Sequence[Exclusion]], ElasticSequence],
-    ) -> list[Exclusion]:
+        order: Callable[[Exclusions], ElasticSequence],
+    ) -> Exclusions:
         """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays.
 
         So does what a call in the run excluded, whether the plan has had the same samples or not. The same positions
         are other samples by now.
         """
-        active = [one.what for one in exclusions if one.until is None and one.what.source != POSITIONS]
-        added = without(self.exclude, (*saved.exclude, *active))
-        removed = without(saved.exclude, self.exclude)
+        added = self.exclude.without(saved.exclude).without(exclusions.samples_in_force())
         check_selections(added, position, sizes)
-        result: list[Exclusion] = []
-        positions: list[Selection] = []  # of withdrawn exclusions, in part
-        for one in exclusions:
-            rest = without([one.what], removed) if one.planned else (one.what,)
-            if one.until is not None or rest == (one.what,):
-                result.append(one)
-                continue
-            if one.at < position:
-                result.append(replace(one, until=position))
-            if one.what.source == POSITIONS:
-                positions += rest
-            else:
-                result += [Exclusion(position, what) for what in rest]
-        if positions:
-            result += excluded_from(positions, position, order(result))
+        result, *rest = exclusions.withdrawn(saved.exclude.without(self.exclude), position)
+        for parts in rest:  # samples, then positions, which count among what is left
+            before = result
+            made = Exclusions.make(parts, position, True, lambda *at: order(before).key_ranges(*at))  # noqa: B023
+            result = result.joined(made)
         if added:
-            result += excluded_from(added, position, order(exclusions))
+            result = result.joined(excluded_from(added, position, order(exclusions)))
         return result
 
 
-def excluded_from(selections: Iterable[Selection], at: int, order: ElasticSequence) -> list[Exclusion]:
+def excluded_from(selections: Selections, at: int, order: ElasticSequence, planned: bool = True) -> Exclusions:
     """What a run records when these samples are excluded from position `at` on.
 
     All positions are counted in `order`, the order before this change; those before `at` have no effect.
@@ -161,14 +148,8 @@ def excluded_from(selections: Iterable[Selection], at: int, order: ElasticSequen
     Raises:
         SamplerError: the positions are too large.
     """
-    made = []
-    for one in selections:
-        if one.source != POSITIONS:
-            made.append(Exclusion(at, one))
-        elif one.last >= at:
-            what = one._replace(first=max(at, one.first))
-            made.append(Exclusion(at, what, order.key_ranges(what.first, what.last)))
-    return made
+    parts = [(source, part.first, part.last) for source, part in selections.parts.items()]
+    return Exclusions.make(parts, at, planned, order.key_ranges)
 
 
 def _is_same(before: Segment | None, after: Segment | None, position: int) -> bool:

@@ -9,11 +9,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.data.order.packed import pack_columns, unpack_columns
 from runner.data.order.permutation import MAX_SIZE
 from runner.data.order.weights import SamplerError, check_weights, integer, is_finite
 from runner.errors import nearest
+
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+_LISTED = 100  # so many are written one by one, for people to read
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,269 @@ class Segment:
         )
 
 
+class Segments(Sequence[Segment]):
+    """Segments sorted by their starts, in columns: a run may have 100,000, one for each change that it has made.
+
+    Args:
+        names: the sources, sorted.
+        start: int64 of shape (count,).
+        temperature: float64 of the same shape.
+        weights: float64 of shape (count, sources); NaN: no weight.
+        caps: the same of `max_epochs`; None if no segment has any.
+    """
+
+    def __init__(
+        self, names: Sequence[str], start: I64, temperature: F64, weights: F64, caps: F64 | None = None
+    ) -> None:
+        self.names, self.start, self.temperature, self.weights = tuple(names), start, temperature, weights
+        self.caps = None if caps is None or np.isnan(caps).all() else caps
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> Segments:
+        """Any segments.
+
+        Raises:
+            SamplerError: a start, weight, temperature or cap that none can have.
+        """
+        if isinstance(segments, Segments):
+            return segments
+        ones = sorted(segments, key=lambda one: one.start)
+        made = cls._of_columns(
+            [one.start for one in ones],
+            [one.temperature for one in ones],
+            [one.weights for one in ones],
+            [one.max_epochs for one in ones],
+        )
+        if made is not None and made._is_valid():
+            return made
+        for one in ones:
+            check_values(one)
+        plain = [
+            Segment(one.start, _floats(one.weights), float(one.temperature), _floats(one.max_epochs)) for one in ones
+        ]
+        return cls.of(plain)
+
+    @classmethod
+    def planned(cls, values: Iterable[Segment | Mapping[str, Any] | Sequence[Any]], base: Segment) -> Segments:
+        """The base segment and planned ones in any of their accepted forms; one that starts at 0 replaces the base.
+
+        Raises:
+            SamplerError: an invalid segment, or two with the same start.
+        """
+        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+            raise SamplerError(f"segments {values!r}: it must be a list of segments")
+        values = list(values)
+        made = cls._of_pairs(values, base) or cls.of([as_segment(value, base) for value in values])
+        twice = np.flatnonzero(made.start[1:] == made.start[:-1])
+        if twice.size:
+            raise SamplerError(f"two segments start at the same position: {made.start[twice[0]]}")
+        return made if len(made) and made.start[0] == 0 else cls.of([base]).joined(made)
+
+    @classmethod
+    def _of_pairs(cls, values: list[Any], base: Segment) -> Segments | None:
+        """Many pairs (start, weights) at once; None if there are other forms, or there is anything to be refused."""
+        if not values or not all(type(one) is tuple and len(one) == 2 and type(one[1]) is dict for one in values):
+            return None
+        weights = [one[1] for one in values]
+        if any(one.keys() - base.weights.keys() for one in weights):
+            return None
+        count = len(values)
+        made = cls._of_columns(
+            [one[0] for one in values], [base.temperature] * count, weights, [base.max_epochs] * count, base.weights
+        )
+        if made is None or not made._is_valid():
+            return None
+        return made.select(np.argsort(made.start, kind="stable"))
+
+    @classmethod
+    def _of_columns(
+        cls,
+        start: list[Any],
+        temperature: list[Any],
+        weights: list[Mapping[str, Any]],
+        caps: list[Mapping[str, Any]],
+        base: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Segments | None:
+        """None if a value is no Python number, or NaN. `base`: weights of the sources that a segment does not name."""
+        names = sorted({*base}.union(*weights, *(caps if any(caps) else ())))
+        of_weights = [[one.get(name, base.get(name, math.nan)) for one in weights] for name in names]
+        of_caps = [[one.get(name, math.nan) for one in caps] for name in names] if any(caps) else []
+        if set(map(type, start)) - {int} or not all(0 <= one <= MAX_SIZE for one in start):
+            return None
+        if any(set(map(type, column)) - {int, float} for column in (temperature, *of_weights, *of_caps)):
+            return None
+        shape = len(names), len(start)
+        try:
+            held = np.array(of_weights, np.float64).reshape(shape).T
+            capped = np.array(of_caps, np.float64).reshape(shape).T if of_caps else None
+            absent = 0 if base else held.size - sum(map(len, weights)), held.size - sum(map(len, caps))
+            if np.isnan(held).sum() != absent[0] or (capped is not None and np.isnan(capped).sum() != absent[1]):
+                return None  # somebody has written NaN
+            return cls(names, np.array(start, np.int64), np.array(temperature, np.float64), held, capped)
+        except OverflowError:  # an integer that no float holds
+            return None
+
+    def _is_valid(self) -> bool:
+        weights, absent = self.weights, np.isnan(self.weights)
+        caps = np.zeros(0) if self.caps is None else self.caps[~np.isnan(self.caps)]
+        numbers = np.concatenate([weights[~absent], caps])
+        return bool(
+            (np.isfinite(numbers) & (numbers >= 0)).all()
+            and (np.isfinite(self.temperature) & (self.temperature > 0)).all()
+            and (np.where(absent, 0, weights) > 0).any(axis=1).all()
+        )
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Check the segments against the sources.
+
+        Raises:
+            SamplerError: an unknown or empty source.
+        """
+        wrong = np.zeros(len(self), bool)
+        for i, name in enumerate(self.names):
+            if name not in sizes:
+                wrong |= ~np.isnan(self.weights[:, i])
+                wrong |= False if self.caps is None else ~np.isnan(self.caps[:, i])
+            elif not sizes[name]:
+                wrong |= self.weights[:, i] > 0
+        if wrong.any():
+            check_segment(self[int(np.argmax(wrong))], sizes)
+
+    def at(self, position: int) -> Segment:
+        """The segment that holds at a position."""
+        found: Segment = self[int(np.searchsorted(self.start, position, side="right")) - 1]
+        return found
+
+    def select(self, chosen: NDArray[Any]) -> Segments:
+        """The chosen ones, by flags or by their numbers."""
+        caps = None if self.caps is None else self.caps[chosen]
+        return Segments(self.names, self.start[chosen], self.temperature[chosen], self.weights[chosen], caps)
+
+    def joined(self, other: Segments) -> Segments:
+        """These and the others, in the order of their starts."""
+        if not len(self) or not len(other):
+            return other if len(other) else self
+        names = sorted({*self.names, *other.names})
+        one, two = self._over(names), other._over(names)
+        caps = None
+        if one.caps is not None or two.caps is not None:
+            caps = np.concatenate(
+                [np.full_like(each.weights, np.nan) if each.caps is None else each.caps for each in (one, two)]
+            )
+        made = Segments(
+            names,
+            np.concatenate([one.start, two.start]),
+            np.concatenate([one.temperature, two.temperature]),
+            np.concatenate([one.weights, two.weights]),
+            caps,
+        )
+        return made if one.start[-1] < two.start[0] else made.select(np.argsort(made.start, kind="stable"))
+
+    def without(self, other: Segments) -> Segments:
+        """Those that are not among the others."""
+        names = sorted({*self.names, *other.names})
+        one, two = self._over(names), other._over(names)
+        place = np.minimum(np.searchsorted(two.start, one.start), max(0, len(two) - 1))
+        if not len(two):
+            return self
+        same = np.ones(len(self), bool)
+        for mine, theirs in zip(one._all_columns(), two._all_columns(), strict=True):
+            same &= (mine == theirs[place]) | (np.isnan(mine) & np.isnan(theirs[place]))
+        return self.select(~same)
+
+    def _all_columns(self) -> list[NDArray[Any]]:
+        caps = np.full_like(self.weights, np.nan) if self.caps is None else self.caps
+        return [self.start, self.temperature, *self.weights.T, *caps.T]
+
+    def _over(self, names: Sequence[str]) -> Segments:
+        """The same with columns for more sources."""
+        if tuple(names) == self.names:
+            return self
+        place = [names.index(name) for name in self.names]
+
+        def wider(values: F64) -> F64:
+            made = np.full((len(self), len(names)), np.nan)
+            made[:, place] = values
+            return made
+
+        caps = None if self.caps is None else wider(self.caps)
+        return Segments(names, self.start, self.temperature, wider(self.weights), caps)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+
+        def named(values: F64 | None) -> dict[str, float]:
+            row = [] if values is None else values[index].tolist()
+            return {name: value for name, value in zip(self.names, row, strict=False) if not math.isnan(value)}
+
+        return Segment(int(self.start[index]), named(self.weights), float(self.temperature[index]), named(self.caps))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segments):
+            return NotImplemented
+        return self is other or (len(self) == len(other) and not len(self.without(other)))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_json(self) -> Any:
+        """A list of them; of many, columns as packed texts."""
+        return [one.to_json() for one in self] if len(self) <= _LISTED else dict(self._packed)
+
+    @cached_property
+    def _packed(self) -> dict[str, Any]:
+        columns = [self.temperature, *self.weights.T, *([] if self.caps is None else self.caps.T)]
+        values, codes = np.unique(np.concatenate(columns), return_inverse=True, equal_nan=True)
+        numbers = codes.reshape(len(columns), -1)
+        return {
+            "count": len(self),
+            "sources": list(self.names),
+            "caps": self.caps is not None,
+            "starts": pack_columns([self.start, *numbers]),
+            "values": pack_columns([values.view(np.int64)]),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Segments:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: it is not what `to_json` gives.
+        """
+        if isinstance(value, list | tuple):
+            return cls.of([Segment.from_json(one) for one in value])
+        names = [str(name) for name in value["sources"]]
+        width = 1 + len(names) * (2 if value["caps"] else 1)
+        start, *codes = unpack_columns(value["starts"], 1 + width)
+        values = unpack_columns(value["values"], 1)[0].view(np.float64)
+        if not len(start) == value["count"] or names != sorted(set(names)) or (np.diff(start) < 0).any():
+            raise ValueError(f"{value['count']} segments of {len(names)} sources")
+        if not len(start) or start[0] < 0 or start[-1] > MAX_SIZE:
+            raise ValueError("segments that start outside 0 to 2^62")
+        numbers = np.stack(codes)
+        if numbers.min() < 0 or numbers.max() >= len(values):
+            raise ValueError("a segment has a number that is not there")
+        held = values[numbers]
+        weights, caps = held[1 : 1 + len(names)].T, held[1 + len(names) :].T
+        made = cls(
+            names, start, held[0], np.ascontiguousarray(weights), np.ascontiguousarray(caps) if value["caps"] else None
+        )
+        if not made._is_valid():
+            raise ValueError("a segment has a weight, temperature or cap that is none")
+        return made
+
+
+def _floats(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
+
+
 def segment_at(segments: Iterable[Segment], position: int) -> Segment:
     """The segment that holds at a position."""
+    if isinstance(segments, Segments):
+        return segments.at(position)
     return max((segment for segment in segments if segment.start <= position), key=lambda segment: segment.start)
 
 
@@ -102,13 +374,24 @@ def check_segment(segment: Segment, sizes: Mapping[str, int]) -> None:
                 raise SamplerError(
                     f"{what} for unknown source {name!r}{nearest(name, sizes)}; the sources are {', '.join(sizes)}"
                 )
-    check_weights(list(segment.weights.values()), segment.temperature, segment.weights)
+    check_values(segment)
     for name, weight in segment.weights.items():
         if weight > 0 and sizes[name] == 0:
             raise SamplerError(f"source {name!r} has weight {weight:g} but no samples: set its weight to 0")
+
+
+def check_values(segment: Segment) -> None:
+    """Check the numbers of a segment.
+
+    Raises:
+        SamplerError: a start, weight, temperature or cap that none can have.
+    """
+    check_weights(list(segment.weights.values()), segment.temperature, segment.weights)
     for name, cap in segment.max_epochs.items():
         if not (is_finite(cap) and cap >= 0):
             raise SamplerError(f"max_epochs {cap!r} of source {name!r}: expected a finite number of 0 or more")
+    if not 0 <= integer("start", segment.start) <= MAX_SIZE:
+        raise SamplerError(f"segment start {segment.start}: expected a position from 0 to 2^62")
 
 
 def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment) -> Segment:

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.exclusions import Exclusion
+from runner.data.order.exclusions import Exclusions
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.permutation import Domain, permute
-from runner.data.order.segments import Segment, check_segment
+from runner.data.order.segments import Segment, Segments
 from runner.data.order.source_stream import SourceStream
 from runner.data.order.spans import END, Span, SpanResolver
 from runner.data.order.weights import SamplerError
@@ -61,18 +61,17 @@ class ElasticSequence:
         sizes: Mapping[str, int],
         seed: int,
         segments: Sequence[Segment],
-        exclusions: Sequence[Exclusion] = (),
+        exclusions: Exclusions | None = None,
         absent: Sequence[str] = (),
         shuffle: bool = True,
     ) -> None:
         self.shuffle = shuffle
         self.sizes, self.seed = dict(sizes), seed
-        self.segments = tuple(sorted(segments, key=lambda segment: segment.start))
-        self.exclusions = tuple(exclusions)
-        if not self.segments or self.segments[0].start != 0:
+        self.segments = Segments.of(segments)
+        self.exclusions = exclusions or Exclusions()
+        if not self.segments or self.segments.start[0] != 0:
             raise SamplerError("the first segment must start at position 0")
-        for segment in self.segments:
-            check_segment(segment, sizes)
+        self.segments.check(sizes)
         self.names = tuple(sorted(sizes))
         self._id = {name: i for i, name in enumerate(self.names)}
         self._offsets = _offsets(self.names, sizes, absent)
@@ -159,6 +158,15 @@ class ElasticSequence:
         """Samples consumed from each source, by id, in the first `position` positions."""
         return self.span_at(position).numbers_at(position)
 
+    def many_numbers_at(self, positions: I64) -> I64:
+        """The same for each position, int64 of shape (count, sources)."""
+        found = np.empty((len(positions), len(self.names)), np.int64)
+        span_of = np.searchsorted(self._starts, positions, side="right") - 1
+        for i in np.unique(span_of).tolist():
+            chosen = np.flatnonzero(span_of == i)
+            found[chosen] = self.spans[i].many_numbers_at(positions[chosen])
+        return found
+
     def consumed_at(self, position: int) -> dict[str, int]:
         """Samples consumed from each source in the first `position` positions."""
         return dict(zip(self.names, self.numbers_at(position).tolist(), strict=True))
@@ -168,22 +176,27 @@ class ElasticSequence:
         numbers = self.numbers_at(position).tolist()
         return {stream.name: stream.end_key(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
-    def key_ranges(self, first: int, last: int) -> dict[str, tuple[int, int]]:
-        """What stands at positions `first` to `last`, inclusive: by source, its first key and one past its last.
+    def key_ranges(self, first: I64, last: I64) -> dict[str, tuple[I64, I64, I64]]:
+        """What stands at the positions of each range, `first` to `last`, inclusive.
 
-        Sources that have nothing there are left out.
+        Returns:
+            By source, unless it has nothing there: the numbers of the ranges that have samples of it, the first key of
+            each there, and one past the last.
 
         Raises:
             SamplerError: the positions are too large.
         """
-        if last >= _LAST_EXCLUDED:
-            raise SamplerError(f"positions {first} to {last}: positions to exclude must be below 2^61")
-        begin, end = (self.numbers_at(position).tolist() for position in (first, last + 1))
-        return {
-            stream.name: (stream.key_of(low), stream.end_key(high))
-            for stream, low, high in zip(self._streams, begin, end, strict=True)
-            if low < high
-        }
+        for low, high in zip(
+            first[last >= _LAST_EXCLUDED].tolist(), last[last >= _LAST_EXCLUDED].tolist(), strict=True
+        ):
+            raise SamplerError(f"positions {low} to {high}: positions to exclude must be below 2^61")
+        begin, end = self.many_numbers_at(first), self.many_numbers_at(last + 1)
+        found = {}
+        for i, stream in enumerate(self._streams):
+            ranges = np.flatnonzero(begin[:, i] < end[:, i])
+            if ranges.size:
+                found[stream.name] = ranges, stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
+        return found
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""

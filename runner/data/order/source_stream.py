@@ -9,50 +9,49 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.order.hashing import derive, stream_key
+from runner.data.order.kept_samples import KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
+from runner.data.order.ranges import Ranges
 from runner.data.order.weights import SamplerError
 
 I64 = NDArray[np.int64]
+LeftOut = Callable[[], tuple[Ranges, Ranges]]
 
-_NONE = np.zeros(0, np.int64)
+_CACHED_ERAS = 4
 
 
-@dataclass(frozen=True)
 class _Gaps:
-    """Sorted disjoint ranges [start, start + length) of the non-negative integers, which are left out."""
+    """Sorted disjoint ranges [start, stop) of the non-negative integers, which are left out."""
 
-    starts: I64
-    lengths: I64
-    kept: I64 = field(init=False)  # integers that are not left out, before each range
-    skipped: I64 = field(init=False)  # lengths of all ranges before each range, and of all
-
-    def __post_init__(self) -> None:
-        skipped = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-        object.__setattr__(self, "skipped", skipped)
-        object.__setattr__(self, "kept", self.starts - skipped[:-1])
+    def __init__(self, starts: I64, stops: I64) -> None:
+        lengths = stops - starts
+        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        self._skipped = np.concatenate([[0], np.cumsum(lengths)])  # by the ranges before each, and by all
+        self._kept = starts - self._skipped[:-1]  # integers that are not left out, before each range
 
     def nth(self, numbers: I64) -> I64:
         """The `number`-th integer, from 0, that is not left out."""
-        result: I64 = numbers + self.skipped[np.searchsorted(self.kept, numbers, side="right")]
+        if not len(self._kept):
+            return numbers
+        result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
         return result
 
     def before(self, values: I64) -> tuple[I64, NDArray[np.bool_]]:
         """How many integers before each value are not left out, and whether the value itself is left out."""
-        if not len(self.starts):
+        if not len(self._kept):
             return values, np.zeros(len(values), bool)
-        gap = np.searchsorted(self.starts, values, side="right") - 1
-        reached = np.maximum(gap, 0)
-        inside = np.minimum(values - self.starts[reached], self.lengths[reached])
-        counts = np.where(gap < 0, values, values - self.skipped[reached] - inside)
-        return counts, (gap >= 0) & (values - self.starts[reached] < self.lengths[reached])
+        gap = np.searchsorted(self._kept + self._skipped[:-1], values, side="right") - 1
+        stop = self._kept[gap] + self._skipped[gap + 1]
+        inside = (gap >= 0) & (values < stop)
+        return np.where(inside, self._kept[gap], values - self._skipped[gap + 1]), inside
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,43 @@ class _Era:
 
     Attributes:
         number: of the first sample.
-        epoch: with `offset`, the first key.
-        offset: of the first key.
-        excluded: samples that are left out, sorted.
-        in_first: their offsets in the first epoch, from the first key on, sorted.
-        key_ranges: keys [first, stop) that are left out, sorted and disjoint.
-        gaps: the same, counted from the first key of the era among those whose samples are not excluded.
+        key: the first key.
+        left_out: returns the samples and the keys that are left out, from `number` on or not.
     """
 
     number: int
-    epoch: int
-    offset: int
-    excluded: I64 = field(default_factory=lambda: _NONE)
-    in_first: I64 = field(default_factory=lambda: _NONE)
-    key_ranges: tuple[tuple[int, int], ...] = ()
-    gaps: _Gaps = field(default_factory=lambda: _Gaps(_NONE, _NONE))
+    key: int
+    left_out: LeftOut
+
+
+class _Kept:
+    """What an era leaves.
+
+    Attributes:
+        samples: those that are not excluded.
+        first: the first key of the era, among the keys of `samples`.
+        gaps: the keys that are left out besides, counted from there among the keys of `samples`.
+    """
+
+    def __init__(self, samples: KeptSamples, key: int, keys: Ranges) -> None:
+        self.samples, size = samples, max(1, samples.size)
+        self.first = int(self._among(np.array([key]), size)[0])
+        bounds = self._among(np.stack([keys.first, keys.last + 1]).reshape(-1), size) - self.first
+        self.gaps = _Gaps(*bounds.reshape(2, -1))
+
+    def _among(self, keys: I64, size: int) -> I64:
+        epochs, offsets = np.divmod(keys, size)
+        return _times(epochs, self.samples.left) + self.samples.before(epochs, offsets)[0]
+
+    def nth(self, numbers: I64) -> tuple[I64, I64]:
+        """Epoch and offset of each sample, by its number in the era."""
+        return self.samples.locate(self.gaps.nth(numbers) + self.first)
+
+    def before(self, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
+        """How many samples of the era come before each (epoch, offset), and whether the one there is left out."""
+        ranks, is_excluded = self.samples.before(epochs, offsets)
+        kept, in_gap = self.gaps.before(_times(epochs, self.samples.left) + ranks - self.first)
+        return kept, is_excluded | in_gap
 
 
 class SourceStream:
@@ -94,55 +115,80 @@ class SourceStream:
         a, b = grid(max(1, size))
         self.domain = Domain(np.uint64(max(1, size)), np.uint64(a), np.uint64(b))
         self.pairs = round_pairs(b)
-        self._eras = [_Era(0, 0, 0)]
+        self._eras = [_Era(0, 0, _nothing)]
+        self._numbers = np.zeros(1, np.int64)  # of the eras
+        self._cache: dict[int, _Kept] = {}  # by era
+        self.has_exclusions = False  # then numbers and keys are equal
 
-    @property
-    def has_exclusions(self) -> bool:
-        """False: numbers and keys are equal."""
-        return len(self._eras) > 1 or bool(len(self._eras[0].excluded) or self._eras[0].key_ranges)
-
-    def leave_out(self, number: int, samples: I64, key_ranges: Iterable[tuple[int, int]]) -> None:
+    def leave_out(self, number: int, left_out: LeftOut) -> None:
         """From the sample `number` on, leave out exactly these; what was left out so far returns.
 
         Args:
             number: samples that the source has given.
-            samples: indices within the source, sorted.
-            key_ranges: ranges [first, stop) of keys; what of them comes before the sample `number` has no effect.
+            left_out: returns the indices of samples within the source, and keys; it is called again when it is needed.
+                Keys that come before the sample `number` have no effect.
 
         Raises:
             SamplerError: no sample would be left, or the keys reach beyond 2^62.
         """
-        begin = self.end_key(number)
-        epoch, offset = divmod(begin, self.size)
-        if self._eras[-1].number == number:
-            self._eras.pop()
-        if len(samples) and len(samples) >= self.size:
+        samples, keys = left_out()
+        if not len(samples) and not len(keys) and not self.has_exclusions:
+            return
+        if len(samples) and samples.total >= self.size:
             raise SamplerError(
                 f"all {self.size} samples of source {self.name!r} would be excluded: set its weight to 0 instead"
             )
-        ranges = _merged(key_ranges, begin)
-        if ranges and ranges[-1][1] > MAX_SIZE:
+        if len(samples) and samples.last[-1] >= self.size:
+            raise SamplerError(f"exclude '{self.name}:{samples.last[-1]}': it has indices 0 to {self.size - 1}")
+        if len(keys) and keys.last[-1] >= MAX_SIZE:
             raise SamplerError(
                 f"the excluded positions reach beyond sample 2^62 of source {self.name!r}: exclude fewer positions"
             )
-        offsets = self._excluded_offsets(samples, np.array([epoch]))[0][0]
-        era = _Era(number, epoch, offset, samples, offsets[offsets >= offset])
-        bounds = np.array(ranges, np.int64).reshape(-1)
-        ordinals = self._ordinals(era, bounds // max(1, self.size), bounds % max(1, self.size))[0].reshape(-1, 2)
-        gaps = _Gaps(ordinals[:, 0], ordinals[:, 1] - ordinals[:, 0])
-        self._eras.append(replace(era, key_ranges=tuple(ranges), gaps=gaps))
+        key = self.end_key(number)
+        if self._eras[-1].number == number:
+            self._eras.pop()
+        self._eras.append(_Era(number, key, left_out))
+        self._numbers = np.array([era.number for era in self._eras])
+        self._cache.pop(len(self._eras) - 1, None)
+        self.has_exclusions = True
+
+    def _kept(self, era: int) -> _Kept:
+        kept = self._cache.get(era)
+        if kept is None:
+            while len(self._cache) >= _CACHED_ERAS:
+                del self._cache[next(iter(self._cache))]
+            samples, keys = self._eras[era].left_out()
+            key = self._eras[era].key
+            same = (one.samples for one in self._cache.values() if one.samples.excluded == samples)
+            left = next(same, None) or KeptSamples(self.size, samples, self._permute)
+            kept = self._cache[era] = _Kept(left, key, keys.from_on(key))
+        return kept
+
+    def _permute(self, epoch: int, values: I64, inverse: bool) -> I64:
+        if not self._shuffle:
+            return values
+        key = derive(self.stream, np.array([epoch]))[0]
+        return permute(values.astype(np.uint64), self.domain, key, self.pairs, inverse=inverse).view(np.int64)
 
     def end_key(self, number: int) -> int:
         """One past the key of the last of the first `number` samples."""
         last = self._eras[-1]
-        if number == last.number:
-            return last.epoch * self.size + last.offset
-        return self.key_of(number - 1) + 1
+        return last.key if number == last.number else int(self.end_keys(np.array([number]))[0])
+
+    def end_keys(self, numbers: I64) -> I64:
+        """The same of each number, int64 of shape (count,)."""
+        last = self._eras[-1]
+        keys: I64 = np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
+        return keys
 
     def key_of(self, number: int) -> int:
         """The key of a sample."""
-        epochs, offsets = self.epochs_and_offsets(np.array([number]))
-        return int(epochs[0]) * self.size + int(offsets[0])
+        return int(self.keys_of(np.array([number]))[0])
+
+    def keys_of(self, numbers: I64) -> I64:
+        """The key of each sample, int64 of shape (count,)."""
+        epochs, offsets = self.epochs_and_offsets(numbers)
+        return epochs * self.size + offsets
 
     def progress(self, number: int) -> float:
         """Epochs completed by the first `number` samples, as a fraction; excluded samples before them count."""
@@ -156,12 +202,15 @@ class SourceStream:
     def epochs_and_offsets(self, numbers: I64) -> tuple[I64, I64]:
         """Epoch and offset of each sample, both of the shape of `numbers`, (count,)."""
         if not self.has_exclusions:
-            return np.divmod(numbers, np.int64(self.size))
+            return np.divmod(numbers, np.int64(max(1, self.size)))
+        era_of = np.searchsorted(self._numbers, numbers, side="right") - 1
+        distinct = np.unique(era_of).tolist()
+        if len(distinct) == 1:
+            return self._kept(distinct[0]).nth(numbers - self._eras[distinct[0]].number)
         epochs, offsets = np.empty_like(numbers), np.empty_like(numbers)
-        era_of = np.searchsorted([era.number for era in self._eras], numbers, side="right") - 1
-        for i in np.unique(era_of).tolist():
-            chosen, era = era_of == i, self._eras[i]
-            epochs[chosen], offsets[chosen] = self._nth(era, era.gaps.nth(numbers[chosen] - era.number))
+        for i in distinct:
+            chosen = era_of == i
+            epochs[chosen], offsets[chosen] = self._kept(i).nth(numbers[chosen] - self._eras[i].number)
         return epochs, offsets
 
     def numbers_of(self, epochs: I64, offsets: I64) -> I64:
@@ -183,12 +232,15 @@ class SourceStream:
     def inputs(self, begin: int, end: int) -> tuple[Any, ...]:
         """What the samples numbered `begin` to `end` - 1 depend on; equal for streams that give the same ones."""
         parts = []
-        for era, following in zip(self._eras, [*self._eras[1:], None], strict=True):
-            first, stop = max(begin, era.number), end if following is None else min(end, following.number)
+        for i, era in enumerate(self._eras):
+            following = self._eras[i + 1].number if i + 1 < len(self._eras) else end
+            first, stop = max(begin, era.number), min(end, following)
             if first < stop:
                 low, high = self.key_of(first), self.key_of(stop - 1)
-                ranges = tuple(one for one in era.key_ranges if low < one[0] < high)
-                parts.append((first, low, tuple(era.excluded.tolist()), ranges))
+                samples, keys = era.left_out()
+                keys = keys.from_on(era.key)
+                between = (keys.first > low) & (keys.first < high)
+                parts.append((first, low, samples, Ranges(keys.first[between], keys.last[between])))
         return self.name, self.size, tuple(parts)
 
     def _before(self, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
@@ -196,86 +248,21 @@ class SourceStream:
         if not self.has_exclusions:
             return _times(epochs, self.size) + offsets, np.zeros(len(epochs), bool)
         numbers, is_left_out = np.empty_like(epochs), np.zeros(len(epochs), bool)
-        era_of = -np.ones(len(epochs), np.int64)
-        for era in self._eras:
-            era_of += (epochs > era.epoch) | ((epochs == era.epoch) & (offsets >= era.offset))
+        begins = np.array([era.key for era in self._eras])
+        keys = _times(epochs, self.size) + np.where(epochs < MAX_SIZE // max(1, self.size), offsets, 0)
+        era_of = np.searchsorted(begins, keys, side="right") - 1
         for i in np.unique(era_of).tolist():
-            chosen, era = era_of == i, self._eras[i]
-            ordinals, is_excluded = self._ordinals(era, epochs[chosen], offsets[chosen])
-            kept, in_gap = era.gaps.before(ordinals)
-            numbers[chosen], is_left_out[chosen] = era.number + kept, is_excluded | in_gap
+            chosen = era_of == i
+            kept, is_left_out[chosen] = self._kept(i).before(epochs[chosen], offsets[chosen])
+            numbers[chosen] = self._eras[i].number + kept
         return numbers, is_left_out
 
-    def _ordinals(self, era: _Era, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
-        """Keys of the era before each (epoch, offset), but for excluded samples; whether the sample is excluded."""
-        ordinals, is_excluded = np.empty_like(offsets), np.zeros(len(offsets), bool)
-        first = epochs == era.epoch
-        ordinals[first] = offsets[first] - era.offset - np.searchsorted(era.in_first, offsets[first])
-        is_excluded[first] = np.isin(offsets[first], era.in_first)
-        later = ~first
-        if later.any():
-            rows, row_of = self._excluded_offsets(era.excluded, epochs[later])
-            count = rows.shape[1]
-            flat = (rows + np.arange(len(rows))[:, None] * self.size).reshape(-1)
-            at = offsets[later] + row_of * self.size
-            skipped = np.searchsorted(flat, at) - row_of * count
-            whole_epochs = _times(epochs[later] - era.epoch - 1, self.size - count)
-            ordinals[later] = self._kept_in_first_epoch(era) + whole_epochs + offsets[later] - skipped
-            is_excluded[later] = np.isin(at, flat)
-        return ordinals, is_excluded
 
-    def _nth(self, era: _Era, ordinals: I64) -> tuple[I64, I64]:
-        """The inverse of `_ordinals` for samples that are not excluded."""
-        in_first = self._kept_in_first_epoch(era)
-        epochs, offsets = np.empty_like(ordinals), np.empty_like(ordinals)
-        first = ordinals < in_first
-        epochs[first] = era.epoch
-        offsets[first] = era.offset + _nth_kept(era.in_first - era.offset, ordinals[first])
-        later = ~first
-        if later.any():
-            whole, nth = np.divmod(ordinals[later] - in_first, np.int64(self.size - len(era.excluded)))
-            epochs[later] = era.epoch + 1 + whole
-            rows, row_of = self._excluded_offsets(era.excluded, epochs[later])
-            count = rows.shape[1]
-            base = np.arange(len(rows))[:, None] * (self.size + 1)
-            flat = (rows - np.arange(count) + base).reshape(-1)
-            skipped = np.searchsorted(flat, nth + row_of * (self.size + 1), side="right") - row_of * count
-            offsets[later] = nth + skipped
-        return epochs, offsets
-
-    def _kept_in_first_epoch(self, era: _Era) -> int:
-        return self.size - era.offset - len(era.in_first)
-
-    def _excluded_offsets(self, excluded: I64, epochs: I64) -> tuple[I64, I64]:
-        """Sorted offsets of the excluded samples, one row per distinct epoch, and the row of each of `epochs`."""
-        distinct, row_of = np.unique(epochs, return_inverse=True)
-        count = len(excluded)
-        keys = np.repeat(derive(self.stream, distinct), count)
-        samples = np.tile(excluded.astype(np.uint64), len(distinct))
-        if self._shuffle and count:
-            samples = permute(samples, self.domain, keys, self.pairs, inverse=True)
-        offsets = samples.astype(np.int64)
-        return np.sort(offsets.reshape(len(distinct), count), axis=1), row_of.astype(np.int64)
-
-
-def _nth_kept(excluded: I64, number: I64) -> I64:
-    """The `number`-th non-negative integer, from 0, that is not in the sorted array `excluded`."""
-    skipped: I64 = np.searchsorted(excluded - np.arange(len(excluded)), number, side="right")
-    return number + skipped
+def _nothing() -> tuple[Ranges, Ranges]:
+    return Ranges(), Ranges()
 
 
 def _times(epochs: I64, kept: int) -> I64:
     """The product, but 2^62 where it would be more."""
     most = MAX_SIZE // max(1, kept)
     return np.where(epochs > most, np.int64(MAX_SIZE), np.minimum(epochs, most) * kept)
-
-
-def _merged(ranges: Iterable[tuple[int, int]], first: int) -> Sequence[tuple[int, int]]:
-    """The same ranges [start, stop), from `first` on, sorted and disjoint."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((max(start, first), stop) for start, stop in ranges if stop > first):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged

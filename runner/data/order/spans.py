@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.exclusions import POSITIONS, Exclusion
+from runner.data.order.exclusions import Exclusions
 from runner.data.order.hashing import stream_key
 from runner.data.order.interleave import Interleave
 from runner.data.order.segments import Segment, segment_at
@@ -54,6 +55,13 @@ class Span:
         numbers[self.sources] += self.mixture.counts(position - self.start)
         return numbers
 
+    def many_numbers_at(self, positions: I64) -> I64:
+        """The same for each position, int64 of shape (count, sources of the order)."""
+        numbers = np.repeat(self.begin[None], len(positions), axis=0)
+        numbers[:, self.sources] += self.mixture.many_counts(positions - self.start)
+        numbers[positions >= self.stop] = self.end
+        return numbers
+
 
 class SpanResolver:
     """Plays segments and exclusions through in the order of their positions, once, when an order is built.
@@ -73,18 +81,16 @@ class SpanResolver:
         self._spans: list[Span] = []
         self._current: Span | None = None  # the mixture in force, without its end
 
-    def resolve(self, segments: Sequence[Segment], exclusions: Sequence[Exclusion]) -> list[Span]:
+    def resolve(self, segments: Sequence[Segment], exclusions: Exclusions) -> list[Span]:
         """The spans from position 0 to the end of the order.
 
         Raises:
             SamplerError: the order is empty, every sample of a source is excluded, or a source is unknown.
         """
-        for exclusion in exclusions:
-            for name in exclusion.sources:
-                if name not in self._id:
-                    raise SamplerError(f"exclude '{exclusion.what}': unknown source {name!r}")
-        changes = {segment.start for segment in segments} | {one.at for one in exclusions}
-        changes |= {one.until for one in exclusions if one.until is not None}
+        for name in sorted(exclusions.sources()):
+            if name not in self._id:
+                raise SamplerError(f"exclude: unknown source {name!r}")
+        changes = {segment.start for segment in segments} | set(exclusions.changes())
         position, segment = 0, segments[0]
         for at in sorted(changes):
             position = self._advance(segment, position, at)
@@ -99,21 +105,11 @@ class SpanResolver:
             )
         return self._spans
 
-    def _exclude(self, at: int, exclusions: Sequence[Exclusion]) -> None:
+    def _exclude(self, at: int, exclusions: Exclusions) -> None:
         """Let the exclusions act that are made or withdrawn at this position."""
-        for name in {name for one in exclusions if at in (one.at, one.until) for name in one.sources}:
-            active = [one for one in exclusions if one.is_in_force(at) and name in one.sources]
-            samples = [
-                np.arange(one.what.first, one.what.last + 1, dtype=np.int64)
-                for one in active
-                if one.what.source != POSITIONS
-            ]
+        for name in exclusions.changed_at(at):
             source = self._id[name]
-            self._streams[source].leave_out(
-                int(self._numbers[source]),
-                np.unique(np.concatenate(samples)) if samples else np.zeros(0, np.int64),
-                [one.keys[name] for one in active if one.what.source == POSITIONS],
-            )
+            self._streams[source].leave_out(int(self._numbers[source]), partial(exclusions.left_out, name, at))
 
     def _advance(self, segment: Segment, position: int, until: int) -> int:
         """Advance to position `until`, dropping sources that reach their caps.

@@ -144,6 +144,21 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
     return [value / total for value in scaled]
 
 
+def per_rank(size: int, num_replicas: int, drop_last: bool) -> int:
+    """Samples of a source that a rank gets of each epoch of a seeded sampler."""
+    return size // num_replicas if drop_last else -(-size // num_replicas)
+
+
+def apportion(probabilities: Sequence[float], budget: int) -> list[int]:
+    """round(p * budget) for each p, corrected by one in descending order of p until the sum is `budget`."""
+    counts = [round(p * budget) for p in probabilities]
+    difference = budget - sum(counts)
+    by_share = sorted(range(len(counts)), key=lambda source: -probabilities[source])
+    for i in range(abs(difference)):
+        counts[by_share[i % len(counts)]] += 1 if difference > 0 else -1
+    return counts
+
+
 def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """The arguments, with None replaced by the values of torch.distributed, or 1 and 0 where it is not initialized.
 

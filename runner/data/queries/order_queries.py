@@ -1,8 +1,7 @@
 """Look up a data order: the samples of a step, the times of a sample, what each source gives, a comparison of two runs.
 
 Each function takes an `OrderRecord` and returns plain values, ready for JSON. For the elastic sampler they are
-arithmetic; for the seeded samplers the epochs in question must be drawn, which needs torch. Neither data nor model is
-read.
+arithmetic; for the seeded samplers the draws of the epochs in question are followed. Neither data nor model is read.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusions import listed
 from runner.data.order.segments import segment_at
 from runner.data.order.sequence import ElasticSequence
 from runner.data.order.weights import shares
@@ -211,7 +211,7 @@ def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
     if one.kind == "elastic" and _first_weight_difference(one, other) is not None:
         reasons.append("the segments differ")
     if one.exclusions != other.exclusions:
-        texts = [", ".join(str(entry.what) for entry in record.exclusions) or "nothing" for record in (one, other)]
+        texts = [listed(record.exclusions.selections(), len(record.exclusions)) for record in (one, other)]
         reasons.append(f"excluded: {texts[0]} and {texts[1]}")
     batches = [
         ", ".join(f"{shape.global_batch_size} from step {shape.step + 1}" for shape in record.batch_shapes)
@@ -226,7 +226,7 @@ def _differing_ranges(orders: tuple[ElasticSequence, ElasticSequence], end: int)
     """Ranges of positions that the two orders do not derive from the same inputs."""
     same_streams = orders[0].seed == orders[1].seed and orders[0].shuffle == orders[1].shuffle
     bounds = {0, *(span.start for order in orders for span in order.spans)}
-    bounds |= {place for order in orders for one in order.exclusions for place in (one.at, one.what.first)}
+    bounds |= {place for order in orders for place in order.exclusions.places().tolist()}
     for first, last in pairwise([*sorted(bound for bound in bounds if bound < end), end]):
         inputs = [_range_inputs(order, first, last) for order in orders]
         if not same_streams or inputs[0] != inputs[1]:

@@ -8,8 +8,8 @@ neither the data nor torch.
      "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
-     "exclusions": [{"at": 800, "until": null, "exclude": "positions:5000-5999",
-                     "keys": {"code": [4000, 4800], "prose": [1000, 1200]}, "planned": true}], "retired": {}}
+     "exclusions": {"count": 1, "sources": ["positions", "code", "prose"], "rows": "eAFj...", "keys": "eAFj..."},
+     "retired": {}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
 seeded ones. Does not import torch.
@@ -17,14 +17,14 @@ seeded ones. Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.exclusions import Exclusion
-from runner.data.order.segments import Segment
+from runner.data.order.exclusions import Exclusions
+from runner.data.order.segments import Segment, Segments
 from runner.data.order.sequence import ElasticSequence
 from runner.errors import UserError
 from runner.system.files import Guard, read_json, write_json
@@ -62,13 +62,16 @@ class OrderRecord:
     sizes: dict[str, int]
     steps: int
     batch_shapes: tuple[BatchShape, ...]
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
     tokens_per_sample: dict[str, int] = field(default_factory=dict)
-    exclusions: tuple[Exclusion, ...] = ()
+    exclusions: Exclusions = field(default_factory=Exclusions)
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
     drop_last: bool = True
     make: Callable[[int, int], Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", Segments.of(self.segments))
 
     @classmethod
     def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
@@ -83,8 +86,8 @@ class OrderRecord:
             kind="elastic",
             seed=state["seed"],
             sizes=dict(sizes),
-            segments=tuple(Segment.from_json(entry) for entry in state["segments"]),
-            exclusions=tuple(Exclusion.from_json(entry) for entry in state["exclusions"]),
+            segments=Segments.from_json(state["segments"]),
+            exclusions=Exclusions.from_json(state["exclusions"]),
             retired={name: state["sizes"][name] for name in state["retired"]},
             shuffle=state["shuffle"],
             **others,
@@ -117,8 +120,8 @@ class OrderRecord:
             "version": VERSION,
             **{key: getattr(self, key) for key in _PLAIN},
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
-            "segments": [segment.to_json() for segment in self.segments],
-            "exclusions": [exclusion.to_json() for exclusion in self.exclusions],
+            "segments": Segments.of(self.segments).to_json(),
+            "exclusions": self.exclusions.to_json(),
         }
 
     @classmethod
@@ -131,8 +134,8 @@ class OrderRecord:
         return cls(
             **{key: value[key] for key in _PLAIN},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
-            segments=tuple(Segment.from_json(entry) for entry in value["segments"]),
-            exclusions=tuple(Exclusion.from_json(entry) for entry in value["exclusions"]),
+            segments=Segments.from_json(value["segments"]),
+            exclusions=Exclusions.from_json(value["exclusions"]),
         )
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:

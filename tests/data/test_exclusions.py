@@ -1,0 +1,217 @@
+"""Exclusions in columns: sets of ranges, their packed form, and the places of what is left; against plain Python."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.data.elastic import ElasticSampler
+from runner.data.order import kept_samples
+from runner.data.order.exclusions import Exclusions, Selections
+from runner.data.order.kept_samples import KeptSamples
+from runner.data.order.packed import pack_columns, unpack_columns
+from runner.data.order.ranges import Ranges, rest_of
+from runner.data.order.weights import SamplerError, SamplerStateError
+
+bounds = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=12)
+
+
+def ranges(pairs: list[tuple[int, int]]) -> Ranges:
+    first = np.array([low for low, _ in pairs], np.int64)
+    return Ranges.of(first, first + np.array([length for _, length in pairs], np.int64))
+
+
+def members(pairs: list[tuple[int, int]]) -> set[int]:
+    return {value for low, length in pairs for value in range(low, low + length + 1)}
+
+
+@given(bounds, bounds, st.integers(0, 70))
+def test_ranges_are_sets(some: list[tuple[int, int]], others: list[tuple[int, int]], lowest: int) -> None:
+    one, other, mine, theirs = ranges(some), ranges(others), members(some), members(others)
+
+    def values(each: Ranges) -> set[int]:
+        found = [value for low, high in each for value in range(low, high + 1)]
+        assert len(found) == len(set(found)) == each.total
+        assert (each.first[1:] > each.last[:-1] + 1).all(), "sorted, and no two touch"
+        return set(found)
+
+    assert values(one) == mine
+    assert values(one.union(other)) == mine | theirs
+    assert values(one.without(other)) == mine - theirs
+    assert values(one.from_on(lowest)) == {value for value in mine if value >= lowest}
+    assert (one == other) == (mine == theirs)
+    assert [bool(each) for each in one.contains(np.arange(80))] == [value in mine for value in range(80)]
+    if mine:
+        assert np.concatenate(list(one.pieces(7))).tolist() == sorted(mine)
+    lows = np.array([low for low, _ in others], np.int64)
+    highs = lows + np.array([length for _, length in others], np.int64)
+    assert one.touches(lows, highs).tolist() == [bool(mine & members([pair])) for pair in others]
+    first, last, owner = rest_of(lows, highs, one)
+    for i, pair in enumerate(others):
+        pieces = zip(first[owner == i].tolist(), last[owner == i].tolist(), strict=True)
+        assert {value for low, high in pieces for value in range(low, high + 1)} == members([pair]) - mine
+
+
+@pytest.mark.parametrize("limits", [None, (5, 7, 2)])
+@given(
+    size=st.integers(1, 60),
+    gone=bounds,
+    seed=st.integers(0, 99),
+    keys=st.lists(st.integers(0, 90), min_size=1, max_size=20),
+    far=st.booleans(),
+)
+def test_what_is_left_of_each_epoch_is_counted(
+    limits: tuple[int, int, int] | None, size: int, gone: list[tuple[int, int]], seed: int, keys: list[int], far: bool
+) -> None:
+    """Of few excluded samples, or, with other limits, in blocks; one after another or far ahead."""
+    excluded = ranges([(low, length) for low, length in gone if low + length < size])
+    if excluded.total == size:
+        return
+
+    @cache
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(size)
+
+    def permute(epoch: int, values: np.ndarray, inverse: bool) -> np.ndarray:
+        found: np.ndarray = (np.argsort(order(epoch)) if inverse else order(epoch))[values]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        if limits is not None:
+            for name, value in zip(("_FEW", "_BLOCK", "_NEAR"), limits, strict=True):
+                patch.setattr(kept_samples, name, value)
+        left = KeptSamples(size, excluded, permute)
+        expected = [
+            (epoch, offset)
+            for epoch in range(max(keys) // left.left + 1)
+            for offset in np.flatnonzero(~excluded.contains(order(epoch))).tolist()
+        ]
+        wanted = np.array(keys if far else sorted(keys), np.int64)
+        epochs, offsets = left.locate(wanted)
+        assert list(zip(epochs.tolist(), offsets.tolist(), strict=True)) == [expected[key] for key in wanted]
+        ranks, is_gone = KeptSamples(size, excluded, permute).before(
+            np.repeat(epochs, size), np.tile(np.arange(size), len(keys))
+        )
+        for i, epoch in enumerate(epochs.tolist()):
+            kept = [(epoch, offset) in expected for offset in range(size)]
+            assert (~is_gone[i * size : (i + 1) * size]).tolist() == kept
+            assert ranks[i * size : (i + 1) * size].tolist() == [sum(kept[:offset]) for offset in range(size)]
+
+
+@given(st.lists(st.lists(st.integers(-(2**62), 2**62), min_size=3, max_size=3), max_size=20))
+def test_columns_are_the_same_after_packing(rows: list[list[int]]) -> None:
+    columns = np.array(rows, np.int64).reshape(-1, 3).T
+    found = unpack_columns(pack_columns(list(columns)), 3)
+    assert [column.tolist() for column in found] == columns.tolist()
+
+
+@given(st.integers(1, 4), st.data())
+def test_a_damaged_text_is_one_line(count: int, data: st.DataObject) -> None:
+    text = pack_columns([np.arange(50) * 7, np.ones(50, np.int64)])
+    at = data.draw(st.integers(0, len(text) - 1))
+    damaged = data.draw(
+        st.sampled_from([text[:at], text[:at] + "A" + text[at:], text[:at] + "é" + text[at + 1 :], text])
+    )
+    if (damaged, count) != (text, 2):
+        with pytest.raises(ValueError, match=r"\A.+\Z"):
+            unpack_columns(damaged, count)
+
+
+def test_a_text_that_unpacks_to_gigabytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = pack_columns([np.zeros(10**6, np.int64)])
+    monkeypatch.setattr("runner.data.order.packed.MOST", 1000)
+    with pytest.raises(ValueError, match="damaged"):
+        unpack_columns(text, 1)
+
+
+def make(**changes: Any) -> ElasticSampler:
+    good: dict[str, Any] = {"sizes": {"a": 10**6, "b": 10**6}, "weights": [1, 2], "global_batch_size": 4}
+    return ElasticSampler(**{**good, "num_replicas": 1, **changes})
+
+
+def many(kind: str, count: int = 100_000) -> list[str]:
+    rng = np.random.default_rng(0)
+    first = np.sort(rng.choice(900_000, count, replace=False))
+    length = rng.integers(0, 8, count)
+    source = {"samples": "a:", "positions": ""}[kind]
+    return [f"{source}{low}-{low + more}" for low, more in zip(first.tolist(), length.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["samples", "positions"])
+def test_100_000_exclusions_are_kept_small_and_mean_the_same_after_a_resume(kind: str) -> None:
+    texts = many(kind)
+    mine = make(exclude=texts)
+    state = json.loads(json.dumps(mine.state_dict_at(1000)))
+    rows = len(mine.order.exclusions)
+    assert rows > 10_000
+    assert len(json.dumps(state)) < 50 * rows
+    again = make(exclude=texts[::-1])
+    again.load_state_dict(state)
+    assert again.order.exclusions == mine.order.exclusions
+    positions = np.arange(3000, 9000)
+    assert np.array_equal(again.indices_at(positions), mine.indices_at(positions))
+    assert np.array_equal(mine.find(*mine.locate(positions)), positions)
+    gone = set(mine.order.exclusions[5].keys) if kind == "positions" else {"a"}
+    assert gone <= {"a", "b"}
+    fewer = make(exclude=texts[1000:], allow_data_change=True)
+    fewer.load_state_dict(state)
+    assert np.array_equal(fewer.indices_at(np.arange(1000)), mine.indices_at(np.arange(1000)))
+    with pytest.raises(SamplerStateError, match=r"exclude was .* and \d+ more and is") as error:
+        make(exclude=texts[1000:]).load_state_dict(state)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_call_for_each_of_many_exclusions_means_the_same_as_one_for_all() -> None:
+    one, other = make(), make()
+    texts = many("samples", 200)
+    for text in texts:
+        one.exclude([text])
+    other.exclude(texts)
+    assert np.array_equal(one.indices_at(np.arange(5000)), other.indices_at(np.arange(5000)))
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a:1\n2"], "expected SOURCE:INDEX"),
+        (["a:1", "a:2-"], "'a:2-'"),
+        (["a:1", "a:-2"], "'a:-2'"),
+        (["a:1", "a:1-2-3"], "'a:1-2-3'"),
+        (["a:1", ":2"], "':2'"),
+        (["a:1", "a:"], "'a:'"),
+        (["a:1", "a:7-6"], "7 comes after 6"),
+        (["a:1", f"a:{10**30}"], "at most 2\\^62"),
+        (["a:1", "a:\ud800"], "expected SOURCE:INDEX"),
+        (["a:1", "a: 2"], "'a: 2'"),
+        (["a:1", "a:1_0"], "'a:1_0'"),
+    ],
+)
+def test_one_wrong_text_among_others_is_named(texts: list[str], message: str) -> None:
+    with pytest.raises(SamplerError, match=message):
+        make(exclude=texts)
+
+
+def test_numbers_may_be_written_in_any_digits() -> None:
+    assert Selections.parse(["a:\u0663", "a:007"]) == Selections.parse(["a:3", "a:7"])
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_exclusions_of_a_record_that_was_edited_are_refused_or_usable(data: st.DataObject) -> None:
+    """Whatever numbers they hold, reading them gives exclusions, or one ValueError."""
+    number = st.integers(-3, 5) | st.integers(-(2**62), 2**62)
+    count = data.draw(st.integers(0, 3))
+    rows = [np.array(data.draw(st.lists(number, min_size=count, max_size=count)), np.int64) for _ in range(6)]
+    keys = [np.array(data.draw(st.lists(number, min_size=count, max_size=count)), np.int64) for _ in range(4)]
+    value = {"count": count, "sources": ["positions", "a"], "rows": pack_columns(rows), "keys": pack_columns(keys)}
+    with suppress(ValueError):
+        found = Exclusions.from_json(value)
+        assert Exclusions.from_json(found.to_json()) == found
+        assert len(list(found)) == count
