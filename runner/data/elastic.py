@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from runner.data.order.exclusions import Exclusion, check_selections, parsed
 from runner.data.order.hashing import U64
+from runner.data.order.look_ahead import FIRST, MOST, LookAhead
 from runner.data.order.plan import OrderPlan, excluded_from
 from runner.data.order.segments import Segment, check_sizes, segment_at
 from runner.data.order.sequence import VERSION, ElasticSequence
@@ -205,6 +206,7 @@ class ElasticSampler:
         self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
         self._iteration = _Iteration()
         self._skip = 0
+        self._keys_ahead = LookAhead()
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
         self.order: ElasticSequence
         self.order_version = 0
@@ -305,10 +307,14 @@ class ElasticSampler:
         self._skip, self._counted = 0, (0, self.num_replicas)
         return self._iteration
 
-    def _remaining(self, iteration: _Iteration) -> int:
-        """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
+    def _samples_from(self, iteration: _Iteration) -> int:
+        """Samples of this rank in the iteration. Final positions too few for all ranks are dropped."""
         stop = self._stop()
-        return ((END if stop is None else stop) - iteration.start) // self.num_replicas - iteration.drawn
+        return ((END if stop is None else stop) - iteration.start) // self.num_replicas
+
+    def _remaining(self, iteration: _Iteration) -> int:
+        """Samples that each rank still gets."""
+        return self._samples_from(iteration) - iteration.drawn
 
     def _integers(self, iteration: _Iteration) -> Iterator[int]:
         chunk = 64  # grows, so that taking a few samples is cheap
@@ -322,12 +328,17 @@ class ElasticSampler:
                     break  # the weights have changed, and with them the rest of the chunk
 
     def _batches(self, iteration: _Iteration, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        while (count := min(batch_size, self._remaining(iteration))) > 0:
-            if drop_last and count < batch_size:
-                return
-            indices = self.order.indices_at(self._positions(iteration, iteration.drawn, count))
-            iteration.drawn += count
-            yield indices
+        ahead = FIRST
+        while (left := self._remaining(iteration)) >= (batch_size if drop_last else 1):
+            order, size = self.order, min(batch_size, left)
+            count = min(max(ahead // size, 1), left // size) * size  # whole batches
+            ahead = min(2 * ahead, MOST)
+            for batch in order.indices_at(self._positions(iteration, iteration.drawn, count)).reshape(-1, size):
+                iteration.drawn += size
+                yield batch
+                if self.order is not order:
+                    ahead = FIRST
+                    break  # what comes now is different
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -340,7 +351,8 @@ class ElasticSampler:
         return self._positions(self._iteration, first, count)
 
     def _positions(self, iteration: _Iteration, first: int, count: int) -> I64:
-        return np.arange(first, first + count, dtype=np.int64) * self.num_replicas + (iteration.start + self.rank)
+        start, replicas = iteration.start + self.rank, self.num_replicas
+        return np.arange(start + first * replicas, start + (first + count) * replicas, replicas, dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> U64:
         """A 64-bit identity, a hash of (seed, source, key), of each of the samples that `positions` describes.
@@ -348,7 +360,14 @@ class ElasticSampler:
         Returns:
             uint64 of shape (count,).
         """
-        return self.order.sample_keys(self.positions(first, count))
+        order, iteration = self.order, self._iteration
+        return self._keys_ahead.take(
+            (order, iteration.start),
+            first,
+            count,
+            lambda first, count: order.sample_keys(self._positions(iteration, first, count)),
+            lambda: self._samples_from(iteration) - first,
+        )
 
     def indices_at(self, positions: I64) -> I64:
         """Dataset index of the sample at each position of the run, int64 of the same shape (count,)."""
