@@ -10,10 +10,12 @@ Does not import torch.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,11 @@ from runner.data.order.state_checks import (
     Record,
     any_integer,
     check,
-    check_seal,
+    check_same_seal,
+    digest_of,
     flag,
     mapping,
     number,
-    sealed,
     shown,
     text,
     whole,
@@ -70,7 +72,7 @@ _STATE = Record(
         "segments": ListOf(_SEGMENT),
         "exclusions": ListOf(mapping),
         "plan": mapping,
-        "digest": text,
+        "seal": text,
     }
 )
 
@@ -167,10 +169,13 @@ class ElasticSampler:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
         order_version: grows with every change of the order.
         sizes: samples by source name.
+        makes_new_states: nothing else refers to what `state_dict` and `state_dict_at` return.
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
     """
+
+    makes_new_states = True
 
     def __init__(
         self,
@@ -207,6 +212,7 @@ class ElasticSampler:
         self._iteration = _Iteration()
         self._skip = 0
         self._keys_ahead = LookAhead()
+        self._fixed: tuple[ElasticSequence, bytes, str] | None = None  # see `state_dict_at`
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
         self.order: ElasticSequence
         self.order_version = 0
@@ -510,13 +516,22 @@ class ElasticSampler:
         loader that skips all samples it has counted reaches the same position, because the state also records how many
         samples per rank it counts; see `set_skip`.
         """
-        state: dict[str, Any] = {
+        if self._fixed is None or self._fixed[0] is not self.order:
+            fixed = self._fixed_state()
+            self._fixed = self.order, pickle.dumps(fixed), digest_of(fixed)
+        position, counted = self._position_after(samples), self._iteration.counted + samples
+        state: dict[str, Any] = pickle.loads(self._fixed[1])
+        state["position"], state["samples"] = position, counted
+        state["seal"] = _seal(self._fixed[2], position, counted)
+        return state
+
+    def _fixed_state(self) -> dict[str, Any]:
+        """The state without what changes with every sample: made once for each order."""
+        return {
             "kind": "elastic",
             "version": VERSION,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "position": self._position_after(samples),
-            "samples": self._iteration.counted + samples,
             "num_replicas": self.num_replicas,
             "global_batch_size": self.global_batch_size,
             "sizes": dict(self.order.sizes),
@@ -525,7 +540,6 @@ class ElasticSampler:
             "exclusions": [exclusion.to_json() for exclusion in self.order.exclusions],
             "plan": self._plan.to_json(),
         }
-        return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with any number of ranks and any batch size.
@@ -622,7 +636,14 @@ def check_state(state: Mapping[str, Any]) -> None:
         "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
     )
     check(state, _STATE, message, SamplerStateError)
-    check_seal(state, "the saved data order", SamplerStateError)
+    fixed = {name: value for name, value in state.items() if name not in ("position", "samples", "seal")}
+    found = _seal(digest_of(fixed), state["position"], state["samples"])
+    check_same_seal(state["seal"], found, "the saved data order", SamplerStateError)
+
+
+def _seal(fixed: str, position: int, samples: int) -> str:
+    """The seal of a state, from the digest of its fixed part."""
+    return blake2b(f"{fixed} {position} {samples}".encode(), digest_size=8).hexdigest()
 
 
 def check_global_batch(global_batch_size: int, num_replicas: int) -> int:
