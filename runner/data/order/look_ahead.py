@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIRST = 256  # samples in the first block
-MOST = 2048  # samples in a block; in a larger one a sample costs no less
+MOST = 4096  # samples in a block; in a larger one a sample costs hardly less
 
 
 class LookAhead:
