@@ -9,8 +9,8 @@ Does not import torch.
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -67,13 +67,21 @@ _STATE = Record(
         "samples": whole(),
         "num_replicas": whole(1),
         "global_batch_size": whole(1),
+        "order": text,
+        "seal": text,
+    }
+)
+_ORDER = Record(  # in the text of `order`
+    {
         "sizes": MapOf(whole()),
         "retired": ListOf(text),
         "segments": ListOf(_SEGMENT),
         "exclusions": ListOf(mapping),
         "plan": mapping,
-        "seal": text,
     }
+)
+_MESSAGE = (
+    "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
 )
 
 _CHUNK = 4096  # look up at most this many positions at a time when samples are yielded one by one
@@ -212,7 +220,7 @@ class ElasticSampler:
         self._iteration = _Iteration()
         self._skip = 0
         self._keys_ahead = LookAhead()
-        self._fixed: tuple[ElasticSequence, bytes, str] | None = None  # see `state_dict_at`
+        self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
         self.order: ElasticSequence
         self.order_version = 0
@@ -516,30 +524,35 @@ class ElasticSampler:
         loader that skips all samples it has counted reaches the same position, because the state also records how many
         samples per rank it counts; see `set_skip`.
         """
-        if self._fixed is None or self._fixed[0] is not self.order:
-            fixed = self._fixed_state()
-            self._fixed = self.order, pickle.dumps(fixed), digest_of(fixed)
+        fixed, digest = self._fixed_state()
         position, counted = self._position_after(samples), self._iteration.counted + samples
-        state: dict[str, Any] = pickle.loads(self._fixed[1])
-        state["position"], state["samples"] = position, counted
-        state["seal"] = _seal(self._fixed[2], position, counted)
-        return state
+        return {**fixed, "position": position, "samples": counted, "seal": _seal(digest, position, counted)}
 
-    def _fixed_state(self) -> dict[str, Any]:
-        """The state without what changes with every sample: made once for each order."""
-        return {
-            "kind": "elastic",
-            "version": VERSION,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "num_replicas": self.num_replicas,
-            "global_batch_size": self.global_batch_size,
-            "sizes": dict(self.order.sizes),
-            "retired": sorted(self._retired),
-            "segments": [segment.to_json() for segment in self.order.segments],
-            "exclusions": [exclusion.to_json() for exclusion in self.order.exclusions],
-            "plan": self._plan.to_json(),
-        }
+    def _fixed_state(self) -> tuple[dict[str, Any], str]:
+        """The state without what changes with every sample, and its digest: made once for each order.
+
+        What describes the order is a text, so that a state costs the same however many segments there are, and nothing
+        that is done to a state reaches another one.
+        """
+        if self._fixed is None or self._fixed[0] is not self.order:
+            order = {
+                "sizes": dict(self.order.sizes),
+                "retired": sorted(self._retired),
+                "segments": [segment.to_json() for segment in self.order.segments],
+                "exclusions": [exclusion.to_json() for exclusion in self.order.exclusions],
+                "plan": self._plan.to_json(),
+            }
+            state = {
+                "kind": "elastic",
+                "version": VERSION,
+                "seed": self.seed,
+                "shuffle": self.shuffle,
+                "num_replicas": self.num_replicas,
+                "global_batch_size": self.global_batch_size,
+                "order": json.dumps(order, separators=(",", ":")),
+            }
+            self._fixed = self.order, state, digest_of(state)
+        return self._fixed[1:]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with any number of ranks and any batch size.
@@ -548,7 +561,7 @@ class ElasticSampler:
             SamplerStateError: the state is truncated or edited; it has another version, seed or source size; or its
                 weights, segments, caps or sources differ and `allow_data_change` is not set.
         """
-        check_state(state)
+        state = opened_state(state)
         for name, own in (("seed", self.seed), ("shuffle", self.shuffle)):
             if state[name] != own:
                 raise SamplerStateError(
@@ -561,7 +574,7 @@ class ElasticSampler:
                     f"source {name!r} had {size} samples when the state was saved and has {self.sizes[name]} now: "
                     "restore it, or remove it and add the new data under another name"
                 )
-        changes = self.changes_from(state)
+        changes = self._changes_from(state)
         if changes and not self.allow_data_change:
             raise SamplerStateError(
                 f"the configured data order differs from the saved one: {'; '.join(changes)}; "
@@ -575,6 +588,9 @@ class ElasticSampler:
         A planned segment that has not begun may have moved to another position: a phase begins at a step, and another
         global batch changes the position of that step.
         """
+        return self._changes_from(opened_state(state))
+
+    def _changes_from(self, state: Mapping[str, Any]) -> list[str]:
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
@@ -613,11 +629,11 @@ def _integers(what: str, value: Any) -> I64:
     return array.astype(np.int64)
 
 
-def check_state(state: Mapping[str, Any]) -> None:
-    """Check that this is a complete, unedited state of a known version.
+def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what the text of its order holds: `sizes`, `retired`, `segments`, `exclusions` and `plan`.
 
     Raises:
-        SamplerStateError: it is not.
+        SamplerStateError: it is not a complete, unedited state of a known version.
     """
     if not isinstance(state, Mapping):
         raise SamplerStateError(f"the saved sampler state is {shown(state)}: pass what state_dict() returned")
@@ -632,13 +648,13 @@ def check_state(state: Mapping[str, Any]) -> None:
             f"the saved data order has version {shown(version)}; this program knows version {VERSION}: use the program "
             "that saved it"
         )
-    message = (
-        "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
-    )
-    check(state, _STATE, message, SamplerStateError)
+    check(state, _STATE, _MESSAGE, SamplerStateError)
     fixed = {name: value for name, value in state.items() if name not in ("position", "samples", "seal")}
     found = _seal(digest_of(fixed), state["position"], state["samples"])
     check_same_seal(state["seal"], found, "the saved data order", SamplerStateError)
+    order = json.loads(state["order"])
+    check(order, _ORDER, _MESSAGE, SamplerStateError)
+    return {**state, **order}
 
 
 def _seal(fixed: str, position: int, samples: int) -> str:

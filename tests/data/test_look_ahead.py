@@ -121,11 +121,11 @@ def test_few_lookups_serve_many_requests(left: int) -> None:
     assert pickle.loads(pickle.dumps(ahead)).take(("two",), 0, 3, look_up, lambda: left).tolist() == [0, 3, 6]
 
 
-def test_what_is_done_to_a_state_does_not_reach_the_next_one() -> None:
+def test_a_state_is_small_and_what_is_done_to_it_does_not_reach_the_next_one() -> None:
     mine = elastic(**boundaries())
     expected = mine.state_dict()
     changed = mine.state_dict()
-    changed["segments"][0]["weights"]["a"] = 99.0
-    changed["sizes"].clear()
+    assert all(isinstance(value, (int, str)) for value in changed.values())
+    changed.clear()
     assert mine.state_dict() == expected
     elastic(**boundaries()).load_state_dict(expected)
