@@ -12,7 +12,19 @@ import time
 
 from benchmarks import results
 
-NAMES = ("start", "loop", "ranks", "extensions", "sampler", "loader", "checkpoint", "report", "goodput", "slurm")
+NAMES = (
+    "start",
+    "loop",
+    "ranks",
+    "extensions",
+    "sampler",
+    "loader",
+    "scale",
+    "checkpoint",
+    "report",
+    "goodput",
+    "slurm",
+)
 
 
 def run(names: list[str], accept: bool) -> int:
