@@ -1,27 +1,61 @@
-"""`python -m benchmarks [NAME ...]`: run all benchmarks, or those named, one after the other."""
+"""`python -m benchmarks [NAME ...]`: run all benchmarks, or those named, one after the other.
+
+The figures go into results.json, against which the next run is compared, and from there into docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 import time
 
-NAMES = ("start", "loop", "ranks", "extensions", "sampler", "loader", "checkpoint", "report", "goodput", "slurm")
+from benchmarks import results
+
+NAMES = (
+    "start",
+    "loop",
+    "ranks",
+    "extensions",
+    "sampler",
+    "loader",
+    "scale",
+    "checkpoint",
+    "report",
+    "goodput",
+    "slurm",
+)
 
 
-def main(names: list[str]) -> int:
-    """Run them; 2 for a name that is none."""
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        print(f"error: no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}", file=sys.stderr)
-        return 2
-    for name in names or NAMES:
+def run(names: list[str], accept: bool) -> int:
+    """Run them; 1 if a ratio got worse."""
+    worse: list[str] = []
+    for name in names:
         began = time.perf_counter()
         print(f"\n== {name}", flush=True)
         sys.argv = [f"benchmarks.{name}"]
+        results.RECORDED.clear()
         importlib.import_module(f"benchmarks.{name}").main()
+        worse += results.keep(results.RECORDED.values(), accept)
+        results.PAGE.write_text(results.with_figures(results.PAGE.read_text(), results.kept()))
         print(f"   ({time.perf_counter() - began:.0f} s)", flush=True)
-    return 0
+    for sentence in worse:
+        print(f"{'accepted' if accept else 'regression'}: {sentence}")
+    if worse and not accept:
+        print("tables with a regression were not kept; --accept keeps them")
+    return int(bool(worse) and not accept)
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the arguments say; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all without one")
+    parser.add_argument("--accept", action="store_true", help="keep figures that got worse, too")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in NAMES]
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    return run(options.names or list(NAMES), options.accept)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.loop import ours
+from benchmarks.results import table
 from benchmarks.timing import seconds
 from runner.config.composition import compose
 from runner.data import StatefulDataLoader
@@ -116,12 +117,14 @@ def metric(folder: Path) -> float:
 
 
 def main() -> None:
-    """Print the three costs."""
+    """Take the three costs."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    print(f"random draws of a dataset  {seeding():6.1f} µs a sample (0 with draws_nothing, or prefetch='thread')")
+    found = table("extensions")
+    draws = "random draws of a dataset fetched one by one, a sample (0 with `draws_nothing`)"
+    found.add(draws, "cost", seeding(), "µs")
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        print(f"a callback's on_step_end   {callback(Path(first)):6.1f} µs a step")
-        print(f"a metric with a state      {metric(Path(second)):6.1f} µs a batch")
+        found.add("a callback with `on_step_end`, a step", "cost", callback(Path(first)), "µs")
+        found.add("a metric with a state, a batch of an evaluation", "cost", metric(Path(second)), "µs")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import table
 from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.data import DistributedSampler
@@ -81,7 +82,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Print tokens/s of the three and the median ratios over the turns."""
+    """Take tokens/s of the three and the median ratios over the turns."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose(["train.steps=1000000", "scheduler.warmup_steps=0", "eval.every_steps=0"]).config
         plain, session = ours(config, RunDir(Path(folder, "plain")))
@@ -94,14 +95,18 @@ def main() -> None:
         for opened in (session, saving_session):
             opened.close()
     tokens = STEPS * config.train.batch_size * config.data.sequence_length
-    for name, seconds in turns.items():
-        print(f"{name:10} {tokens / statistics.median(seconds):10.0f} tokens/s")
-    for name, peer, target in (("runner", "by hand", 0.98), ("saving", "runner", None)):
-        ratio = statistics.median(a / b for a, b in zip(turns[peer], turns[name], strict=True))
-        print(
-            f"{name} / {peer}: {ratio:.3f}"
-            + (f"  (target at least {target})" if target else "  (a save every 10 steps)")
-        )
+    found = table("loop")
+    goals = {"by hand": None, "runner": ("by hand", 0.98), "saving": ("runner", 0.99)}
+    rows = {
+        "by hand": "by hand",
+        "runner": "runner, with metrics, digest, status and TensorBoard; ratio to by hand",
+        "saving": "with a save every 10 steps; ratio to none",
+    }
+    for name, goal in goals.items():
+        found.add(rows[name], "tokens/s", tokens / statistics.median(turns[name]), "per s")
+        if goal is not None:
+            ratio = statistics.median(a / b for a, b in zip(turns[goal[0]], turns[name], strict=True))
+            found.add(rows[name], "ratio", ratio, at_least=goal[1])
 
 
 if __name__ == "__main__":

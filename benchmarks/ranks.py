@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
+from multiprocessing import SimpleQueue, get_context
+from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from launch.rendezvous import free_port
 from runner.data.order.batch_shape import BatchShape
@@ -42,7 +45,7 @@ SIZES = {
 TURNS = 15
 RANKS = (1, 2, 4)
 PER_RANK = (1, 3)  # micro-batches
-TARGETS = {1: 1.02, 2: 1.15, 4: 1.15}
+GOALS = {1: 1.02, 2: 1.15, 4: 1.15}
 
 
 def train_step(model: GPT, world: World, micro_batches: int, sequences: int, invariant: bool) -> TrainStep:
@@ -97,7 +100,8 @@ def traffic(turn: Callable[[], None], steps: int) -> float:
     return sent / steps
 
 
-def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: int) -> None:
+def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: int, results: SimpleQueue[Any]) -> None:
+    """One of the ranks; the first one gives parameters, ms of a usual step, ratio, bytes sent, of a ring's."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world = World(rank, ranks)
@@ -114,28 +118,36 @@ def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: in
         step_ms = 1000 * statistics.median(times["usual"]) / SIZES[parameters][-1]
         exact = sum(p.numel() for p in GPT(256, SIZES[parameters][4], *SIZES[parameters][:3]).parameters())
         ring = 8 * exact * (ranks - 1) / ranks
-        print(
-            f"{exact:>11,} {ranks:>5} {micro_batches:>13} {step_ms:>12.1f} {ratio:>9.3f} {TARGETS[ranks]:>7} "
-            f"{sent / 1e6:>9.2f} {sent / ring if ring else 1:>9.2f}",
-            flush=True,
-        )
+        results.put((exact, step_ms, ratio, sent, sent / ring if ring else 0.0))
     world.stop()
 
 
 def main() -> None:
-    """Print a line for each number of parameters, ranks and micro-batches."""
+    """A row for each number of parameters, ranks and micro-batches."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks")
     parser.add_argument("--parameters", type=lambda text: int(float(text)), nargs="*", default=list(SIZES))
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
     options = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read when a rank imports torch
-    print(" parameters ranks micro-batches usual [ms]     ratio  target sent [MB]   of ring")
+    found = table("ranks", "parameters, ranks, micro-batches")
     for parameters in options.parameters:
         for ranks in options.ranks:
             for micro_batches in [ranks * each for each in PER_RANK]:
-                port = free_port()
-                arguments = ranks, port, parameters, micro_batches
+                results = get_context("spawn").SimpleQueue()
+                arguments = ranks, free_port(), parameters, micro_batches, results
                 spawn(on_rank, arguments, ranks)  # type: ignore[no-untyped-call]
+                add(found, ranks, micro_batches, *results.get())
+
+
+def add(
+    found: Table, ranks: int, micro_batches: int, exact: int, step_ms: float, ratio: float, sent: float, ring: float
+) -> None:
+    row = f"{exact:,}, {ranks}, {micro_batches}"
+    found.add(row, "usual step", step_ms, "ms")
+    found.add(row, "ratio", ratio, at_most=GOALS[ranks])
+    if ranks > 1:
+        found.add(row, "sent by a rank", sent / 1e6, "MB")
+        found.add(row, "of a ring all-reduce", ring)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from runner.config.composition import compose
 
@@ -71,26 +72,26 @@ def write_run(path: Path, config: str, steps: int, seed: int) -> None:
     (path / "attempts.jsonl").write_text(json.dumps({**attempt, "seconds": {"steps": steps / 10}}) + "\n")
 
 
-def measure(root: Path, runs: int, steps: int, limit_s: float, turns: int = TURNS) -> None:
-    """Print medians, their ratio, and the size of the page."""
+def measure(found: Table, root: Path, runs: int, steps: int, limit_s: float) -> None:
+    """Medians, their ratio, and the size of the page."""
     temperatures = [compose(["data=mixture", f"sampler.temperature={t}", "seed=0"]).text for t in (1, 2, 3)]
     for number in range(runs):
         write_run(root / f"run{number:04d}", temperatures[number // 4 % 3], steps, number)
 
     pairs = [
         (cost("-m", "runner", "report", str(root)), cost("-c", PARSE, str(root)))  # in turns
-        for _ in range(turns)
+        for _ in range(TURNS)
     ]
     megabytes = (root / "report.html").stat().st_size / 1e6
     ours, parsing = (
         [statistics.median(column) for column in zip(*each, strict=True)] for each in zip(*pairs, strict=True)
     )
     ratio = statistics.median(own[1] / other[1] for own, other in pairs)
-    print(
-        f"{runs:5,} x {steps:9,} steps: {ours[0]:5.1f} s (target {limit_s:g}), {ours[1]:.1f} s of CPU; parsing alone "
-        f"{parsing[0]:5.1f} s, {parsing[1]:.1f} s of CPU; ratio {ratio:.2f}; page {megabytes:.1f} MB (target 20)",
-        flush=True,
-    )
+    row = f"{runs:,} x {steps:,} steps"
+    found.add(row, "CPU", ours[1], "s", at_most=limit_s)
+    found.add(row, "parsing every line with orjson, CPU", parsing[1], "s")
+    found.add(row, "ratio", ratio)
+    found.add(row, "page", megabytes, "MB", at_most=20)
 
 
 def cost(*words: str) -> tuple[float, float]:
@@ -102,10 +103,11 @@ def cost(*words: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Take the figures."""
+    found = table("report")
     with tempfile.TemporaryDirectory() as folder:
-        measure(Path(folder) / "many", 1000, 1000, 10)
-        measure(Path(folder) / "long", 1, 1_000_000, 5)
+        measure(found, Path(folder) / "many", 1000, 1000, 10)
+        measure(found, Path(folder) / "long", 1, 1_000_000, 5)
 
 
 if __name__ == "__main__":

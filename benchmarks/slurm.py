@@ -18,6 +18,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / each) for each in (
 from cluster import INSTALL, Cluster, missing, running  # noqa: E402  # the tests' own modules
 from jobs import COMMON, Job  # noqa: E402
 
+from benchmarks.results import table  # noqa: E402
+
 ROUNDS = 5
 
 
@@ -61,7 +63,7 @@ def measure(cluster: Cluster, folder: Path) -> list[tuple[float, float, float]]:
 
 
 def main() -> None:
-    """Print the medians, and the last one as a ratio to the import of torch."""
+    """Take the medians, and the last one as a ratio to the import of torch."""
     if lacking := missing():
         print(f"slurm: {', '.join(lacking)} is missing: {INSTALL}")
         return
@@ -69,11 +71,11 @@ def main() -> None:
         rounds = measure(cluster, Path(name))
     save, requeue, restart = (statistics.median(each) for each in zip(*rounds, strict=True))
     torch_s = statistics.median(import_torch() for _ in range(3))
-    print(f"signal to the end of the save     {save:8.2f} s")
-    print(f"end of the save to the requeue    {requeue:8.2f} s")
-    print(f"restart to the first new step     {restart:8.2f} s")
-    print(f"import torch alone                {torch_s:8.2f} s")
-    print(f"ratio restart / import torch      {restart / torch_s:8.2f}")
+    found = table("slurm")
+    found.add("signal to the end of the save", "time", save, "s")
+    found.add("end of the save to the job in the queue again", "time", requeue, "s")
+    found.add("restart to the first new step", "time", restart, "s")
+    found.add("restart to the first new step", "of `import torch`", restart / torch_s)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.results import Table, table
+
 TURNS = 7
 EMPTY_APP = """\
 import hydra
@@ -48,17 +50,20 @@ def first_step(cwd: Path) -> float:
     return duration
 
 
-def compare(what: str, ours: Callable[[], float], theirs: Callable[[], float], target: float) -> None:
-    """Print the medians of both and of their ratio."""
+def compare(found: Table, what: str, ours: Callable[[], float], theirs: Callable[[], float], goal: float) -> None:
+    """The medians of both and of their ratio."""
     ours(), theirs()  # files into the page cache
     pairs = [(ours(), theirs()) for _ in range(TURNS)]
     mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(own / peer for own, peer in pairs)
-    print(f"{what:44} {mine:6.2f} s  against {other:5.2f} s  ratio {ratio:5.2f}  (target at most {target})")
+    found.add(what, "ours", mine, "s")
+    found.add(what, "peer", other, "s")
+    found.add(what, "ratio", ratio, at_most=goal)
 
 
 def main() -> None:
-    """Print the ratios."""
+    """Take the ratios."""
+    found = table("start")
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         (cwd / "empty.py").write_text(EMPTY_APP)
@@ -72,9 +77,11 @@ def main() -> None:
         def run(*arguments: str) -> Callable[[], float]:
             return lambda: seconds("-m", "runner", *arguments, cwd=cwd)
 
-        compare("--help / an empty Hydra app's", run("--help"), empty_help, 1.2)
-        compare("--cfg job / an empty Hydra app's --help", run("data=mixture", "--cfg", "job"), empty_help, 1.2)
-        compare("start to first step / import torch, hydra", lambda: first_step(cwd), imports, 1.3)
+        show, peer = run("data=mixture", "--cfg", "job"), "an empty Hydra app's `--help`"
+        compare(found, f"`--help` / {peer}", run("--help"), empty_help, 1.2)
+        compare(found, f"`--cfg job` / {peer}", show, empty_help, 1.2)
+        first = "start to the first line of metrics / `import torch, hydra`"
+        compare(found, first, lambda: first_step(cwd), imports, 1.3)
 
 
 if __name__ == "__main__":
