@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.cli.console import shown
 from runner.config.composition import Composed
-from runner.config.frozen import load_plain, trained
+from runner.config.frozen import holds, load_plain, trained
 from runner.config.identity import ConfigChange, differences
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError
@@ -109,7 +109,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         _check_place(run)
         check_trusted(run)
         return _new(job)
-    changes = differences(load_plain(run.path), job.plain)
+    changes = [] if holds(run.path, job.plain) else differences(load_plain(run.path), job.plain)
     _check_changes(job, changes)
     awaited = None if finished or run.newest_step() else _awaited(job)
     if finished:

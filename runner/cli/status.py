@@ -15,12 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.cli.console import PROGRAM, Parser, check_interval, console, table
+from runner.cli.console import PROGRAM, Lines, Parser, check_interval, console
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
@@ -296,9 +296,8 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
         *(["ranks"] if several else []),
         *("lost", "last cause", "job", "node", "saved"),
     ]
-    made = table(*columns)
-    for row in rows:
-        cells = (
+    cells = [
+        (
             row.run,
             row.state,
             f"{row.step or 0}/{row.total or '?'}" if row.step is not None or row.total else "",
@@ -313,9 +312,9 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
             row.node or "",
             _time_of_day(row.checkpoint_time),
         )
-        texts = [Text(printable(cell)) for cell in cells]
-        texts[1].style = STYLES.get(row.state, "")
-        made.add_row(*texts)
+        for row in rows
+    ]
+    made = Lines(columns, cells, columns.index("state"), [STYLES.get(row.state, "") for row in rows])
     lines = ["\n  ".join(map(printable, note.splitlines())) for note in (*_notes(rows), *messages)]
     return Group(made, *(Text(line, style="yellow") for line in lines))
 
@@ -334,8 +333,7 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 
 def _finite(row: Row) -> dict[str, Any]:
     """The row for JSON, which has no NaN and no infinity: null."""
-    values = asdict(row)
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in vars(row).items()}
 
 
 def _time_of_day(time: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -22,6 +22,7 @@ from runner.config.plain_yaml import escaped
 from runner.config.schema import Config, config_errors
 from runner.config.targets import target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
+from runner.config.variations import Shape, Variations, shape_of
 from runner.errors import UserError
 from runner.system import files
 
@@ -48,6 +49,10 @@ class Composer:
         self.tree = ConfigTree(config_dirs, config_name)
         self._listed: dict[Path, list[str]] = {}
         self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
+        self._target_errors: dict[str, str | None] = {}
+        self._sweep = False
+        self._singles: dict[str, tuple[str, Any] | None] = {}
+        self._variations: dict[tuple[object, tuple[str, ...]], Variations] = {}
 
     def compose(self, overrides: Sequence[str], base: Path | None = None) -> Composed:
         """One job, checked.
@@ -64,10 +69,10 @@ class Composer:
         overrides = [text for text in overrides if not _FORK.match(text)]
         if fork is not None:
             return self._branch(*fork, overrides, given, base)
-        hydra_config, plain = _checked(self.tree, overrides, self.tree.compose)
+        choices, plain = self._checked(overrides, self.tree.compose)
         anchor(plain, base)
         name_source(plain)
-        run_dir = self._run_dir(plain, lambda: self._readable(hydra_config, plain, base, overrides))
+        run_dir = self._run_dir(plain, lambda: self._readable(choices, plain, base, overrides))
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, given, run_dir)
 
@@ -95,7 +100,7 @@ class Composer:
         fork = {"run": str(trunk), "step": step, "digest": identity(old), "seed": None, "was": {}}
         fork["trunk"] = old["fork"] if old["fork"]["run"] is not None else {}
         frozen = {**old, "run": own, "fork": fork}
-        _, plain = _checked(self.tree, overrides, lambda texts: self.tree.compose(texts, frozen))
+        _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), (trunk, step))
         anchor(plain, base)
         name_source(plain)
         plain["fork"] |= {"was": replaced_values(old, plain), "seed": plain["seed"]}
@@ -132,7 +137,7 @@ class Composer:
         fixed = [text for text in overrides if re.match(r"[+~]*run\.(dir|root|name)\b", text)]
         if fixed:
             raise UserError("\n".join(f"{text} cannot move the run {run_dir}: leave it out" for text in fixed))
-        _, plain = _checked(self.tree, overrides, lambda texts: self.tree.compose(texts, frozen))
+        _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), run_dir)
         anchor(plain, Path.cwd() if base is None else base)
         name_source(plain)
         plain["run"]["dir"] = str(run_dir)
@@ -160,6 +165,11 @@ class Composer:
             raise UserError("\n".join(errors))
         return [list(job) for job in product(*alternatives.values())]
 
+    def sweeping(self) -> Composer:
+        """This one, from here on composing jobs that differ in single values from each other."""
+        self._sweep = True
+        return self
+
     def jobs(self, overrides: Sequence[str]) -> list[Composed]:
         """All jobs of a sweep, checked.
 
@@ -169,7 +179,10 @@ class Composer:
         """
         first_with: dict[str, str] = {}  # error -> the first job that has it
         jobs = []
-        for number, job in enumerate(self.expand(overrides), start=1):
+        expanded = self.expand(overrides)
+        if len(expanded) > 1:
+            self.sweeping()
+        for number, job in enumerate(expanded, start=1):
             try:
                 jobs.append(self.compose(job))
             except UserError as error:
@@ -219,6 +232,79 @@ class Composer:
             return []  # composing the jobs reports the error
         return [f"{key}={value}" for key, value in params.items()] if params else []
 
+    def _checked(
+        self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object = None
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The options chosen of Hydra's groups, and the resolved values, of a config without errors.
+
+        Args:
+            overrides: without sweeps.
+            compose: overrides -> Hydra's config.
+            over: what they are composed over, if not the primary config.
+
+        Raises:
+            UserError: all errors, one per line.
+        """
+        shape = self._shape(overrides)
+        known = self._variations.get((over, shape.common)) if shape else None
+        if known and shape and (varied := known.plain(shape.values)) is not None:
+            choices, plain = known.choices, varied
+        else:
+            choices, plain = self._composed(overrides, compose, over, shape)
+        if errors := self._all_errors(plain):
+            raise UserError("\n".join(errors))
+        return choices, plain
+
+    def _shape(self, overrides: Sequence[str]) -> Shape | None:
+        """The shape of a job among many."""
+        if not self._sweep or any(map(unused_setting, overrides)):
+            return None
+        try:
+            return shape_of(overrides, self.tree.group_of, self._single_value)
+        except ERRORS:
+            return None  # composing the job reports the error
+
+    def _single_value(self, override: str) -> tuple[str, Any] | None:
+        """See `ConfigTree.single_value`; the jobs of a sweep share most overrides."""
+        if override not in self._singles:
+            self._singles[override] = self.tree.single_value(override)
+        return self._singles[override]
+
+    def _composed(
+        self,
+        overrides: Sequence[str],
+        compose: Callable[[Sequence[str]], DictConfig],
+        over: object,
+        shape: Shape | None,
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The options chosen, and the resolved values, as Hydra composes them.
+
+        Raises:
+            UserError: the overrides do not compose, or have no effect; all errors, one per line.
+        """
+        unused = {override: line for override in overrides if (line := unused_setting(override))}
+        overrides = [override for override in overrides if override not in unused]
+        try:
+            composed = compose(overrides)
+            config = _own(composed)
+            typed = _typed(config)
+            plain = plain_values(typed)
+        except ERRORS as error:
+            diagnosis = Diagnosis(
+                self.tree.group_of, self.tree.options, compose, lambda config: self._all_errors(_resolved(config))
+            )
+            raise UserError("\n".join([*unused.values(), *diagnosis.config_errors(overrides, error)])) from None
+        if unused:
+            raise UserError("\n".join([*unused.values(), *self._all_errors(plain)]))
+        choices = dict(composed.hydra.runtime.choices)
+        if shape is not None:
+            self._variations[over, shape.common] = Variations(config, typed, plain, choices, shape.values)
+        return choices, plain
+
+    def _all_errors(self, plain: dict[str, Any]) -> list[str]:
+        """Every error of a resolved config, one line each: its values, and what it names by `_target_`."""
+        return [*config_errors(to_config(plain)), *target_errors(plain, self._target_errors)]
+
     def _run_dir(self, plain: dict[str, Any], readable: Callable[[], str]) -> Path:
         """The run directory: one that ends in the identity, whatever its name, or a new one with a readable name."""
         if plain["run"]["dir"] is not None:
@@ -249,8 +335,7 @@ class Composer:
                 options.append(f"{key}={value}")
         return keys, options
 
-    def _readable(self, hydra_config: DictConfig, plain: dict[str, Any], base: Path, overrides: Sequence[str]) -> str:
-        choices = hydra_config.hydra.runtime.choices
+    def _readable(self, choices: Mapping[str, Any], plain: dict[str, Any], base: Path, overrides: Sequence[str]) -> str:
         experiment, data = choices.get("experiment"), choices.get("data")
         if (experiment, data) not in self._bases:
             chosen = [f"{k}={v}" for k, v in (("experiment", experiment), ("data", data)) if v is not None]
@@ -327,43 +412,28 @@ def compose(
     return Composer(config_dirs, config_name).compose(overrides)
 
 
-def _checked(
-    tree: ConfigTree, overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]
-) -> tuple[DictConfig, dict[str, Any]]:
-    """Hydra's config for `overrides` and its resolved values.
-
-    Raises:
-        UserError: all errors, one per line.
-    """
-    unused = {override: line for override in overrides if (line := unused_setting(override))}
-    overrides = [override for override in overrides if override not in unused]
-    try:
-        hydra_config = composed(overrides)
-        plain = _resolved(hydra_config)
-    except ERRORS as error:
-        diagnosis = Diagnosis(tree.group_of, tree.options, composed, lambda config: _all_errors(_resolved(config)))
-        raise UserError("\n".join([*unused.values(), *diagnosis.config_errors(overrides, error)])) from None
-    if errors := [*unused.values(), *_all_errors(plain)]:
-        raise UserError("\n".join(errors))
-    return hydra_config, plain
-
-
 def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`config` resolved, without Hydra's node; values missing in it are taken from the dotted keys of `given`.
+    """Hydra's `config` resolved, without its own node; values missing are taken from the dotted keys of `given`.
 
     Raises:
         UserError: values are missing, and `given` is None.
     """
+    return plain_values(_typed(_own(config, given)))
+
+
+def _own(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
+    """`config` without Hydra's node and, if `given`, without missing values; see `_resolved`."""
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     missing = sorted(key for key, value in flatten(plain_values(config, resolve=False)).items() if value == "???")
     if missing and given is None:
         raise UserError("\n".join(f"{key} must be given: {key}=..." for key in missing))
     for key in missing:
         OmegaConf.update(config, key, (given or {}).get(key))
-    # A user's primary config need not start from the schema.
-    return plain_values(OmegaConf.merge(schema(), escaped(plain_values(config))))
+    return config
 
 
-def _all_errors(plain: dict[str, Any]) -> list[str]:
-    """Every error of a resolved config, one line each: its values, and what it names by `_target_`."""
-    return [*config_errors(to_config(plain)), *target_errors(plain)]
+def _typed(config: DictConfig) -> DictConfig:
+    """The resolved values of `config`, merged into the schema: a user's primary config need not start from it."""
+    typed = OmegaConf.merge(schema(), escaped(plain_values(config)))
+    assert isinstance(typed, DictConfig)
+    return typed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -14,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.fork import planned, trunk_values
 from runner.config.own_target import Replaceable
-from runner.config.plain_yaml import MAX_BYTES, check_structure, escaped
+from runner.config.plain_yaml import MAX_BYTES, Loader, check_structure, copied, escaped, read_plain, sections
 from runner.config.schema import Config, config_errors
 from runner.errors import RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -48,11 +49,8 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
         check_structure(text)
-        frozen = OmegaConf.load(io.StringIO(text))
-        if lost := [field.name for field in fields(Config) if field.name not in frozen]:
-            raise ValueError(f"it has no {', '.join(lost)}")
         # Over the schema's defaults, so that an option added since then has its default.
-        return plain_values(OmegaConf.merge(schema(), frozen))
+        return _by_section(text) or plain_values(OmegaConf.merge(schema(), _whole(text)))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
     except OSError as error:  # kept as the cause: one that may pass, such as EIO, decides nothing
@@ -63,6 +61,46 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
             f"{run.config} is truncated or was edited by hand ({reason}): fix it, or remove it and rerun the command, "
             f"which writes it again ({run.code.name} lists the overrides)"
         ) from None
+
+
+def _whole(text: str) -> DictConfig | ListConfig:
+    frozen = OmegaConf.load(io.StringIO(text))
+    if lost := [field.name for field in fields(Config) if field.name not in frozen]:
+        raise ValueError(f"it has no {', '.join(lost)}")
+    return frozen
+
+
+def _by_section(text: str) -> dict[str, Any] | None:
+    """The values of a frozen config, merged into the schema one by one: the runs of a sweep share most of them.
+
+    None if the text is not quite as it is written, or has errors.
+    """
+    try:
+        found = [_section(section) for section in sections(text)] if "${" not in text else []
+    except READ_ERRORS:
+        return None
+    names = [field.name for field in fields(Config)]
+    return copied(dict(found)) if sorted(name for name, _ in found) == sorted(names) else None
+
+
+@lru_cache(maxsize=1 << 14)
+def _section(text: str) -> tuple[str, Any]:
+    """The name of a section of a config, and its value."""
+    ((name, _),) = (values := yaml.load(text, Loader=Loader)).items()
+    return name, plain_values(OmegaConf.merge(_part(name), values))[name]
+
+
+@cache
+def _part(name: str) -> DictConfig:
+    return OmegaConf.masked_copy(schema(), [name])
+
+
+def holds(run_dir: Path, plain: dict[str, Any]) -> bool:
+    """Whether the frozen config of a run has exactly these values, written as they are written now."""
+    try:
+        return repr(read_plain(RunDir(run_dir).config)) == repr(plain)
+    except (OSError, ValueError):
+        return False
 
 
 def load(run_dir: Path) -> Config:
@@ -92,7 +130,7 @@ def to_config(plain: dict[str, Any]) -> Config:
 
 def _typed(hint: Any, value: Any) -> Any:
     if isinstance(hint, type) and is_dataclass(hint):
-        hints = get_type_hints(hint)
+        hints = _hints(hint)
         made = hint(**{name: _typed(hints[name], part) for name, part in value.items() if name in hints})
         if isinstance(made, Replaceable):
             made.options.update({name: part for name, part in value.items() if name not in hints})
@@ -102,6 +140,11 @@ def _typed(hint: Any, value: Any) -> Any:
     if get_origin(hint) is dict:
         return {key: _typed(get_args(hint)[1], part) for key, part in value.items()}
     return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def plain_values(config: DictConfig | ListConfig, resolve: bool = True) -> dict[str, Any]:

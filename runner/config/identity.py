@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class ConfigChange(NamedTuple):
         return f"{self.key}: {as_text(self.old)} -> {as_text(self.new)}"
 
 
+@lru_cache(maxsize=1 << 16)
 def kind_of(key: str) -> str:
     """What changing this dotted key means for an existing run: `free`, `shape`, `data` or `fixed`."""
     if key.endswith(".cache_dir"):

@@ -14,7 +14,41 @@ from runner.system import files
 
 MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
 MAX_DEPTH = 100
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NOT_OURS = re.compile(r"^(?!\w+:| |- |$)", re.MULTILINE)
+_TOP_LEVEL = re.compile(r"^(?=\w+:)", re.MULTILINE)
+_FLOAT = re.compile(
+    r"""^(?:[-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
+    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+
+
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads as OmegaConf does: 1e-3 is a number, a date is text, and a key may be there once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Called by PyYAML.
+
+        Raises:
+            ConstructorError: two keys are the same.
+        """
+        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+        if len(keys) > len(set(keys)):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {twice}", node.start_mark)
+        made: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return made
+
+
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+Loader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in Loader.yaml_implicit_resolvers.items()
+}
 
 
 def read_plain(path: Path) -> dict[str, Any]:
@@ -29,7 +63,7 @@ def read_plain(path: Path) -> dict[str, Any]:
         check_structure(text)
         values = _by_section(text)
         if values is None:
-            values = yaml.load(text, Loader=LOADER)
+            values = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML ({error})".splitlines()[0]) from None
     if not isinstance(values, dict):
@@ -41,20 +75,31 @@ def read_plain(path: Path) -> dict[str, Any]:
 def _by_section(text: str) -> dict[str, Any] | None:
     """The values of a config whose top-level entries can be read one by one: the runs of a sweep share most of them."""
     found: dict[str, Any] = {}
-    for section in re.split(r"^(?=\w+:)", text, flags=re.MULTILINE):
-        try:
-            values = _section(section) if section else {}
-        except yaml.YAMLError:
-            return None
-        if not isinstance(values, dict):
-            return None
-        found |= values
+    try:
+        for section in sections(text):
+            values = _section(section)
+            if found.keys() & values.keys():
+                return None
+            found |= values
+    except (yaml.YAMLError, ValueError, AttributeError):
+        return None
     return found
 
 
-@lru_cache(maxsize=1024)
+def sections(text: str) -> list[str]:
+    """The top-level entries of a config, each a YAML of its own.
+
+    Raises:
+        ValueError: the text is not such as `runner.config.frozen.to_yaml` writes.
+    """
+    if _NOT_OURS.search(text):
+        raise ValueError("not written by this program")
+    return [part for part in _TOP_LEVEL.split(text) if part]
+
+
+@lru_cache(maxsize=1 << 14)
 def _section(text: str) -> Any:
-    return yaml.load(text, Loader=LOADER)
+    return yaml.load(text, Loader=Loader)
 
 
 def check_structure(text: str) -> None:
@@ -67,7 +112,7 @@ def check_structure(text: str) -> None:
     if "&" not in text and "*" not in text and _is_shallow(text):
         return  # without a look at each of its parts, which would take as long as reading them
     depth = 0
-    for event in yaml.parse(text, Loader=LOADER):
+    for event in yaml.parse(text, Loader=Loader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"the alias *{event.anchor} refers to another part of the file")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -80,6 +125,13 @@ def _is_shallow(text: str) -> bool:
     flow = text.count("[") + text.count("{")
     block = max(len(line) - len(line.lstrip(" -?:")) for line in text.splitlines() or [""])
     return flow + block < MAX_DEPTH // 3
+
+
+def copied(node: Any) -> Any:
+    """`node` with dictionaries and lists of its own."""
+    if isinstance(node, dict):
+        return {name: copied(part) for name, part in node.items()}
+    return [copied(part) for part in node] if isinstance(node, list) else node
 
 
 def escaped(node: Any) -> Any:

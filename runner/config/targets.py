@@ -130,13 +130,20 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
     return found.func if isinstance(found, partial) else found
 
 
-def target_errors(plain: dict[str, Any]) -> list[str]:
-    """A line for each `_target_` in a resolved config that names nothing callable."""
+def target_errors(plain: dict[str, Any], known: dict[str, str | None] | None = None) -> list[str]:
+    """A line for each `_target_` in a resolved config that names nothing callable.
+
+    Args:
+        plain: the config.
+        known: target -> why it is unusable, or None; what is found out is added.
+    """
+    known = {} if known is None else known
     # A launcher with its own Python has other modules than this one.
     checked = {"launcher": plain["launcher"]} if plain["launcher"].get("python") else plain
-    return [
-        f"{key}._target_={target}: {error}" for key, target in _targets(checked) if (error := _target_error(target))
-    ]
+    found = list(_targets(checked))
+    for target in {str(target) for _, target in found} - known.keys():
+        known[target] = _target_error(target)
+    return [f"{key}._target_={target}: {error}" for key, target in found if (error := known[str(target)])]
 
 
 def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -152,9 +159,9 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _targets(part, f"{key}.{name}" if key else str(name))
 
 
-def _target_error(target: Any) -> str | None:
+def _target_error(target: str) -> str | None:
     """Why `target` is unusable, or None."""
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+    if not all(part.isidentifier() for part in target.split(".")):
         return "write the dotted name of a class or function, such as my_package.my_module.MyClass"
     return None if _is_defined_in_source(target) else _import_error(target)
 

@@ -20,11 +20,14 @@ VARIABLE = "RUNNER_TRUST"
 """Directories, separated by colons: runs at and below them are resumed whoever can write there. It cannot be a setting,
 because a run's settings are in the very file that is in doubt; and it reaches ranks and jobs with the environment."""
 
-_RECORDS = sorted(
-    Path(getattr(RunDir(Path()), name)).name
-    for name, member in vars(RunDir).items()
-    if isinstance(member, property) and getattr(RunDir(Path()), name).parent == Path()
-)
+_RECORDS = {
+    name: stat.S_IFREG if Path(name).suffix else stat.S_IFDIR
+    for name in sorted(
+        getattr(RunDir(Path()), name).name
+        for name, member in vars(RunDir).items()
+        if isinstance(member, property) and getattr(RunDir(Path()), name).parent == Path()
+    )
+}
 KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFREG: "a regular file"}
 
 
@@ -56,16 +59,14 @@ def check_kinds(run: RunDir) -> None:
         RunDirError: the first entry of another kind.
         OSError: the run directory cannot be read.
     """
-    for name in _RECORDS:
-        path, expected = run.path / name, stat.S_IFREG if Path(name).suffix else stat.S_IFDIR
-        try:
-            kind = stat.S_IFMT(path.lstat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+    found = files.kinds(run.path)
+    for name, expected in _RECORDS.items():
+        kind = found.get(name, expected)
         if kind != expected:
+            what = f"{run.path / name} is {KINDS.get(kind, 'a special file')}, and not {KINDS[expected]}"
             raise RunDirError(
-                f"{path} is {KINDS.get(kind, 'a special file')}, and not {KINDS[expected]}: remove it, or put the "
-                "original back; only the run directory as a whole may be a link (run.dir)"
+                f"{what}: remove it, or put the original back; only the run directory as a whole may be a link "
+                "(run.dir)"
             )
 
 

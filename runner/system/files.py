@@ -57,6 +57,26 @@ list_dir = os.listdir
 walk = os.walk
 """Every directory below a root: (path, names of directories, names of files)."""
 
+
+def kinds(directory: Path) -> dict[str, int]:
+    """The kind (`stat.S_IFREG` and so on) of each entry of a directory, itself not followed; empty if it is missing.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = {}
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):  # the directory itself tells, on most file systems
+                found[entry.name] = stat.S_IFREG
+            elif entry.is_dir(follow_symlinks=False):
+                found[entry.name] = stat.S_IFDIR
+            else:
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    found[entry.name] = stat.S_IFMT(os.lstat(entry.path).st_mode)
+    return found
+
+
 remove_dir = os.rmdir
 """Remove an empty directory."""
 
@@ -219,7 +239,10 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
         OSError: see `open_regular`; or the file is larger.
     """
     with open_regular(path, follow=follow) as file:
-        data = file.read(limit + 1)
+        size = os.fstat(file.fileno()).st_size  # 0 for what the kernel makes up
+        data = file.read(min(size, limit) + 1)  # a buffer of the limit would take longer than the file
+        if len(data) > size:
+            data += file.read(limit + 1 - len(data))
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return data

@@ -1,0 +1,120 @@
+"""Jobs of a sweep that differ in single values are what Hydra composes one by one: config, name, directory, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.config.composition import Composed, Composer
+from runner.errors import UserError
+
+# Overrides of one key each, `|` between values that a job of the sweep may have.
+GROUPS = (
+    "data=text|mixture",
+    "experiment=smoke|anneal",
+    "model=gpt_tiny|gpt",
+    "optimizer=adamw|sgd",
+    "scheduler=cosine|constant",
+    "sampler=elastic",
+    "launcher=local|slurm",
+)
+VALUES = (
+    "seed=0|1|7",
+    "train.steps=50|200|${data.sequence_length}",
+    "train.clip_norm=1|0.5|null|1e-3",
+    "train.precision=float32|auto|bfloat16",
+    "train.global_batch_size=32|64|null",
+    "+train.batch_size=4|8|2",
+    "train.compile=true|false|yes",
+    "data.sequence_length=16|64",
+    "data.vocab_size=256|300",
+    "data.cache_dir=cache|null|/tmp/cache|${oc.env:HOME}",
+    "data.sources.code.split=train|all",
+    "data.sources.code.sequence_length=8|${data.vocab_size}|16",
+    "+data.eval_sources.copy=${data.sources.code}",
+    "+data.eval_sources.more={_target_:runner.data.text.PythonText,source:code}",
+    "optimizer.lr=0.1|1e-3|1|${.weight_decay}",
+    "optimizer.weight_decay=0.1|0",
+    "+optimizer.momentum=0.9|0|null",
+    "~scheduler.warmup_steps",
+    "sampler.weights.code=1|2|0.5",
+    "sampler.temperature=0.5|1|${seed}",
+    "phases.late={start_step:5}|{start_step:6}",
+    "phases.late.start_step=5|7",
+    "eval.sets.own={sources:[code]}",
+    "eval.sets.own.batches=3|5",
+    "++task.smoothing=0.1|0|true",
+    "callbacks.note={_target_:collections.OrderedDict,text:a}|null",
+    "callbacks.note.text='a b'|''|'x=1'|\\${seed}",
+    "model.layers=2|3",
+    "run.name=a|'b c'|null|${seed}|run-${train.steps}",
+    "run.root=out|other",
+    "logger.tensorboard=null",
+    "launcher.wait=true|false",
+    "run.name=${hydra:runtime.choices.data}|x",
+    "run.dir=here/${hydra:job.override_dirname}|here",
+)
+WRONG = (
+    "seed=-1|true|null|${train.stepps}",
+    "train.steps=0|1.5|abc|???",
+    "train.clip_norm=nan|abc",
+    "train.precision=float8",
+    "data.sources.code.sequence_length=${.split}|0",
+    "optimizer={lr:0.5}|{lr:0.25,weight_decay:0}",
+    "sampler.weights={code:3}|{code:1,prose:2}",
+    "sampler.weights.code=x",
+    "model._target_=torch.nn.Identity|no.such.Module",
+    "model.layers='4'",
+    "strategy=ddp|fsdp",
+    "train.stepps=1|2",
+    "hydra.run.dir=x",
+)
+
+
+def chosen(text: str) -> st.SearchStrategy[list[str]]:
+    """The overrides of one key that the jobs have: one, or several values."""
+    key, _, alternatives = text.partition("=")
+    values = alternatives.split("|")
+    made = st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True)
+    return made.map(lambda kept: [f"{key}={value}" if value else key for value in kept])
+
+
+SWEEPS = st.tuples(
+    st.lists(st.sampled_from(GROUPS), max_size=2, unique=True),
+    st.lists(st.sampled_from(VALUES), min_size=1, max_size=4, unique=True),
+    st.sampled_from(((), (), (), *((text,) for text in WRONG))),
+).flatmap(lambda found: st.tuples(*map(chosen, [text for part in found for text in part])))
+
+
+def jobs_of(keys: tuple[list[str], ...]) -> list[list[str]]:
+    """The combinations of the overrides, six at most."""
+    jobs: list[list[str]] = [[]]
+    for overrides in keys:
+        jobs = [[*job, override] for job in jobs for override in overrides]
+    return jobs[:6]
+
+
+def outcome(composer: Composer, job: list[str], where: Path) -> tuple[object, ...]:
+    try:
+        made = composer.compose(job, where)
+    except UserError as error:
+        return type(error), str(error)
+    return shown(made)
+
+
+def shown(made: Composed) -> tuple[object, ...]:
+    """All that a composition gives; the text tells 1 from 1.0 and true."""
+    return made.text, made.run_dir, made.overrides, made.config, repr(made.plain)
+
+
+@settings(max_examples=25, deadline=None)
+@given(keys=SWEEPS)
+@pytest.mark.slow
+def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
+    """Byte for byte, and the same errors, whatever the overrides."""
+    where, together = Path("/nowhere"), Composer().sweeping()
+    for job in jobs_of(keys):
+        assert outcome(together, job, where) == outcome(Composer(), job, where), job
