@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint.layout import memory
 
 clock = time.process_time if "cpu" in sys.argv[1:] else time.perf_counter
 
@@ -79,7 +80,7 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
     state, manager = State(size, layers), TrainStateManager(folder / "checkpoints", keep_last=1)
     manager.warm_up()
     copies = [torch.empty_like(tensor) for tensor in state.tensors]
-    raw = [memoryview(tensor.numpy()).cast("B") for tensor in state.tensors]
+    raw = [memory(tensor) for tensor in state.tensors]
     checkpoint = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
     times: dict[str, list[float]] = {}
     buffer = memoryview(bytearray(1 << 20))
