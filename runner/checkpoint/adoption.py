@@ -12,7 +12,8 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.commit import Transaction, write_file
 from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence
-from runner.checkpoint.manifest import BLOCK_BYTES, CorruptionError
+from runner.checkpoint.hashing import BLOCK_BYTES
+from runner.checkpoint.manifest import CorruptionError
 from runner.errors import CheckpointError
 from runner.system import files
 

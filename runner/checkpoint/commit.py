@@ -7,7 +7,6 @@ each of them. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +14,19 @@ from typing import Any
 
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.directory import DIRECTORY_MODE, Fence, remove_tree, temporary_name
-from runner.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest
+from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
+from runner.checkpoint.manifest import FileRecord, Manifest
 from runner.system import files
 
 FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
+WRITEBACK_BYTES = 8 << 20
+"""After how many bytes the disk is told to begin: it works while the next ones are hashed."""
 
 
 class HashingFile:
-    """A new file, written front to back, whose size and SHA-256 are known at the end.
+    """A new file, written front to back, whose size and XXH3-128 are known at the end.
 
-    Small writes are collected into blocks. `close` makes the file durable.
+    Small writes are collected into blocks. After `finish`, `sync` makes the file durable.
 
     Raises:
         OSError: the file exists, or the file system refuses.
@@ -33,9 +35,10 @@ class HashingFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = files.open_fd(path, flags, FILE_MODE)
-        self._digest = hashlib.sha256()
+        self._digest = new_hash()
         self._pending = bytearray()
         self._size = 0
+        self._written = self._begun = 0  # bytes that were written, and that the disk was told of
         self.error: OSError | None = None
         """What the file system refused, if it did: torch.save replaces it by an error of its own."""
 
@@ -57,16 +60,20 @@ class HashingFile:
         return self._size
 
     def flush(self) -> None:
-        """Does nothing: nobody reads the file before `close`."""
+        """Does nothing: nobody reads the file before `finish`."""
 
-    def close(self) -> FileRecord:
-        """Write what is pending, fsync and close; returns the file's entry in the manifest."""
+    def finish(self) -> FileRecord:
+        """Write what is pending; returns the file's entry in the manifest."""
+        self._drain()
+        self._begin_writeback()
+        return FileRecord(self._size, self._digest.hexdigest())
+
+    def sync(self) -> None:
+        """Fsync and close."""
         try:
-            self._drain()
             files.fsync_fd(self._fd)
         finally:
             self.abandon()
-        return FileRecord(self._size, self._digest.hexdigest())
 
     def abandon(self) -> None:
         """Close without fsync, unless closed already."""
@@ -85,11 +92,65 @@ class HashingFile:
             for start in range(0, len(view), BLOCK_BYTES):
                 block = view[start : start + BLOCK_BYTES]
                 self._digest.update(block)
+                self._written += len(block)
                 while block:
                     block = block[files.write_fd(self._fd, block) :]
+                if self._written - self._begun >= WRITEBACK_BYTES:
+                    self._begin_writeback()
         except OSError as error:
             self.error = error
             raise
+
+    def _begin_writeback(self) -> None:
+        files.begin_writeback(self._fd, self._begun, self._written - self._begun)
+        self._begun = self._written
+
+
+class NewFiles:
+    """New files in one directory, written one after another, that become durable together.
+
+    The disk has begun to write all of them before the first fsync, which then waits for all. A context manager, which
+    closes what was not synced.
+
+    Args:
+        directory: where they are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[HashingFile] = []
+
+    def __enter__(self) -> NewFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._files:
+            file.abandon()
+
+    def write(self, name: str, fill: Callable[[HashingFile], Any]) -> FileRecord:
+        """Create a file with what `fill` writes into it; returns its entry in the manifest.
+
+        Raises:
+            OSError: the file exists, or the file system refused.
+        """
+        file = HashingFile(self._directory / name)
+        self._files.append(file)
+        try:
+            fill(file)
+            return file.finish()
+        except RuntimeError:
+            if file.error is not None:  # torch.save turns it into an error about positions in its archive
+                raise file.error from None
+            raise
+
+    def sync(self) -> None:
+        """Make all files durable.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        while self._files:
+            self._files.pop(0).sync()
 
 
 def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
@@ -98,16 +159,10 @@ def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
     Raises:
         OSError: the file exists, or the file system refused.
     """
-    file = HashingFile(path)
-    try:
-        fill(file)
-        return file.close()
-    except RuntimeError:
-        if file.error is not None:  # torch.save turns it into an error about positions in its archive
-            raise file.error from None
-        raise
-    finally:
-        file.abandon()
+    with NewFiles(path.parent) as new:
+        record = new.write(path.name, fill)
+        new.sync()
+        return record
 
 
 class Transaction:
@@ -137,9 +192,16 @@ class Transaction:
             self.abort()
             raise
 
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, and rename the directory if this attempt still holds the lease."""
-        write_file(self.path / manifests.NAME, lambda file: file.write(manifest.encode()))
+    def commit(self, manifest: Manifest, new: NewFiles | None = None) -> None:
+        """Write the manifest, and rename the directory if this attempt still holds the lease.
+
+        Args:
+            manifest: of all files in the directory.
+            new: those of them that are not durable yet.
+        """
+        with new or NewFiles(self.path) as unsynced:
+            unsynced.write(manifests.NAME, lambda file: file.write(manifest.encode()))
+            unsynced.sync()
         files.fsync_dir(self.path)
         self._fence.check()
         files.rename(self.path, self.final)

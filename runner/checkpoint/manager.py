@@ -19,7 +19,7 @@ from runner.checkpoint.manifest import BEST_METRIC, BEST_MODES
 from runner.checkpoint.reading import in_one_line
 from runner.checkpoint.restore import load_tensors
 from runner.checkpoint.saver import PendingSave, Saver
-from runner.checkpoint.selection import open_checkpoint, select
+from runner.checkpoint.selection import agreed, open_checkpoint, select, tensor_files
 from runner.checkpoint.staging import collect
 from runner.checkpoint.state import Averaged, OptimizerLike, StateDict, TrainState
 from runner.errors import SupersededError, UserError
@@ -182,7 +182,8 @@ class TrainStateManager:
     ) -> StateDict | None:
         """Load the newest checkpoint that verifies into `model`, `optimizer` and `averaged`, in place.
 
-        Corrupt ones of higher steps are set aside as `….corrupt`.
+        Corrupt ones of higher steps are set aside as `….corrupt`. Files are verified while they are read: after a
+        CheckpointError about corruption, model and optimizer may hold anything.
 
         Args:
             another_optimizer: one that does not fit what was saved is left as it is, with a warning.
@@ -207,12 +208,28 @@ class TrainStateManager:
     def _restore(
         self, model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None, another_optimizer: bool
     ) -> tuple[Info, TrainState] | None:
+        self._world.run_on_main(self._saver.sweep)
+
+        def load(info: Info) -> tuple[Info, TrainState]:
+            return info, self._load(info, model, optimizer, averaged, another_optimizer)
+
+        return select(self.directory, self._world, self._fence, load)
+
+    def _load(
+        self,
+        info: Info,
+        model: nn.Module,
+        optimizer: OptimizerLike | None,
+        averaged: Averaged | None,
+        another_optimizer: bool,
+    ) -> TrainState:
+        """Load a checkpoint and verify it in the same pass, each rank a part of its files.
+
+        Raises:
+            CorruptionError: it is corrupt; model and optimizer may hold anything.
+        """
         world = self._world
-        world.run_on_main(self._saver.sweep)
-        info = select(self.directory, world, self._fence)
-        if info is None:
-            return None
-        state, reader = world.run_on_all(lambda: open_checkpoint(info, self._fingerprint))
+        state, reader = agreed(world, lambda: open_checkpoint(info, self._fingerprint))
         with reader:
             if another_optimizer and optimizer is not None:
                 present = collect(model, optimizer).optimizer
@@ -221,8 +238,9 @@ class TrainStateManager:
                         _log.warning(f"the optimizer begins without a state: {difference}")
                     optimizer = None
             world.run_on_all(lambda: check_fit(reader, state, model, optimizer, averaged, f"checkpoint {info.path}"))
-            world.run_on_all(lambda: load_tensors(reader, state, model, optimizer, averaged))
-        return info, state
+            verified = tensor_files(info.manifest, world)
+            agreed(world, lambda: load_tensors(reader, state, model, optimizer, averaged, verified))
+        return state
 
     def _write(self, pending: PendingSave, begun: float) -> None:
         """Commit a save and delete old ones; errors are recorded and logged, never raised."""

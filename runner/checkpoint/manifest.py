@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
 from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
 
 NAME = "manifest.json"
 TRAIN_STATE = "train_state.pt"
-VERSION = 1
+VERSION = 2
 """Format version of checkpoints; this code reads no other."""
 
 BEST_METRIC = "eval_loss"
 BEST_MODES = ("min", "max")
-
-BLOCK_BYTES = 1 << 20
-"""How much is hashed, read or written at once: little enough to stay in the CPU's cache."""
-
 
 _LARGEST, _LARGEST_TIME = 2**62, 2.0**40
 
@@ -38,10 +36,10 @@ class CorruptionError(Exception):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and SHA-256 of one file."""
+    """Size in bytes and XXH3-128 of one file."""
 
     size: int
-    sha256: str
+    xxh128: str
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def decode(raw: bytes) -> Manifest:
 
 def _from_body(body: dict[str, Any]) -> Manifest:
     records = {
-        name: FileRecord(_whole(f"size of {name}", entry["size"]), str(entry["sha256"]))
+        name: FileRecord(_whole(f"size of {name}", entry["size"]), str(entry["xxh128"]))
         for name, entry in body["files"].items()
     }
     for name in records:
@@ -194,24 +192,32 @@ def is_ours(directory: Path) -> bool:
     return sum(name in raw for name in names) > len(names) // 2
 
 
-def verify(directory: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """Read the files and compare their sizes and checksums with the manifest. What differs is read twice.
+def verify(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """Read files and compare their sizes and checksums with the manifest. What differs is read twice.
 
     Args:
         directory: the checkpoint.
         manifest: its manifest.
-        part: read only every `parts`-th file, in order of name, starting with this one.
-        parts: how many callers share the files.
+        names: of the files; None: all.
 
     Raises:
         CorruptionError: a file is missing, of another size, or changed.
         CheckpointError: a file is not readable, which is not corruption.
     """
-    for name in sorted(manifest.files)[part::parts]:
-        try:
-            _verify_file(directory / name, manifest.files[name])
-        except CorruptionError:
-            _verify_file(directory / name, manifest.files[name])
+    for name in sorted(manifest.files if names is None else names):
+        twice(partial(_verify_file, directory / name, manifest.files[name]))
+
+
+def twice(check: Callable[[], None]) -> None:
+    """`check`, and again if it found corruption.
+
+    Raises:
+        CorruptionError: both times.
+    """
+    try:
+        check()
+    except CorruptionError:
+        check()
 
 
 def _verify_file(path: Path, expected: FileRecord) -> None:
@@ -219,9 +225,18 @@ def _verify_file(path: Path, expected: FileRecord) -> None:
         found = patiently(path, lambda: record_of(path, expected.size))
     except OSError as error:
         raise _missing(path, error) from error
+    compare(path, found, expected)
+
+
+def compare(path: Path, found: FileRecord, expected: FileRecord) -> None:
+    """Compare a file with its entry in the manifest.
+
+    Raises:
+        CorruptionError: they differ.
+    """
     if found.size != expected.size:
         raise CorruptionError(f"{path.name} has {found.size} bytes, but {expected.size} were written")
-    if found.sha256 != expected.sha256:
+    if found.xxh128 != expected.xxh128:
         raise CorruptionError(f"{path.name} was changed after it was written (its checksum differs)")
 
 
@@ -230,7 +245,7 @@ def _missing(path: Path, error: OSError) -> CorruptionError:
 
 
 def record_of(path: Path, expected_size: int | None = None) -> FileRecord:
-    """Size and SHA-256 of a file, read in one pass.
+    """Size and XXH3-128 of a file, read in one pass.
 
     Args:
         path: of the file.
@@ -239,9 +254,9 @@ def record_of(path: Path, expected_size: int | None = None) -> FileRecord:
     Raises:
         OSError: it is missing, not readable, or not a regular file.
     """
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
+    digest, size, buffer = new_hash(), 0, memoryview(bytearray(BLOCK_BYTES))
     with files.open_regular(path) as file:
-        whole_size = os.fstat(file.fileno()).st_size
+        whole_size = files.size(file)
         if expected_size not in (None, whole_size):
             return FileRecord(whole_size, "")
         while count := file.readinto(buffer):  # type: ignore[attr-defined]

@@ -1,115 +1,74 @@
-"""Reads the tensors of a checkpoint without running anything it contains.
-
-The files are those of torch.distributed.checkpoint: `.metadata`, a pickle that names the file and offset of each chunk
-of each tensor, and `.distcp` files, in which each chunk is a small torch.save archive. torch's own reader unpickles
-`.metadata` without restrictions, which runs any code in it. Here an unpickler that knows a dozen names turns it into
-plain records, and chunks are read with `weights_only=True`.
+"""Reads the tensors of a checkpoint without running anything it contains: names and numbers, see `layout`.
 
 Chunks are matched by their offset in the whole tensor, so a checkpoint saved on any number of ranks can be loaded on
-any other number.
+any other number. They are read into the memory where they belong, without a copy in between, and the files that are to
+be verified are verified in the same pass.
 """
 
 from __future__ import annotations
 
 import io
-import os
-import pickle
-from collections.abc import Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint.manifest import TRAIN_STATE, Manifest
+from runner.checkpoint import layout
+from runner.checkpoint import manifest as manifests
+from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
+from runner.checkpoint.layout import INDEX, Chunk, Entry
+from runner.checkpoint.manifest import TRAIN_STATE, CorruptionError, FileRecord, Manifest
 from runner.checkpoint.reading import patiently, unreadable
 from runner.errors import CheckpointError
 from runner.system import files
 
-METADATA = ".metadata"
+_DIRECT_BYTES = 1 << 18
+"""From this size on, a chunk is read to where it belongs; smaller ones are read together, and copied."""
 
-
-class _Record:
-    """In place of an object of torch.distributed.checkpoint: its fields without its code."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        state = self.__dict__.get("state")
-        if isinstance(state, dict) and name in state:
-            return state[name]
-        raise AttributeError(name)
-
-    def key(self) -> tuple[Any, ...]:
-        """(name, offset) of a MetadataIndex."""
-        return self.fqn, tuple(self.offset or ())
-
-    def __hash__(self) -> int:
-        return hash(self.key())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Record) and self.key() == other.key()
-
-
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "pathlib": {"PosixPath"},
-    "torch.serialization": {"_get_layout"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _RECORDS.get(module, ()):
-            return _Record
-        if module == "torch":
-            value = getattr(torch, name, None) if name != "Size" else tuple
-            if value is tuple or isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-                return value
-        raise CheckpointError(f"it refers to {module}.{name}, which no checkpoint needs; it was not run")
+_STAGED_BYTES = 16 << 20
+"""How much is read at once of what has to be copied, to a GPU for example."""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A stored part of a tensor.
+class _Piece:
+    """Bytes of a file, and where they belong.
 
     Attributes:
-        offsets: where it begins in the whole tensor, by dimension.
-        sizes: its shape.
-        file: the file that contains it.
         start: offset in the file, in bytes.
-        length: length in the file, in bytes.
+        length: their number.
+        target: the tensor that they fill, of any layout on any device.
+        memory: the memory of the target, if the bytes can be read right into it.
+        dtype: of what the bytes hold.
+        shape: of what the bytes hold: whole rows of a chunk.
+        part: the part of the rows that belongs into `target`; empty if all does.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
     start: int
     length: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the checkpoint: shape, dtype and chunks."""
-
-    size: tuple[int, ...]
+    target: torch.Tensor
+    memory: memoryview | None
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    shape: tuple[int, ...]
+    part: tuple[slice, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def put(self, content: memoryview) -> None:
+        """Copy what was read elsewhere."""
+        if self.memory is not None:
+            self.memory[:] = content
+            return
+        held = torch.empty(self.shape, dtype=self.dtype)
+        layout.memory(held)[:] = content
+        self.target.copy_(held[self.part] if self.part else held)
 
 
 class CheckpointReader:
@@ -121,16 +80,15 @@ class CheckpointReader:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
+        self._manifest = manifest
         self._open: dict[str, _Source] = {}
-        if METADATA not in manifest.files:
-            raise CheckpointError(f"{directory / METADATA} is refused: it is not in the manifest")
-        raw = read_whole(directory / METADATA)
+        self._wanted: dict[str, list[_Piece]] = {}
+        if INDEX not in manifest.files:
+            raise CheckpointError(f"{directory / INDEX} is refused: it is not in the manifest")
         try:
-            self.entries = _entries(_Unpickler(io.BytesIO(raw)).load(), manifest)
+            self.entries = layout.entries(read_whole(directory / INDEX), manifest)
         except CheckpointError as error:
-            raise CheckpointError(f"{directory / METADATA} is refused: {error}") from error
-        except Exception as error:  # a crafted pickle can raise anything
-            raise CheckpointError(f"{directory / METADATA} is refused: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{directory / INDEX} is refused: {error}") from error
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -148,42 +106,67 @@ class CheckpointReader:
         """A whole tensor, on the CPU."""
         entry = self.entries[name]
         target = torch.empty(entry.size, dtype=entry.dtype)
-        self.read_into(name, target, (0,) * len(entry.size))
+        self.want(name, target, (0,) * len(entry.size))
+        self.fetch()
         return target
 
-    @torch.no_grad()
-    def read_into(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Fill `target` with the part of the tensor `name` that begins at `offsets`.
+    def want(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Ask for the part of the tensor `name` that begins at `offsets`: the next `fetch` fills `target` with it.
 
         Raises:
-            CheckpointError: the chunks do not cover it, or do not match `.metadata`.
+            CheckpointError: the chunks do not cover it.
         """
+        target = target.detach()
         missing = target.numel()
         for chunk in self.entries[name].chunks:
             overlap = _overlap(chunk, offsets, target.shape)
             if overlap is None:
                 continue
             into, source = overlap
-            target[into].copy_(self._read_chunk(name, chunk)[source])
-            missing -= target[into].numel()
-        if missing:
+            part = target[into] if into else target
+            missing -= part.numel()
+            self._wanted.setdefault(chunk.file, []).extend(_pieces(chunk, self.entries[name].dtype, part, source))
+        if missing > 0:
             raise CheckpointError(f"{self.directory}: {missing} values of {name!r} are missing from its files")
 
-    def _read_chunk(self, name: str, chunk: Chunk) -> torch.Tensor:
-        if chunk.file not in self._open:
-            self._open[chunk.file] = _Source(self.directory / chunk.file)
-        view = _View(self._open[chunk.file], chunk.start, chunk.length)
+    @torch.no_grad()
+    def fetch(self, verified: Collection[str] = ()) -> None:
+        """Read all that was asked for.
+
+        Args:
+            verified: names of files of which every byte is read and compared with the manifest. What differs is read
+                twice.
+
+        Raises:
+            CorruptionError: one of them is not as it was written. The targets may hold anything then.
+            CheckpointError: a file is not readable.
+        """
+        wanted, self._wanted = self._wanted, {}
+        for name in sorted({*wanted, *verified}):
+            pieces = sorted(wanted.get(name, ()), key=lambda piece: piece.start)
+            if name in verified:
+                manifests.twice(partial(self._read_verified, name, pieces))
+            else:
+                for piece in pieces:
+                    _read_piece(self._source(name), piece)
+
+    def _source(self, name: str) -> _Source:
+        if name not in self._open:
+            self._open[name] = _Source(self.directory / name)
+        return self._open[name]
+
+    def _read_verified(self, name: str, pieces: Sequence[_Piece]) -> None:
+        """Read a whole file once, from front to back."""
+        expected, source = self._manifest.files[name], self._source(name)
         try:
-            tensor = torch.load(io.BufferedReader(view), map_location="cpu", weights_only=True)
-        except Exception as error:
-            if view.error is not None:
-                raise view.error from None
-            raise CheckpointError(
-                f"{self.directory / chunk.file} is refused: {name!r} is not a plain tensor ({_first_line(error)})"
-            ) from error
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
-            raise CheckpointError(f"{self.directory / chunk.file}: {name!r} is not the tensor that .metadata describes")
-        return tensor
+            size = source.size()
+            digest = _Sweep(source, pieces).run(size) if size == expected.size else ""
+            manifests.compare(self.directory / name, FileRecord(size, digest), expected)
+        except CorruptionError:
+            source.close()  # looked at again, it is opened anew
+            raise
+        except OSError as error:
+            raise CorruptionError(f"{name} cannot be read ({error.strerror})") from error
 
 
 def read_whole(path: Path) -> bytes:
@@ -230,32 +213,6 @@ def _first_line(error: Exception) -> str:
     return " ".join([*named, *lines, type(error).__name__][0].split())[:160]
 
 
-def _entries(metadata: Any, manifest: Manifest) -> dict[str, Entry]:
-    """Records as entries; every chunk is checked to be inside a file of the checkpoint."""
-    locations = {index.key(): info for index, info in metadata.storage_data.items()}
-    entries = {}
-    for name, described in metadata.state_dict_metadata.items():
-        if not hasattr(described, "chunks"):
-            raise CheckpointError(f"{name!r} is a pickled object, not a tensor; it was not loaded")
-        size, dtype = tuple(described.size), described.properties.state[0]
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{name!r} has no dtype")
-        chunks = tuple(_chunk(name, chunk, locations, manifest) for chunk in described.chunks)
-        entries[str(name)] = Entry(size, dtype, chunks)
-    return entries
-
-
-def _chunk(name: str, record: Any, locations: dict[Any, Any], manifest: Manifest) -> Chunk:
-    offsets, sizes = tuple(record.offsets), tuple(record.sizes)
-    location = locations[name, offsets]
-    file, start, length = location.relative_path, int(location.offset), int(location.length)
-    if file not in manifest.files:
-        raise CheckpointError(f"{name!r} should be in {file!r}, which is not a file of the checkpoint")
-    if not 0 <= start <= start + length <= manifest.files[file].size:
-        raise CheckpointError(f"{name!r} should be beyond the end of {file!r}")
-    return Chunk(offsets, sizes, file, start, length)
-
-
 def _overlap(
     chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -270,30 +227,74 @@ def _overlap(
     return tuple(into), tuple(source)
 
 
+def _pieces(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, source: tuple[slice, ...]) -> Iterator[_Piece]:
+    """Where the part `source` of a chunk, which belongs into `target`, is in its file."""
+    if not target.numel():
+        return
+    rows, others = (source[0], chunk.sizes[1:]) if source else (slice(0, 1), ())
+    whole_rows = all(part == slice(0, size) for part, size in zip(source[1:], others, strict=True))
+    part = () if whole_rows else (slice(None), *source[1:])
+    length = math.prod(others) * dtype.itemsize  # of a row
+    start, count = chunk.start + rows.start * length, rows.stop - rows.start
+    memory = _memory(target, dtype) if whole_rows else None
+    if memory is not None or not source:
+        yield _Piece(start, count * length, target, memory, dtype, (count, *others) if source else (), part)
+        return
+    step = max(_STAGED_BYTES // length, 1)
+    for begin in range(0, count, step):
+        some = target[begin : begin + step]
+        yield _Piece(start + begin * length, len(some) * length, some, None, dtype, (len(some), *others), part)
+
+
+def _memory(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
+    """The memory of a tensor, if what a file holds of it can be read right into it."""
+    plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+    return layout.memory(target) if plain and not target.is_conj() and not target.is_neg() else None
+
+
 class _Source:
     """A file of a checkpoint that is opened when it is first read, and anew after an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
+        self._position = 0
 
-    def read_into(self, start: int, view: memoryview) -> int:
-        """Fill `view` with what begins at `start`; returns the number of bytes.
+    def size(self) -> int:
+        """Its size in bytes.
 
         Raises:
             CheckpointError: it is not readable.
+            OSError: it is missing, or no regular file.
+        """
+        return patiently(self._path, lambda: files.size(self._opened()))
+
+    def read(self, start: int, view: memoryview) -> None:
+        """Fill `view` with what begins at `start`.
+
+        Raises:
+            CheckpointError: it is not readable.
+            CorruptionError: it ends before.
         """
         try:
-            return patiently(self._path, lambda: self._read_into(start, view))
+            count = patiently(self._path, lambda: self._read(start, view))
         except OSError as error:
             raise unreadable(self._path, error) from error
+        if count < len(view):
+            raise CorruptionError(f"{self._path.name} ends at byte {start + count}")
 
-    def _read_into(self, start: int, view: memoryview) -> int:
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file, self._position = files.open_regular(self._path), 0
+        return self._file
+
+    def _read(self, start: int, view: memoryview) -> int:
         try:
-            if self._file is None:
-                self._file = files.open_regular(self._path)
-            self._file.seek(start)
-            count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+            file = self._opened()
+            if self._position != start:
+                file.seek(start)
+            count: int = file.readinto(view)  # type: ignore[attr-defined]
+            self._position = start + count
             return count
         except OSError:
             self.close()
@@ -306,42 +307,69 @@ class _Source:
                 file.close()
 
 
-class _View(io.RawIOBase):
-    """A range of a file, as a file of its own."""
+def _read_piece(source: _Source, piece: _Piece) -> None:
+    try:
+        if piece.memory is not None:
+            source.read(piece.start, piece.memory)
+        else:
+            held = memoryview(bytearray(piece.length))
+            source.read(piece.start, held)
+            piece.put(held)
+    except CorruptionError as error:  # of a file that is not being verified
+        raise CheckpointError(f"{error}: it was changed while it was read") from error
 
-    def __init__(self, source: _Source, start: int, length: int) -> None:
-        super().__init__()
+
+class _Sweep:
+    """One pass over a file from front to back, in which every byte is hashed, and pieces are filled."""
+
+    def __init__(self, source: _Source, pieces: Sequence[_Piece]) -> None:
         self._source = source
-        self._start = start
-        self._length = length
-        self._position = 0
-        self.error: CheckpointError | None = None
-        """Why the file could not be read: torch.load replaces it by an error of its own."""
+        self._large = [piece for piece in pieces if piece.length >= _DIRECT_BYTES]
+        self._small = deque(piece for piece in pieces if piece.length < _DIRECT_BYTES)
+        self._late: list[_Piece] = []
+        self._hash = new_hash()
+        self._block = memoryview(bytearray(BLOCK_BYTES))
 
-    def readable(self) -> bool:
-        return True
+    def run(self, size: int) -> str:
+        """The hash of the file, which has `size` bytes."""
+        position = 0
+        for piece in self._large:
+            if piece.start < position:  # its bytes belong to several places
+                self._late.append(piece)
+                continue
+            self._pass_over(position, piece.start)
+            self._fill(piece)
+            position = piece.stop
+        self._pass_over(position, size)
+        for piece in [*self._late, *self._small]:
+            _read_piece(self._source, piece)
+        digest: str = self._hash.hexdigest()
+        return digest
 
-    def seekable(self) -> bool:
-        return True
+    def _fill(self, piece: _Piece) -> None:
+        """Read a piece to where it belongs."""
+        held = memoryview(bytearray(piece.length)) if piece.memory is None else piece.memory
+        for start in range(0, piece.length, BLOCK_BYTES):
+            self._read(piece.start + start, held[start : start + BLOCK_BYTES])
+        if piece.memory is None:
+            piece.put(held)
 
-    def tell(self) -> int:
-        return self._position
+    def _pass_over(self, start: int, stop: int) -> None:
+        """Read what lies between two large pieces, and fill the small ones in it; those that are cut in two later."""
+        for begin in range(start, stop, BLOCK_BYTES):
+            end = min(begin + BLOCK_BYTES, stop)
+            block = self._block[: end - begin]
+            self._read(begin, block)
+            while self._small and self._small[0].stop <= end:
+                piece = self._small.popleft()
+                if piece.start >= begin:
+                    piece.put(block[piece.start - begin : piece.stop - begin])
+                else:
+                    self._late.append(piece)
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(base + offset, 0)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(self._length - self._position, 0)]
-        try:
-            count = self._source.read_into(self._start + self._position, view)
-        except CheckpointError as error:
-            self.error = error
-            raise
-        self._position += count
-        return count
+    def _read(self, start: int, block: memoryview) -> None:
+        self._source.read(start, block)
+        self._hash.update(block)
 
 
 def tensors(directory: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

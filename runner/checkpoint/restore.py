@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from runner.checkpoint.reader import CheckpointReader, Entry
+from runner.checkpoint.layout import Entry
+from runner.checkpoint.reader import CheckpointReader
 from runner.checkpoint.staging import (
     AVERAGE,
     AVERAGE_COUNT,
@@ -25,13 +26,13 @@ from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState, Tra
 
 
 def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
-    """Read the tensor `name`, or this rank's shard of it, into `target` in place."""
+    """Ask for the tensor `name`, or this rank's shard of it, in `target`: `reader.fetch` reads it."""
     offsets: tuple[int, ...] = (0,) * target.dim()
     if hasattr(target, "__create_chunk_list__"):
         offsets = tuple(target.__create_chunk_list__()[0].offsets)
     part = local(target)
     if part.numel():
-        reader.read_into(name, part, offsets)
+        reader.want(name, part, offsets)
 
 
 def load_tensors(
@@ -40,8 +41,16 @@ def load_tensors(
     model: nn.Module,
     optimizer: OptimizerLike | None,
     averaged: Averaged | None = None,
+    verified: Collection[str] = (),
 ) -> None:
-    """Fill `model`, `optimizer` and the averaged weights, for which `check_fit` has passed, in place."""
+    """Fill `model`, `optimizer` and the averaged weights, for which `check_fit` has passed, in place.
+
+    Args:
+        verified: names of files that are verified meanwhile, see `CheckpointReader.fetch`.
+
+    Raises:
+        CorruptionError: one of them is corrupt: model and optimizer may hold anything.
+    """
     load_model(reader, model, model_state(model)[0], state.model_extra)
     if optimizer is not None and state.optimizer is not None:
         load_optimizer(reader, model, optimizer, state.optimizer)
@@ -49,10 +58,11 @@ def load_tensors(
         for name, tensor in model_state(averaged.module)[0].items():
             fill(reader, AVERAGE + name, tensor)
         fill(reader, AVERAGE_COUNT, averaged.n_averaged)
+    reader.fetch(verified)
 
 
 def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, extra: Mapping[str, Any] | None) -> None:
-    """Fill the model.
+    """Fill the model, its tensors at the next `reader.fetch`.
 
     Args:
         reader: the checkpoint.
@@ -69,21 +79,23 @@ def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, ext
 
 
 def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: OptimizerLike, saved: OptimizerState) -> None:
-    """Replace the optimizer's state and the options of its groups.
+    """Replace the optimizer's state, its tensors at the next `reader.fetch`, and the options of its groups.
 
     Parameters without saved state (never used, frozen) have none afterwards. A state tensor of its parameter's shape
-    is sharded like the parameter; any other is complete on every rank.
+    is sharded like the parameter; any other is complete on every rank. Tensors that fit are filled in place: new
+    memory costs several times as much as reading into it.
     """
     on_cpu = set(saved.on_cpu)
     entries = _by_parameter(reader.names(OPTIMIZER), saved)
     names = parameter_names(model, optimizer)
+    present = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     optimizer.state.clear()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         name = names[parameter]
         state: dict[str, Any] = {}
         for key, entry in entries.get(name, {}).items():
             flat = f"{name}.{key}"
-            state[key] = _target(entry, parameter, flat in on_cpu)
+            state[key] = _target(entry, parameter, flat in on_cpu, present.get(parameter, {}).pop(key, None))
             fill(reader, OPTIMIZER + flat, state[key])
         state.update(_moved(saved.values.get(name, {}), parameter.device))
         if state:
@@ -106,11 +118,17 @@ def _by_parameter(entries: Mapping[str, Entry], saved: OptimizerState) -> dict[s
 
 
 @torch.no_grad()
-def _target(entry: Entry, parameter: nn.Parameter, on_cpu: bool) -> torch.Tensor:
-    """An empty tensor for one entry of a parameter's state."""
-    if entry.size == tuple(parameter.shape) and entry.size:
+def _target(entry: Entry, parameter: nn.Parameter, on_cpu: bool, present: Any) -> torch.Tensor:
+    """A tensor for one entry of a parameter's state: `present` if it is like a new one."""
+    device = torch.device("cpu") if on_cpu else parameter.device
+    sharded = entry.size == tuple(parameter.shape) and bool(entry.size)
+    if isinstance(present, torch.Tensor) and type(present) is (type(parameter.data) if sharded else torch.Tensor):
+        alike = tuple(present.shape) == entry.size and present.dtype == entry.dtype and present.is_contiguous()
+        if alike and present.device == (parameter.device if sharded else device):
+            return present
+    if sharded:
         return torch.empty_like(parameter, dtype=entry.dtype, memory_format=torch.preserve_format)
-    return torch.empty(entry.size, dtype=entry.dtype, device="cpu" if on_cpu else parameter.device)
+    return torch.empty(entry.size, dtype=entry.dtype, device=device)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

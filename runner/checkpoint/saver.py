@@ -14,11 +14,11 @@ from torch import nn
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
-from runner.checkpoint.commit import Transaction, write_file
+from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
-from runner.checkpoint.manifest import TRAIN_STATE, VERSION, Manifest
+from runner.checkpoint.layout import INDEX
+from runner.checkpoint.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
 from runner.checkpoint.pins import kept
-from runner.checkpoint.reader import METADATA
 from runner.checkpoint.staging import HostBuffers, Tensors, collect, snapshot
 from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
@@ -147,17 +147,23 @@ class Saver:
         if directory is None:
             return None
         try:
-            written = world.gather_on_main(
-                world.run_on_all(lambda: writer.write_chunks(directory, world.rank, pending.plan, pending.tensors))
-            )
-            state = self._of_all_ranks(pending.state)
-            return world.run_on_main(lambda: self._finish(transaction, pending, state, written))
+            with NewFiles(directory) as new:
+                written = world.gather_on_main(world.run_on_all(lambda: self._write(new, pending)))
+                state = self._of_all_ranks(pending.state)
+                return world.run_on_main(lambda: self._finish(transaction, new, pending, state, written))
         except BaseException as error:
             if world.is_main:
                 transaction.abort()
             if isinstance(error, OSError):  # on every rank; a newer attempt has removed the directory, perhaps
                 world.run_on_main(self._fence.check)
             raise
+
+    def _write(self, new: NewFiles, pending: PendingSave) -> dict[str, FileRecord]:
+        """Write the tensors of this rank. Those of rank 0 become durable with the files that it adds."""
+        records = writer.write_tensors(new, self._world.rank, pending.plan, pending.tensors)
+        if not self._world.is_main:
+            new.sync()
+        return records
 
     def _begin(self, transaction: Transaction) -> Path | None:
         """Create the temporary directory; None if a valid checkpoint of this step exists."""
@@ -211,15 +217,15 @@ class Saver:
     def _finish(
         self,
         transaction: Transaction,
+        new: NewFiles,
         pending: PendingSave,
         state: TrainState,
-        written: list[tuple[dict[str, Any], list[Any]]],
+        written: list[dict[str, FileRecord]],
     ) -> Manifest:
-        records = {name: record for own, _ in written for name, record in own.items()}
-        locations = [location for _, own in written for location in own]
-        records[METADATA] = writer.write_metadata(transaction.path, pending.plan, locations)
-        records[TRAIN_STATE] = write_file(
-            transaction.path / TRAIN_STATE,
+        records = {name: record for own in written for name, record in own.items()}
+        records[INDEX] = new.write(INDEX, lambda file: file.write(pending.plan.index))
+        records[TRAIN_STATE] = new.write(
+            TRAIN_STATE,
             lambda file: torch.save(state.to_dict(), file),  # type: ignore[arg-type]
         )
         manifest = Manifest(
@@ -233,7 +239,7 @@ class Saver:
             world_size=self._world.size,
             created=clock.wall(),
         )
-        transaction.commit(manifest)
+        transaction.commit(manifest, new)
         return manifest
 
     def delete_old(self) -> None:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.checks import check_fingerprint
 from runner.checkpoint.directory import Candidate, Fence, Info
-from runner.checkpoint.manifest import TRAIN_STATE, CorruptionError
+from runner.checkpoint.layout import INDEX
+from runner.checkpoint.manifest import TRAIN_STATE, CorruptionError, Manifest
 from runner.checkpoint.reader import CheckpointReader, load_train_state
 from runner.checkpoint.state import TrainState
 from runner.errors import CheckpointError
 from runner.system.distributed import World
 
+T = TypeVar("T")
 
-def select(directory: Path, world: World, fence: Fence) -> Info | None:
-    """The highest step that verifies; corrupt checkpoints of higher steps are set aside. What is none is named.
+SMALL = (INDEX, TRAIN_STATE)
+"""Files that every rank reads."""
+
+
+def select(directory: Path, world: World, fence: Fence, load: Callable[[Info], T]) -> T | None:
+    """What `load` makes of the highest step that verifies. What is no checkpoint is named in a warning.
+
+    Args:
+        directory: the directory of checkpoints.
+        world: the ranks, which all call this.
+        fence: this attempt's.
+        load: called on every rank; loads and verifies a checkpoint. One of which it raises a CorruptionError, on every
+            rank, is set aside, and the next lower step is tried.
 
     Returns:
         None if there is no checkpoint at all.
@@ -31,40 +44,61 @@ def select(directory: Path, world: World, fence: Fence) -> Info | None:
     corruptions: list[str] = []
     world.run_on_main(lambda: checkpoint_dir.warn_of_strangers(directory))
     for candidate in world.run_on_main(lambda: checkpoint_dir.candidates(directory)):
-        corruption = _corruption_of(candidate, world)
-        if corruption is None and candidate.manifest is not None:
-            return Info(candidate.path, candidate.manifest)
-        corruptions.append(f"{candidate.path.name}: {corruption}")
-        world.run_on_main(partial(checkpoint_dir.set_aside, candidate.path, "corrupt", str(corruption), fence))
+        if candidate.error is not None:
+            raise candidate.error
+        try:
+            if candidate.manifest is None:
+                raise CorruptionError(str(candidate.corruption))
+            return load(Info(candidate.path, candidate.manifest))
+        except CorruptionError as corruption:
+            corruptions.append(f"{candidate.path.name}: {corruption}")
+            world.run_on_main(partial(checkpoint_dir.set_aside, candidate.path, "corrupt", str(corruption), fence))
     world.run_on_main(lambda: checkpoint_dir.check_never_saved(directory, corruptions))
     return None
 
 
-def _corruption_of(candidate: Candidate, world: World) -> str | None:
-    """What is wrong with a checkpoint, or None; each rank reads its share of the files."""
-    if candidate.error is not None:
-        raise candidate.error
-    manifest = candidate.manifest
-    if manifest is None:
-        return candidate.corruption
+def agreed(world: World, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank.
 
-    def check() -> str | None:
+    Raises:
+        CorruptionError: on every rank, if one found corruption.
+        Exception: as `World.run_on_all`.
+    """
+
+    def found() -> tuple[T | None, str | None]:
         try:
-            manifests.verify(candidate.path, manifest, world.rank, world.size)
-        except CorruptionError as error:
-            return str(error)
-        return None
+            return action(), None
+        except CorruptionError as corruption:
+            return None, str(corruption)
 
-    return next((found for found in world.gather(world.run_on_all(check)) if found is not None), None)
+    result, corruption = world.run_on_all(found)
+    for each in world.gather(corruption):
+        if each is not None:
+            raise CorruptionError(each)
+    return result  # type: ignore[return-value]
+
+
+def tensor_files(manifest: Manifest, world: World) -> list[str]:
+    """The files with tensors that this rank is to verify: with as many ranks as saved them, its own."""
+    return sorted(set(manifest.files) - set(SMALL))[world.rank :: world.size]
 
 
 def open_checkpoint(info: Info, fingerprint: Mapping[str, Any]) -> tuple[TrainState, CheckpointReader]:
-    """The train state and the tensors of a verified checkpoint.
+    """The train state and the tensors of a checkpoint.
+
+    Args:
+        info: a checkpoint whose manifest is intact. What is read here is verified, the tensors are not.
+        fingerprint: of this run.
 
     Raises:
+        CorruptionError: a file is not as it was written.
         CheckpointError: it is of another run or an unknown format version, lacks an entry, or contains something that
             does not belong in a checkpoint.
     """
+    corruption = checkpoint_dir.size_error(Candidate(info.path, info.step, info.manifest))
+    if corruption is not None:
+        raise CorruptionError(corruption)
+    manifests.verify(info.path, info.manifest, [name for name in SMALL if name in info.manifest.files])
     check_fingerprint(info.manifest.fingerprint, fingerprint, f"checkpoint {info.path}")
     where = str(info.path / TRAIN_STATE)
     if TRAIN_STATE not in info.manifest.files:

@@ -1,25 +1,24 @@
-"""Writes tensors in the format of torch.distributed.checkpoint, with checksums.
+"""Writes tensors: which rank writes what, and one file for each rank.
 
-torch's planner decides which rank writes which chunk (replicas are divided among ranks, not written twice), and any
-tool that reads its format can read the files. Importing torch.distributed.checkpoint takes a second or two, so this
-module does it in `warm_up` or at the first save.
+The planner of torch.distributed.checkpoint decides which rank writes which chunk (replicas are divided among ranks, not
+written twice). Importing it takes a second or two, so this module does it in `warm_up` or at the first save.
 """
 
 from __future__ import annotations
 
-import pickle
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.checkpoint.commit import HashingFile, write_file
+from runner.checkpoint import layout
+from runner.checkpoint.commit import HashingFile, NewFiles
+from runner.checkpoint.layout import Part
 from runner.checkpoint.manifest import FileRecord
-from runner.checkpoint.reader import METADATA
 from runner.checkpoint.staging import Collected, Tensors, local
+from runner.errors import CheckpointError
 from runner.system.distributed import World
 
 _IMPORTING = threading.Lock()
@@ -41,18 +40,20 @@ class WritePlan:
 
     Attributes:
         signature: what the plan was made for, see `signature_of`.
-        items: the planner's items for this rank.
-        metadata: on rank 0, the metadata of all tensors.
+        parts: what this rank writes, in the order of its file.
+        header: what its file begins with.
+        index: on rank 0, the content of the index.
     """
 
     signature: Any
-    items: tuple[Any, ...]
-    metadata: Any
+    parts: tuple[Part, ...]
+    header: bytes
+    index: bytes
 
     @cached_property
     def names(self) -> frozenset[str]:
         """Flat names of the tensors of which this rank writes a chunk."""
-        return frozenset(item.index.fqn for item in self.items)
+        return frozenset(part.name for part in self.parts)
 
 
 def signature_of(tensors: Tensors) -> Any:
@@ -63,56 +64,55 @@ def signature_of(tensors: Tensors) -> Any:
 
 
 def make_plan(collected: Collected, signature: Any, world: World) -> WritePlan:
-    """Agree with all ranks on who writes what; reads no values."""
+    """Agree with all ranks on who writes what; reads no values.
+
+    Raises:
+        CheckpointError: a tensor has no plain memory.
+    """
+    for name, tensor in collected.tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise CheckpointError(f"{name} is a {tensor.layout} tensor, which cannot be saved: make it a dense one")
     warm_up()
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner()
     planner.set_up_planner(collected.nested, None, world.is_main)
     plans = world.gather_on_main(planner.create_local_plan())
-    metadata: Any = None
 
-    def assign() -> list[Any]:
-        nonlocal metadata
-        assigned, metadata = planner.create_global_plan(plans)
-        return assigned
+    def assign() -> list[list[Part]]:
+        assigned, _ = planner.create_global_plan(plans)
+        return [layout.arranged(_part(item) for item in plan.items) for plan in assigned]
 
-    items = tuple(world.run_on_main(assign)[world.rank].items)
-    return WritePlan(signature, items, metadata)
+    parts_by_rank = world.run_on_main(assign)
+    own = tuple(parts_by_rank[world.rank])
+    return WritePlan(signature, own, layout.header(own), layout.index(parts_by_rank) if world.is_main else b"")
 
 
-def write_chunks(
-    directory: Path, rank: int, plan: WritePlan, tensors: Tensors
-) -> tuple[dict[str, FileRecord], list[tuple[Any, Any]]]:
-    """Write the chunks of `rank` into one durable file.
+def _part(item: Any) -> Part:
+    """The chunk of an item of torch's plan."""
+    data = item.tensor_data
+    shape, offsets, sizes = (tuple(map(int, each)) for each in (data.size, data.chunk.offsets, data.chunk.sizes))
+    return Part(item.index.fqn, data.properties.dtype, shape, offsets, sizes)
+
+
+def write_tensors(new: NewFiles, rank: int, plan: WritePlan, tensors: Tensors) -> dict[str, FileRecord]:
+    """Write the chunks of `rank` into one file.
 
     Returns:
-        The file's record by name (empty if the rank has nothing to write), and the location of each chunk for the
-        metadata.
+        The file's record by name; empty if the rank has nothing to write.
 
     Raises:
         OSError: the file system refused.
     """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    if not plan.items:
-        return {}, []
-    name = f"__{rank}_0.distcp"
-    locations = []
+    if not plan.parts:
+        return {}
 
     def fill(file: HashingFile) -> None:
-        for item in plan.items:
-            start = file.tell()
-            tensor = local(tensors[item.index.fqn]).to("cpu")
-            if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
-            torch.save(tensor, file)  # type: ignore[arg-type]
-            locations.append((item.index, _StorageInfo(name, start, file.tell() - start)))
+        file.write(plan.header)
+        for part in plan.parts:
+            tensor = local(tensors[part.name]).resolve_conj().resolve_neg().cpu().contiguous()
+            assert tensor.nbytes == part.nbytes, part
+            file.write(layout.memory(tensor))
 
-    return {name: write_file(directory / name, fill)}, locations
-
-
-def write_metadata(directory: Path, plan: WritePlan, locations: list[tuple[Any, Any]]) -> FileRecord:
-    """Write `.metadata`: which chunk of which tensor is where."""
-    metadata = replace(plan.metadata, storage_data=dict(locations), storage_meta=None, version="1.0.0")
-    return write_file(directory / METADATA, lambda file: pickle.dump(metadata, file))
+    name = layout.file_name(rank)
+    return {name: new.write(name, fill)}

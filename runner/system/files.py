@@ -39,6 +39,14 @@ write_at = os.pwrite
 fsync_fd = os.fsync
 """Wait until what was written to a file descriptor would survive a power loss."""
 
+
+def begin_writeback(fd: int, start: int, length: int) -> None:
+    """Let the disk begin to write a range of an open file; returns at once, and promises nothing."""
+    with suppress(OSError, AttributeError):  # no such system, or no such file system
+        # Linux begins to write what is not on the disk yet, and drops only what is.
+        os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
+
+
 truncate_fd = os.ftruncate
 """Cut a file to a length as `os.ftruncate` does."""
 
@@ -196,6 +204,11 @@ def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
         os.close(fd)
         raise not_regular
     return os.fdopen(fd, "rb")
+
+
+def size(file: BinaryIO) -> int:
+    """The size of an open file, in bytes."""
+    return os.fstat(file.fileno()).st_size
 
 
 def open_append(path: Path) -> BinaryIO:

@@ -122,6 +122,7 @@ def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
         check_model(opened, tensors, where, prefix)
         for name, tensor in tensors.items():
             fill(opened, prefix + name, tensor)
+        opened.fetch()
     extra = load_train_state(chosen.path).get("model_extra")
     if extra:
         names = {plain_name(name): name for name in bare(model).state_dict()}

@@ -136,7 +136,7 @@ def test_refused_at_each_change(trunk: Path, tmp_path: Path, code: int) -> None:
 
 
 def test_a_damaged_one_is_refused_and_stays_as_it_is(trunk: Path, tmp_path: Path) -> None:
-    for name in ("train_state.pt", "manifest.json", ".metadata"):
+    for name in ("train_state.pt", "manifest.json", "tensors.json"):
         other = Path(shutil.copytree(trunk, tmp_path / name))
         os.truncate(other / STEP / name, 50)
         before = contents(other)

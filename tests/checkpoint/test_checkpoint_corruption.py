@@ -21,7 +21,7 @@ from runner.checkpoint import manifest as manifests
 from runner.cli import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 
-FILES = [".metadata", "__0_0.distcp", "manifest.json", "train_state.pt"]
+FILES = ["manifest.json", "rank_00000.safetensors", "tensors.json", "train_state.pt"]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_missing_file_is_detected(run: Path, name: str) -> None:
 
 
 def test_a_file_that_grew_is_detected(run: Path) -> None:
-    with open(run / "step_00000002" / "__0_0.distcp", "ab") as file:
+    with open(run / "step_00000002" / "rank_00000.safetensors", "ab") as file:
         file.write(b"x")
     assert load(run) == 1
 
@@ -191,56 +191,72 @@ def test_a_pickle_in_the_train_state_is_refused_and_not_run(run: Path, tmp_path:
     assert names(run) == ["step_00000001", "step_00000002"]
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_pickle_in_the_metadata_is_refused_and_not_run(run: Path, tmp_path: Path, hidden: bool) -> None:
-    path = run / "step_00000002" / ".metadata"
-    trap: Any = Trap(tmp_path / "sprung")
-    if hidden:
-        metadata = pickle.loads(path.read_bytes())
-        metadata.planner_data = {"deep": [trap]}
-        trap = metadata
-    path.write_bytes(pickle.dumps(trap))
-    forge(path.parent)
-    with pytest.raises(CheckpointError, match=r"\.metadata is refused.*posix.mkdir.*it was not run"):
-        load(run)
-    assert not (tmp_path / "sprung").exists()
+NO_INDEX = [
+    b"",
+    b"[]",
+    b"null",
+    b'{"files": []}',
+    b'{"files": {}, "tensors": []}',
+    b'{"files": [], "tensors": {"a": 1}}',
+    pickle.dumps({"files": [], "tensors": {}}),
+    b"[" * 100_000,
+]
 
 
-@pytest.mark.parametrize("what", [b"", b"\x80\x04N.", pickle.dumps([1]), pickle.dumps({"a": 1})])
-def test_invalid_metadata_is_refused_in_one_line(run: Path, what: bytes) -> None:
-    path = run / "step_00000002" / ".metadata"
+@pytest.mark.parametrize("what", NO_INDEX)
+def test_an_invalid_index_is_refused_in_one_line(run: Path, what: bytes) -> None:
+    path = run / "step_00000002" / "tensors.json"
     path.write_bytes(what)
     forge(path.parent)
-    with pytest.raises(CheckpointError, match=r"\.metadata is refused") as caught:
+    with pytest.raises(CheckpointError, match=r"tensors\.json is refused") as caught:
         load(run)
     assert "\n" not in str(caught.value)
 
 
-def test_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(run: Path, tmp_path: Path) -> None:
-    path = run / "step_00000002"
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.0.weight")
-    size = (path / "__0_0.distcp").stat().st_size
-    with open(path / "__0_0.distcp", "ab") as file:
-        torch.save(Trap(tmp_path / "sprung"), file)
-    length = (path / "__0_0.distcp").stat().st_size - size
-    metadata.storage_data[index] = replace(info, offset=size, length=length)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    forge(path)
-    with pytest.raises(CheckpointError, match=r"'model.0.weight' is not a plain tensor"):
-        load(run)
+def test_a_pickle_in_place_of_a_tensor_is_not_run(run: Path, tmp_path: Path) -> None:
+    """Bytes of a tensor are bytes, whatever they spell."""
+    path = run / "step_00000002" / "rank_00000.safetensors"
+    raw = path.read_bytes()
+    trap = pickle.dumps(Trap(tmp_path / "sprung"))
+    path.write_bytes(raw[: -len(trap)] + trap)
+    forge(path.parent)
+    assert load(run) == 2
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("place", ["../../secret.distcp", "/etc/passwd", "other.distcp"])
-def test_metadata_cannot_point_outside(run: Path, place: str) -> None:
-    path = run / "step_00000002"
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.storage_data = {i: replace(s, relative_path=place) for i, s in metadata.storage_data.items()}
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    forge(path)
-    with pytest.raises(CheckpointError, match="which is not a file of the checkpoint"):
+WEIGHT = "model.0.weight"  # float32, 8 x 4
+OTHER_PLACES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "above": (lambda index: index.update(files=["../../secret.safetensors"]), "which is not a file of the checkpoint"),
+    "elsewhere": (lambda index: index.update(files=["/etc/passwd"]), "which is not a file of the checkpoint"),
+    "unlisted": (lambda index: index.update(files=["other.safetensors"]), "which is not a file of the checkpoint"),
+    "a list": (lambda index: index.update(files=[["rank_00000.safetensors"]]), "TypeError"),
+    "beyond the end": (lambda index: chunk_of(index).__setitem__(1, 2**40), "beyond the end"),
+    "before the start": (lambda index: chunk_of(index).__setitem__(1, -1), "where sizes should be"),
+    "no number": (lambda index: chunk_of(index).__setitem__(1, True), "where sizes should be"),
+    "no such file": (lambda index: chunk_of(index).__setitem__(0, 7), "IndexError"),
+    "outside of the tensor": (lambda index: chunk_of(index).__setitem__(2, [4, 0]), "a chunk outside of it"),
+    "other dimensions": (lambda index: chunk_of(index).__setitem__(3, [32]), "other dimensions"),
+    "too few values": (lambda index: chunk_of(index).__setitem__(3, [7, 4]), "values of 'model.0.weight' are missing"),
+    "no dtype": (lambda index: index["tensors"][WEIGHT].__setitem__(0, "load"), "has no dtype"),
+    "a huge shape": (lambda index: index["tensors"][WEIGHT].__setitem__(1, [2**61, 4]), "are missing"),
+}
+
+
+def chunk_of(index: dict[str, Any]) -> Any:
+    return index["tensors"][WEIGHT][2][0]
+
+
+@pytest.mark.parametrize("case", OTHER_PLACES)
+def test_an_index_cannot_point_outside(run: Path, case: str) -> None:
+    change, message = OTHER_PLACES[case]
+    path = run / "step_00000002" / "tensors.json"
+    index = json.loads(path.read_bytes())
+    change(index)
+    path.write_text(json.dumps(index))
+    forge(path.parent)
+    with pytest.raises(CheckpointError, match=rf"tensors\.json is refused: .*{message}") as caught:
         load(run)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../step_00000001/train_state.pt", "/etc/passwd", "a/b", "..", "", "manifest.json"])
@@ -259,7 +275,7 @@ ABSURD: dict[str, list[Any]] = {
     "created": [float("nan"), float("inf"), -1.0, 1e308, 10**400, "now", None, True],
     "metric": [10**400, "low", [1], True],
     "fingerprint": [None, [], "x"],
-    "files": [None, [], {"train_state.pt": {"size": 10**400, "sha256": "0"}}, {"train_state.pt": {"size": -1}}],
+    "files": [None, [], {"train_state.pt": {"size": 10**400, "xxh128": "0"}}, {"train_state.pt": {"size": -1}}],
 }
 
 
@@ -313,7 +329,7 @@ def test_a_directory_that_others_may_write_to_is_warned_about(run: Path, caplog:
 def test_an_unknown_format_version_is_refused_by_name_and_not_set_aside(run: Path) -> None:
     forge(run / "step_00000002", version=3)
     with pytest.raises(
-        CheckpointError, match="format version 3, and this version of the runner reads only 1: load it with"
+        CheckpointError, match="format version 3, and this version of the runner reads only 2: load it with"
     ):
         load(run)
     assert names(run) == ["step_00000001", "step_00000002"]

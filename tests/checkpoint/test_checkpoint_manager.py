@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -18,7 +19,8 @@ from runner.checkpoint import TrainStateManager, build_train_state, commit, rest
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.background import Background
-from runner.checkpoint.compare import compare_checkpoints
+from runner.checkpoint.compare import compare_checkpoints, tensor_difference
+from runner.checkpoint.reader import tensors
 from runner.errors import CheckpointError, SupersededError, UserError
 
 
@@ -54,21 +56,68 @@ def test_the_layout_is_as_documented_and_not_writable_by_others(tmp_path: Path) 
     toy.train()
     toy.save(manager(tmp_path))
     path = tmp_path / "step_00000001"
-    assert names(path) == [".metadata", "__0_0.distcp", "manifest.json", "train_state.pt"]
+    assert names(path) == ["manifest.json", "rank_00000.safetensors", "tensors.json", "train_state.pt"]
     assert not path.stat().st_mode & 0o022
     assert not any(file.stat().st_mode & 0o022 for file in path.iterdir())
     state = torch.load(path / "train_state.pt", weights_only=True)
     assert {"step", "tokens_seen", "rng", "scheduler", "dataloader", "version", "rng_by_rank"} <= set(state)
 
 
-def test_the_loader_of_torch_distributed_checkpoint_reads_it(tmp_path: Path) -> None:
+def test_torch_and_safetensors_read_it(tmp_path: Path) -> None:
+    """Other tools can use the tensors without the runner."""
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     toy, other = Toy(), Toy(seed=5)
     toy.train()
     toy.save(manager(tmp_path))
-    load({"model": other.model.state_dict()}, checkpoint_id=tmp_path / "step_00000001", no_dist=True)
-    assert all(torch.equal(a, b) for a, b in zip(toy.model.parameters(), other.model.parameters(), strict=True))
+    path = tmp_path / "step_00000001"
+    load({"model": other.model.state_dict()}, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    tensors = load_file(path / "rank_00000.safetensors")
+    assert tensors.keys() == json.loads((path / "tensors.json").read_text())["tensors"].keys()
+    for name, value in toy.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name])
+        assert torch.equal(value, tensors[f"model.{name}"])
+
+
+class Kinds(nn.Module):
+    """A buffer of every dtype, with shapes and layouts of every kind."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        for dtype in DTYPES:
+            raw = torch.randint(0, 100, (3, 5, 16), dtype=torch.uint8)
+            kind = raw.bool() if dtype == torch.bool else raw.view(dtype)
+            self.register_buffer(str(dtype).replace(".", "_"), kind.clone())
+        self.register_buffer("scalar", torch.randn(()))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("transposed", torch.randn(7, 5).t())
+        self.register_buffer("strided", torch.randn(8, 6)[::2, 1:4])
+        self.register_buffer("conjugate", torch.randn(4, 2, dtype=torch.complex64).conj())
+        self.register_buffer("large", torch.randn(700, 1000))
+        self.register_buffer("large_transposed", torch.randn(700, 1000).t())
+        self.register_buffer("middle", torch.randn(90, 1000))
+
+
+NAMES = (
+    "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 "
+    "float64 complex64 complex128"
+)
+DTYPES = [getattr(torch, name) for name in NAMES.split()]
+
+
+def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path) -> None:
+    model, other = Kinds(0), Kinds(1)
+    saving = manager(tmp_path)
+    assert saving.save(1, model, None, build_train_state(1, 0), wait=True), saving.last_error
+    assert manager(tmp_path).load(other) is not None
+    read = dict(tensors(tmp_path / "step_00000001", manifests.read(tmp_path / "step_00000001"), "model."))
+    for name, value in model.state_dict().items():
+        for found in (other.state_dict()[name], read[name]):
+            assert tensor_difference(found.resolve_conj(), value.resolve_conj()) is None, name
+            assert found.shape == value.shape
 
 
 def test_optimizers_before_their_first_step_and_unused_parameters_are_restored_as_they_were(tmp_path: Path) -> None:
@@ -247,11 +296,11 @@ def test_only_one_save_is_in_flight_and_a_slow_disk_delays_the_second(tmp_path: 
     gate, running, most = threading.Event(), [0], [0]
     original = commit.Transaction.commit
 
-    def slow(self: commit.Transaction, manifest: Any) -> None:
+    def slow(self: commit.Transaction, *arguments: Any) -> None:
         running[0] += 1
         most[0] = max(most[0], running[0])
         gate.wait(10)
-        original(self, manifest)
+        original(self, *arguments)
         running[0] -= 1
 
     monkeypatch.setattr(commit.Transaction, "commit", slow)

@@ -93,7 +93,7 @@ def test_however_checkpoints_are_copied_and_renamed_only_true_names_are_used(
 def other_tool(path: Path) -> None:
     path.mkdir()
     torch.save({"weights": torch.ones(3)}, path / "model.pt")
-    (path / ".metadata").write_bytes(b"not ours")
+    (path / "tensors.json").write_bytes(b"not ours")
 
 
 def other_manifest(path: Path) -> None:

@@ -132,7 +132,13 @@ def test_four_ranks_then_two_then_one_then_three(tmp_path: Path, strategies: tup
                 assert note["loaded"] == before[0]["saved"]
         before = now
     files = {path.name for path in (tmp_path / "checkpoints" / "step_00000008").iterdir()}
-    assert {".metadata", "manifest.json", "train_state.pt", "__0_0.distcp", "__1_0.distcp"} <= files
+    assert {
+        "tensors.json",
+        "manifest.json",
+        "train_state.pt",
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+    } <= files
 
 
 def stepping(rank: int, directory: str, number: int, last: int) -> None:
@@ -209,7 +215,7 @@ def broken(rank: int, directory: str) -> None:
     torch.distributed.barrier()
     assert manager.save(2, model, optimizer, build_train_state(2, 0), wait=True)
     assert manager.load(model, optimizer)
-    os.truncate(Path(directory) / "checkpoints" / "step_00000002" / "__1_0.distcp", 3) if rank == 1 else None
+    os.truncate(Path(directory) / "checkpoints" / "step_00000002" / "rank_00001.safetensors", 3) if rank == 1 else None
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         TrainStateManager(Path(directory) / "checkpoints").load(model, optimizer)

@@ -81,7 +81,7 @@ def test_each_error_is_survived_and_if_it_stays_the_run_stops_and_names_it(run: 
     assert load(run).step == 2
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "train_state.pt"])
+@pytest.mark.parametrize("name", ["tensors.json", "rank_00000.safetensors", "manifest.json", "train_state.pt"])
 def test_an_error_that_stays_in_any_file_sets_nothing_aside_and_starts_nowhere_else(run: Path, name: str) -> None:
     """Not at the checkpoint before, and not at step 0; nor does a save, the list or retention take it for corrupt."""
     with reads_intercepted(stays=(errno.EIO, f"step_00000002/{name}")):
@@ -108,19 +108,19 @@ def test_an_error_late_in_a_load_is_survived(saved: tuple[Path, dict[int, str]],
     """After the checkpoint was verified, too: while its tensors are read."""
     with reads_intercepted() as trace:
         load(run)
-    last = max(n for n, (call, path) in enumerate(trace.calls) if call == "read" and path.endswith("distcp"))
+    last = max(n for n, (call, path) in enumerate(trace.calls) if call == "read" and path.endswith("safetensors"))
     with reads_intercepted({last: errno.ESTALE}):
         assert load(run).digest() == saved[1][2]
     with (
         reads_intercepted({last + extra: errno.ESTALE for extra in range(99)}),
-        pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read \(.*ESTALE"),
+        pytest.raises(CheckpointError, match=r"rank_00000.safetensors cannot be read \(.*ESTALE"),
     ):
         load(run)
 
 
 def test_bytes_are_judged_only_after_a_second_look(run: Path) -> None:
     """A read that returned other bytes once, from a bad cache or network, is no corruption; one that stays is."""
-    path = run / "step_00000002" / "__0_0.distcp"
+    path = run / "step_00000002" / "rank_00000.safetensors"
     original = path.read_bytes()
     flip(path)
     with reads_intercepted(after={str(path): lambda: path.write_bytes(original)}):

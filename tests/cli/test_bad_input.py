@@ -43,7 +43,7 @@ def refused(run: Run, *words: str, status: int | None = None) -> str:
 
 def contents(folder: Path) -> dict[str, str]:
     """Checksums of the files of a run that a refused command must not change."""
-    kept = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".pt", ".distcp", ".npy")]
+    kept = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".pt", ".safetensors", ".npy")]
     kept += [path for path in (folder / "metrics.jsonl", folder / "config.yaml") if path.exists()]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
 

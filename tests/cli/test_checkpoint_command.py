@@ -42,7 +42,7 @@ def run(template: Path, tmp_path: Path) -> Path:
 
 
 def corrupt(run: Path, step: int) -> None:
-    path = run / "checkpoints" / f"step_{step:08d}" / "__0_0.distcp"
+    path = run / "checkpoints" / f"step_{step:08d}" / "rank_00000.safetensors"
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 4
     path.write_bytes(raw)
@@ -68,7 +68,7 @@ def test_a_list_reads_manifests_only_and_verify_every_byte(run: Path, capsys: py
     assert main([str(run), "--verify"]) == 1
     out = capsys.readouterr().out
     assert out.count("verified") == 2
-    assert "corrupt: __0_0.distcp was changed after it was written" in out
+    assert "corrupt: rank_00000.safetensors was changed after it was written" in out
     assert names(run / "checkpoints")[:3] == ["step_00000001", "step_00000002", "step_00000003"]
 
 
@@ -164,11 +164,11 @@ def test_an_export_reports_that_the_newest_was_skipped(
 
 def test_a_list_notices_a_truncated_or_missing_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = run / "checkpoints"
-    os.truncate(checkpoints / "step_00000003" / "__0_0.distcp", 10)
+    os.truncate(checkpoints / "step_00000003" / "rank_00000.safetensors", 10)
     (checkpoints / "step_00000002" / "train_state.pt").unlink()
     assert main([str(run)]) == 1
     listed = capsys.readouterr().out
-    assert "corrupt: __0_0.distcp has 10 bytes" in listed
+    assert "corrupt: rank_00000.safetensors has 10 bytes" in listed
     assert "corrupt: train_state.pt cannot be read" in listed
 
 

@@ -59,7 +59,10 @@ ENTRIES = [
     *("lease/00000001.json", "lease/00000001.beat"),
     *(
         CHECKPOINT,
-        *(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "train_state.pt", ".metadata", "__0_0.distcp")),
+        *(
+            f"{CHECKPOINT}/{name}"
+            for name in ("manifest.json", "train_state.pt", "tensors.json", "rank_00000.safetensors")
+        ),
     ),
 ]
 

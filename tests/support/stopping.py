@@ -42,13 +42,13 @@ class StoppingGPT(GPT):
 
 
 def _stop_in_save() -> None:
-    write = writer.write_chunks
+    write = writer.write_tensors
 
     def stopping(*arguments: Any) -> Any:
         stop("save")
         return write(*arguments)
 
-    writer.write_chunks = stopping  # type: ignore[assignment]
+    writer.write_tensors = stopping  # type: ignore[assignment]
 
 
 if WHERE == "save":

@@ -344,7 +344,7 @@ def test_given_up_in_the_middle_it_ends_after_the_checkpoint(run: Path) -> None:
 
 
 def test_a_corrupt_checkpoint_is_left_out_of_all_and_an_error_by_itself(run: Path, capsys: Any) -> None:
-    file = run / "checkpoints" / "step_00000004" / "__0_0.distcp"
+    file = run / "checkpoints" / "step_00000004" / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert here.command("evaluate", run, "--step", "4") == 1
     assert "step_00000004 is corrupt" in capsys.readouterr().err

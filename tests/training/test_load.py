@@ -125,7 +125,7 @@ def test_nothing_in_the_directory_is_executed(run: Path, tmp_path: Path) -> None
     for name in ("model.pt", "state.pkl", "checkpoints/model.pt", "checkpoints/step_00000006/model.pt"):
         (copy / name).write_bytes(attack)
     assert runner.load(copy).step == 6
-    for name in ("train_state.pt", ".metadata", "__0_0.distcp"):
+    for name in ("train_state.pt", "tensors.json", "rank_00000.safetensors"):
         (copy / "checkpoints" / "step_00000006" / name).write_bytes(attack)
         with pytest.raises(CheckpointError, match="corrupt"):
             runner.load(copy, step=6)
@@ -150,13 +150,13 @@ def test_a_damaged_checkpoint_a_strange_config_and_a_class_that_is_gone(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    file = copy / "checkpoints" / "step_00000006" / "__0_0.distcp"
+    file = copy / "checkpoints" / "step_00000006" / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"step_00000006 is corrupt: __0_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"step_00000006 is corrupt: rank_00000.safetensors"):
         runner.load(copy, step=6)
     with caplog.at_level(logging.WARNING):
         assert runner.load(copy).step == 4  # the newest that is valid, as a resume would take
-    assert "step_00000006 is corrupt (__0_0.distcp has" in caplog.text
+    assert "step_00000006 is corrupt (rank_00000.safetensors has" in caplog.text
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("runner.models.gpt.GPT", "runner.models.gpt.Gone"))
     with pytest.raises(UserError, match=r"model._target_=runner.models.gpt.Gone"):

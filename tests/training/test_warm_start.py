@@ -171,7 +171,7 @@ def attempted(path: Path, *words: object) -> int:
 
 
 def damage(run: Path) -> None:
-    file = RunDir(run).checkpoint(6) / "__0_0.distcp"
+    file = RunDir(run).checkpoint(6) / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -182,7 +182,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "nothing": (lambda _: None, "", "init_from is empty"),
     "no step": (lambda _: None, "copy@3", "there is no checkpoint of step 3"),
     "no such word": (lambda _: None, "copy@newest", "what follows @ must be a step, best or last"),
-    "damaged": (damage, "copy@6", "is corrupt: __0_0.distcp"),
+    "damaged": (damage, "copy@6", "is corrupt: rank_00000.safetensors"),
     "no checkpoint": (lambda copy: shutil.rmtree(copy / "checkpoints"), "copy", "has no checkpoint"),
     "no file": (lambda _: None, "w.safetensors", "cannot be read (No such file or directory)"),
     "a pipe": (lambda copy: os.mkfifo(copy.parent / "w.safetensors"), "w.safetensors", "cannot be read (not a regular"),

@@ -1,0 +1,203 @@
+"""The files that tensors are stored in, and their index.
+
+Each rank writes one file in the format of safetensors: a JSON header, then the bytes of one chunk of each tensor, one
+after another. The header also has the offset of each chunk in the whole tensor, in the form in which torch's
+HuggingFaceStorageReader looks for it, so that others can read the files, on any number of ranks.
+
+The index, `tensors.json`, lists which chunk of which tensor is where. Only numbers and names are read from either, so
+nothing can be executed. All but the values depends on the plan of a save alone, which is the same from save to save.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.checkpoint.manifest import Manifest
+from runner.errors import CheckpointError
+
+INDEX = "tensors.json"
+
+# Names of safetensors. What it lacks (complex128) is stored as the bytes that it is; the index has the real dtype.
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_LARGEST = 2**62
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk of a tensor that a rank writes.
+
+    Attributes:
+        name: flat name of the tensor.
+        dtype: of the tensor.
+        shape: of the whole tensor.
+        offsets: where the chunk begins in the whole tensor, by dimension.
+        sizes: its shape.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored part of a tensor.
+
+    Attributes:
+        offsets: where it begins in the whole tensor, by dimension.
+        sizes: its shape.
+        file: the file that contains it.
+        start: offset in the file, in bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the checkpoint: shape, dtype and chunks."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def file_name(rank: int) -> str:
+    """`rank_00000.safetensors`."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def arranged(parts: Iterable[Part]) -> list[Part]:
+    """The order in a file: that of safetensors, by which each chunk is aligned to its elements."""
+    return sorted(parts, key=lambda part: -part.dtype.itemsize)
+
+
+def header(parts: Sequence[Part]) -> bytes:
+    """What a file of `parts`, which are arranged, begins with: the length of the JSON (8 bytes), and the JSON."""
+    described: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps({part.name: {"saved_offsets": part.offsets} for part in parts}),
+        }
+    }
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.nbytes
+        name = _NAMES.get(part.dtype)
+        shape = part.sizes if name else (*part.sizes, part.dtype.itemsize)
+        described[part.name] = {"dtype": name or "U8", "shape": shape, "data_offsets": (begin, end)}
+    raw = json.dumps(described, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def index(parts_by_rank: Sequence[Sequence[Part]]) -> bytes:
+    """The content of the index, from the arranged parts of every rank."""
+    names: list[str] = []
+    tensors: dict[str, tuple[str, tuple[int, ...], list[Any]]] = {}
+    for rank, parts in enumerate(parts_by_rank):
+        if not parts:
+            continue
+        start = len(header(parts))
+        for part in parts:
+            described = tensors.setdefault(part.name, (str(part.dtype).removeprefix("torch."), part.shape, []))
+            described[2].append((len(names), start, part.offsets, part.sizes))
+            start += part.nbytes
+        names.append(file_name(rank))
+    return json.dumps({"files": names, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+def entries(raw: bytes, manifest: Manifest) -> dict[str, Entry]:
+    """The inverse of `index`. Every chunk is checked to be inside of its tensor and of a file of the checkpoint.
+
+    Raises:
+        CheckpointError: one is not, or there is something else than names and numbers.
+    """
+    try:
+        body = json.loads(raw)
+        for file in body["files"]:
+            if file not in manifest.files:
+                raise CheckpointError(f"it names {file!r:.80}, which is not a file of the checkpoint")
+        return {name: _entry(name, described, body["files"], manifest) for name, described in body["tensors"].items()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+
+
+def _entry(name: str, described: Any, names: list[str], manifest: Manifest) -> Entry:
+    kind, shape, chunks = described
+    dtype = getattr(torch, kind, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{name!r} has no dtype, but {kind!r:.80}")
+    size = _sizes(name, shape)
+    made = tuple(_chunk(name, size, dtype, chunk, names, manifest) for chunk in chunks)
+    if sum(math.prod(chunk.sizes) for chunk in made) < math.prod(size):
+        raise CheckpointError(f"values of {name!r} are missing")
+    return Entry(size, dtype, made)
+
+
+def _chunk(
+    name: str, size: tuple[int, ...], dtype: torch.dtype, described: Any, names: list[str], manifest: Manifest
+) -> Chunk:
+    number, start, *place = described
+    offsets, sizes = (_sizes(name, values) for values in place)
+    (start,) = _sizes(name, [start])
+    file = names[number]
+    if len(offsets) != len(size) or len(sizes) != len(size):
+        raise CheckpointError(f"{name!r} has a chunk of other dimensions")
+    if any(begin + length > whole for begin, length, whole in zip(offsets, sizes, size, strict=True)):
+        raise CheckpointError(f"{name!r} has a chunk outside of it")
+    if start + math.prod(sizes) * dtype.itemsize > manifest.files[file].size:
+        raise CheckpointError(f"{name!r} should be beyond the end of {file!r}")
+    return Chunk(offsets, sizes, file, start)
+
+
+def _sizes(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or not 0 <= value <= _LARGEST for value in values):
+        raise CheckpointError(f"{name!r} has {values!r:.80} where sizes should be")
+    return tuple(values)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor on the CPU, as uint8 of one dimension."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to be read or written."""
+    return memoryview(flat_bytes(tensor).numpy())  # type: ignore[arg-type]
