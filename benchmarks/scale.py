@@ -3,27 +3,37 @@
 - Each rank's sampler is made, gives a batch and its state, at 99 % of 10^12 samples. That of all ranks together is
   compared with the global batch: a rank that got another's samples would be noticed.
 - What ranks tell each other in every step (stop flags, digest and counts by source) is summed by real processes.
+- A small model is saved and loaded by up to 64 real ranks, which have a 64th of it each: files, bytes, fsyncs, and what
+  rank 0 gathers.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import statistics
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
 from multiprocessing import SimpleQueue, get_context
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn, start_processes
 
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from launch.rendezvous import free_port
+from runner.checkpoint import TrainStateManager, build_train_state
 from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger
+from runner.system import files
 from runner.system.distributed import World
 
 SAMPLES, EACH = 10**12, 8
@@ -102,8 +112,89 @@ def sums(ranks: int) -> Iterator[tuple[int, float]]:
     return ((sources, results.get()) for sources in SOURCES)
 
 
+class Counted:
+    """What this process did while it was in force: fsyncs, and bytes that others sent to it."""
+
+    def __init__(self) -> None:
+        self.fsyncs = self.gathered = 0
+
+    def __enter__(self) -> Counted:
+        fsync, directory, gather = files.fsync_fd, files.fsync_dir, World.gather_on_main
+        self._originals = fsync, directory, gather
+
+        def counting_fsync(fd: int) -> None:
+            self.fsyncs += 1
+            fsync(fd)
+
+        def counting_directory(path: Path) -> None:
+            self.fsyncs += 1
+            directory(path)
+
+        def counting_gather(world: World, value: object) -> list[object]:
+            values = gather(world, value)
+            self.gathered += sum(len(pickle.dumps(each)) for each in values)
+            return values
+
+        files.fsync_fd, files.fsync_dir = counting_fsync, counting_directory  # type: ignore[assignment]
+        World.gather_on_main = counting_gather  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        files.fsync_fd, files.fsync_dir = self._originals[:2]
+        World.gather_on_main = self._originals[2]  # type: ignore[method-assign]
+
+
+def saving(rank: int, ranks: int, port: int, folder: Path, results: SimpleQueue[tuple[float, ...]]) -> None:
+    """Save twice and load; rank 0 gives files, fsyncs of all ranks, gathered bytes, seconds of a save and of a load."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    world = World(rank, ranks)
+    world.start(torch.device("cpu"))
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    if ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    manager = TrainStateManager(folder, mode="sync")
+
+    def save(step: int) -> None:
+        manager.save(step, model, optimizer, build_train_state(step, 0))
+
+    save(1)  # the plan of who writes what, and imports
+    world.sum(torch.zeros(1))
+    with Counted() as counted:
+        took = seconds(lambda: save(2))
+    fsyncs = int(world.sum(torch.tensor([counted.fsyncs])))
+    loading = seconds(lambda: manager.load(model, optimizer))
+    if world.is_main:
+        found = list((folder / "step_00000002").iterdir())
+        size = sum(each.stat().st_size for each in found)
+        results.put((len(found), size, fsyncs, counted.gathered, took, loading))
+    world.sum(torch.zeros(1))
+    world.stop()
+
+
+def checkpoints(found: Table, ranks: int) -> None:
+    """A checkpoint of so many real ranks."""
+    results = get_context("forkserver").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ranks, free_port(), Path(folder), results
+        start_processes(saving, arguments, ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+    count, size, fsyncs, gathered, took, loading = results.get()
+    row = f"{ranks} ranks"
+    found.add(row, "files", count, "files")
+    found.add(row, "size", size / 1e6, "MB")
+    found.add(row, "fsyncs", fsyncs, "fsyncs")
+    found.add(row, "gathered by rank 0", gathered / 1024, "KiB")
+    found.add(row, "save", took, "s")
+    found.add(row, "load", loading, "s")
+
+
 def main() -> None:
     """Take all figures."""
+    multiprocessing.set_forkserver_preload(["benchmarks.scale", "torch.distributed.checkpoint"])
+    found = table("scale-checkpoint", "a checkpoint of 2 MB")
+    for ranks in (1, 4, 16, 64):
+        checkpoints(found, ranks)
     found = table("scale", "ElasticSampler at 10^12 samples")
     for sources in SOURCES:
         for ranks in RANKS:
