@@ -2,6 +2,7 @@
 
 `start` returns what behaves like a `subprocess.Popen`. With several ranks the process does what torchrun does: it
 serves the ranks' key-value store, has each rank in a session of its own, and ends the others when one fails.
+
 Such processes share the seed of Python's hashes. The runs of the docs, of Slurm and of `chaos` are started anew.
 """
 
@@ -33,9 +34,9 @@ class Forked:
     """A process forked by the zygote, with as much of `subprocess.Popen` as the tests use."""
 
     def __init__(self, pid: int, pidfd: int, output: int, words: Sequence[str]) -> None:
-        self.pid, self.args, self.returncode = pid, list(words), None
+        self.pid, self.args = pid, list(words)
+        self.returncode: int | None = None
         self._pidfd = pidfd
-        self.returncode: int | None
         self.stdout: IO[str] = os.fdopen(output)
 
     def poll(self) -> int | None:
@@ -233,10 +234,12 @@ def _ranks(count: int) -> None:
 
 def _attend(ranks: list[int], listening: socket.socket) -> int:
     """Serve the ranks' store until they have ended; 1 if one failed, which ends the others."""
-    from torch.distributed import TCPStore
+    from torch import distributed
 
+    dist: Any = distributed  # its stores are not typed
     port = listening.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}
+    store = dist.TCPStore("127.0.0.1", port, **options)
     assert store
 
     def stop(signum: int, _frame: object = None) -> None:
