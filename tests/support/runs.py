@@ -90,7 +90,7 @@ class Run:
         """Exit status and output of the attempt, once it has ended."""
         assert self.process is not None
         output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
+        return self.process.wait(), output
 
     def finish(self, timeout: float = PATIENCE_S) -> str:
         """Run the command to its end, which must be a success; its output."""
