@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from runs import ROOT, Run
+import zygote
+from runs import Run
 from torch.multiprocessing.spawn import start_processes
 
 
@@ -22,21 +20,14 @@ def on_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     start_processes(function, args, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
-def start_ranks(run: Run, ranks: int, **env: str) -> list[subprocess.Popen[str]]:
+def start_ranks(run: Run, ranks: int, **env: str) -> list[zygote.Forked]:
     """The processes of `ranks` ranks, without torchrun, so that each has its own status and output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "support"), **env}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    words = [*run.overrides, f"run.dir={run.path}"]
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "runner", *run.overrides, f"run.dir={run.path}"],
-            cwd=ROOT,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        zygote.start(words, {**run.environment(), **env, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
     ]

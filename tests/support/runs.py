@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import zygote
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -38,7 +38,7 @@ class Run:
     path: Path
     overrides: list[str]
     env: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[str] | None = None
+    process: zygote.Forked | None = None
     ranks: int = 1
 
     def hold(self, steps: int) -> dict[str, str]:
@@ -75,24 +75,10 @@ class Run:
     def reached_file(self) -> Path:
         return self.path.with_name(f"{self.path.name}.hold.reached")
 
-    def command(self) -> list[str]:
-        """The command: one process, or torchrun with several."""
-        launch = [sys.executable]
-        if self.ranks > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        return [*launch, "-m", "runner", *self.overrides, f"run.dir={self.path}"]
-
-    def start(self) -> subprocess.Popen[str]:
+    def start(self) -> zygote.Forked:
         """Start an attempt in the background."""
-        self.process = subprocess.Popen(
-            self.command(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-            env={**self.environment(), **self.env},
-        )
+        words = [*self.overrides, f"run.dir={self.path}"]
+        self.process = zygote.start(words, {**self.environment(), **self.env}, ROOT, self.ranks)
         return self.process
 
     @staticmethod
@@ -104,7 +90,7 @@ class Run:
         """Exit status and output of the attempt, once it has ended."""
         assert self.process is not None
         output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
+        return self.process.wait(), output
 
     def finish(self, timeout: float = PATIENCE_S) -> str:
         """Run the command to its end, which must be a success; its output."""
