@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,15 +252,21 @@ def lists(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
             "ours": partial(StatefulDataLoader, data, **kwargs),
         }
         table(f"a list of {name}, batch {batch_size}, 0 workers", makes, 200, rounds, against)
-        indices = list(range(0, len(data), len(data) // batch_size))[:batch_size]
-        samples = data.__getitems__(indices)
+        order = torch.randperm(len(data))[: 200 * batch_size].reshape(-1, batch_size).tolist()
+        draws = cycle(order)
+        samples = data.__getitems__(order[0])
         parts: dict[str, Callable[[], Any]] = {
-            "making the list": partial(data.__getitems__, indices),
+            "making the list": partial(listed, data, draws),
             "torch's default_collate": partial(default_collate, samples),
             "ours": partial(collate_samples, samples),
         }
         took = {part: statistics.median(seconds(action) for _ in range(500)) * 1e6 for part, action in parts.items()}
         print("    alone: " + ", ".join(f"{part} {micro:.1f} µs" for part, micro in took.items()))
+
+
+def listed(data: Any, draws: Iterator[list[int]]) -> Any:
+    """The samples of the next batch."""
+    return data.__getitems__(next(draws))
 
 
 def elastic(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIRST = 256  # samples in the first block
-MOST = 4096  # samples in a block; in a larger one a sample costs hardly less
+MOST = 8192  # samples in a block; in a larger one a sample costs no less
 
 
 class LookAhead:
