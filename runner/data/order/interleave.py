@@ -222,6 +222,51 @@ class Interleave:
         return x
 
 
+def counts_of_many(quanta: NDArray[np.int64], keys: U64, x: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of the first slots of each of many mixtures belong to each source: `Interleave.counts`, all at once.
+
+    Args:
+        quanta: shares in each mixture, positive, below 2^62 in all, of shape (mixtures, sources).
+        keys: of the mixtures.
+        x: of each mixture, how many slots.
+
+    Returns:
+        int64 of shape (mixtures, sources).
+    """
+    counts = np.empty(quanta.shape, np.int64)
+    sums = np.concatenate([np.zeros((len(quanta), 1), np.int64), np.cumsum(quanta, axis=1)], axis=1).view(np.uint64)
+
+    def divide(first: int, last: int, node: IDS, slots: U64) -> None:
+        """Of the sources `first` to `last` - 1, below these nodes; `slots` reach them."""
+        if last - first == 1:
+            counts[:, first] = slots
+            return
+        middle = first + (last - first + 1) // 2
+        one, two = sums[:, middle] - sums[:, first], sums[:, last] - sums[:, middle]
+        step = np.maximum(_fraction(np.minimum(one, two), one + two), _ONE)
+        before, _ = _split(slots, _Nodes(step, derive(keys, node)))
+        swapped = one > two
+        of_first = np.where(swapped, slots - before, before)
+        divide(first, middle, 2 * node + swapped, of_first)
+        divide(middle, last, 2 * node + ~swapped, slots - of_first)
+
+    divide(0, quanta.shape[1], np.ones(len(quanta), np.int64), x.astype(np.uint64))
+    return counts
+
+
+def _fraction(part: U64, whole: U64) -> U64:
+    """floor(part / whole 2^63), exact for part < whole < 2^62."""
+    result, rest = np.zeros_like(part), part
+    spare = np.uint64(max(1, 63 - int(whole.max(initial=1)).bit_length()))  # bits that a step can add
+    left = np.uint64(BITS + 1)
+    while left:
+        bits = min(spare, left)
+        quotient, rest = np.divmod(rest << bits, whole)
+        result = (result << bits) | quotient
+        left -= bits
+    return result
+
+
 def _slot_in_parent(number: U64, node: _Nodes, lighter: NDArray[np.bool_]) -> U64:
     """The smallest x such that more than `number` of the first x + 1 samples of the node went to the child; or 2^62.
 

@@ -24,7 +24,7 @@ from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.permutation import Domain, permute
 from runner.data.order.segments import Segment, Segments
 from runner.data.order.source_stream import SourceStream
-from runner.data.order.spans import END, Span, SpanResolver
+from runner.data.order.spans import END, Span, resolved
 from runner.data.order.weights import SamplerError
 
 VERSION = 1
@@ -82,15 +82,13 @@ class ElasticSequence:
         self._b = np.array([stream.domain.b for stream in self._streams], np.uint64)
         self._pairs = np.array([stream.pairs for stream in self._streams])
         self._epoch_keys: tuple[int, U64] = (0, derive(self._stream_keys, np.zeros(len(self.names), np.int64)))
-        self.spans = SpanResolver(seed, self._streams).resolve(self.segments, self.exclusions)
-        self._starts = np.array([span.start for span in self.spans], np.int64)
+        self.spans = resolved(seed, self._streams, self.segments, self.exclusions)
         self._has_exclusions = any(stream.has_exclusions for stream in self._streams)
 
     @property
     def total(self) -> int | None:
         """The number of positions until every source has reached its cap; None if the order is endless."""
-        stop = self.spans[-1].stop
-        return None if stop == END else stop
+        return None if self.spans.stop == END else self.spans.stop
 
     def share_bound(self, name: str) -> float:
         """Upper bound on |samples of this source - share * slots| within any span."""
@@ -113,16 +111,13 @@ class ElasticSequence:
         if not positions.size:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         lowest, highest = int(positions.min()), int(positions.max())
-        if lowest < 0 or highest >= self.spans[-1].stop:
-            stop = self.spans[-1].stop
-            raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {stop - 1}")
-        span_of = np.searchsorted(self._starts, positions, side="right") - 1 if len(self.spans) > 1 else None
-        if span_of is None or span_of.min() == span_of.max():
-            return self._numbers_in(self.spans[0 if span_of is None else int(span_of[0])], positions)
+        if lowest < 0 or highest >= self.spans.stop:
+            raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {self.spans.stop - 1}")
         ids, numbers = np.empty_like(positions), np.empty_like(positions)
-        for i in np.unique(span_of).tolist():
-            chosen = span_of == i
-            ids[chosen], numbers[chosen] = self._numbers_in(self.spans[i], positions[chosen])
+        for span, chosen in self.spans.of(positions):
+            if isinstance(chosen, slice):
+                return self._numbers_in(span, positions)
+            ids[chosen], numbers[chosen] = self._numbers_in(span, positions[chosen])
         return ids, numbers
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
@@ -145,13 +140,16 @@ class ElasticSequence:
             chosen = ids == i
             numbers[chosen] = self._streams[i].numbers_of(epochs[chosen], offsets[chosen])
         positions = np.full(numbers.shape, -1, np.int64)
-        for span in self.spans:
-            here = np.flatnonzero((numbers >= span.begin[ids]) & (numbers < span.end[ids]))
-            if here.size:
-                member = np.searchsorted(span.sources, ids[here])
-                slots = span.mixture.find(member, (numbers[here] - span.begin[ids[here]]).astype(np.uint64))
-                found = slots.astype(np.int64) + span.start
-                positions[here] = np.where(found < span.stop, found, np.int64(-1))
+        for source in np.unique(ids).tolist():
+            mine = np.flatnonzero(ids == source)
+            for span, chosen in self.spans.of_numbers(source, numbers[mine]):
+                here = mine[chosen]
+                here = here[(numbers[here] >= span.begin[source]) & (numbers[here] < span.end[source])]
+                if here.size:
+                    member = np.full(len(here), np.searchsorted(span.sources, source))
+                    slots = span.mixture.find(member, (numbers[here] - span.begin[source]).astype(np.uint64))
+                    found = slots.astype(np.int64) + span.start
+                    positions[here] = np.where(found < span.stop, found, np.int64(-1))
         return positions
 
     def numbers_at(self, position: int) -> I64:
@@ -161,10 +159,8 @@ class ElasticSequence:
     def many_numbers_at(self, positions: I64) -> I64:
         """The same for each position, int64 of shape (count, sources)."""
         found = np.empty((len(positions), len(self.names)), np.int64)
-        span_of = np.searchsorted(self._starts, positions, side="right") - 1
-        for i in np.unique(span_of).tolist():
-            chosen = np.flatnonzero(span_of == i)
-            found[chosen] = self.spans[i].many_numbers_at(positions[chosen])
+        for span, chosen in self.spans.of(positions):
+            found[chosen] = span.many_numbers_at(positions[chosen])
         return found
 
     def consumed_at(self, position: int) -> dict[str, int]:
@@ -227,7 +223,7 @@ class ElasticSequence:
 
     def span_at(self, position: int) -> Span:
         """The span that contains `position`, or the last one."""
-        return self.spans[int(np.searchsorted(self._starts, position, side="right")) - 1]
+        return self.spans.at(position)
 
     def _numbers_in(self, span: Span, positions: I64) -> tuple[I64, I64]:
         member, counted = span.mixture.locate((positions - span.start).view(np.uint64))

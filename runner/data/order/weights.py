@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from numbers import Real
 from typing import Any
 
@@ -135,7 +136,7 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
         total = math.fsum(weight / largest for weight in weights) if math.isinf(sum(weights)) else 0.0
         if total:
             return [weight / largest / total for weight in weights]
-        total = sum(weights)
+        total = reduce(operator.add, weights)  # as every platform adds them; newer versions of `sum` correct the result
         return [weight / total for weight in weights]
     logs = [math.log(weight) / temperature if weight > 0 else -math.inf for weight in weights]
     highest = max(logs)
