@@ -54,14 +54,14 @@ def after(seconds: float) -> Trigger:
 
 
 def at_step(run: Run, wanted: int) -> Trigger:
-    """A step of the next attempt: a resume replaces the metrics file."""
-    before = metrics_file(run)
-    return lambda run: metrics_file(run) != before and step(run) >= wanted
+    """A step of the next attempt: not one that the attempt before has made, and that is still in the file."""
+    before = metrics_state(run)
+    return lambda run: metrics_state(run) != before and step(run) >= wanted
 
 
 def in_an_evaluation(run: Run) -> Trigger:
-    before = metrics_file(run)
-    return lambda run: metrics_file(run) != before and evaluates(run)
+    before = metrics_state(run)
+    return lambda run: metrics_state(run) != before and evaluates(run)
 
 
 def appears(run: Run, pattern: str) -> Trigger:
@@ -71,9 +71,10 @@ def appears(run: Run, pattern: str) -> Trigger:
     return lambda run: any(path not in before for path in folder.glob(pattern))
 
 
-def metrics_file(run: Run) -> int:
+def metrics_state(run: Run) -> tuple[int, int]:
+    """Changes when an attempt that has restored its state truncates the metrics, replaces them or adds to them."""
     path = run.path / "metrics.jsonl"
-    return path.stat().st_ino if path.exists() else 0
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else (0, 0)
 
 
 def step(run: Run) -> int:
