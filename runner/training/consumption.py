@@ -9,14 +9,14 @@ user's own loader, which keeps its order to itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from runner.config.schedule import PhaseSchedule
 from runner.data.loading.protocols import BatchRecord
-from runner.data.order.ledger import DataLedger
+from runner.data.order.ledger import LANES, DataLedger
 from runner.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ class UntrackedConsumption:
     def commit(self, vector: np.ndarray) -> None:
         pass
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self, all_sources: bool) -> dict[str, Any]:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,6 +66,7 @@ class TrackedConsumption:
     sampler: Any
     ledger: DataLedger
     tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
+    _given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), init=False)  # sources, at the last commit
 
     @property
     def names(self) -> list[str]:
@@ -91,7 +92,7 @@ class TrackedConsumption:
         """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
         if record is None or record.indices is None:
             return None
-        return np.searchsorted(np.cumsum(self.ledger.sizes), record.indices, side="right")
+        return self.ledger.sources_of(record.indices)
 
     def positions(self, record: BatchRecord) -> np.ndarray:
         """Positions of a batch's samples in the whole run."""
@@ -104,6 +105,7 @@ class TrackedConsumption:
 
     def commit(self, vector: np.ndarray) -> None:
         """Add the sum over all ranks to the ledger."""
+        self._given = np.flatnonzero(vector[LANES:])
         if vector.any():
             self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
 
@@ -111,16 +113,18 @@ class TrackedConsumption:
         """The first position whose samples a resume can look up."""
         return 0
 
-    def totals(self) -> dict[str, Any]:
-        """For the metrics: the digest, and what was consumed of each source so far."""
-        counts = self.ledger.counts
+    def totals(self, all_sources: bool) -> dict[str, Any]:
+        """For the metrics: the digest, and what was consumed so far of the sources of the last commit, or of all."""
+        ledger = self.ledger
+        numbers = range(len(ledger.names)) if all_sources else self._given.tolist()
         sources: dict[str, dict[str, float]] = {}
-        for name, size in zip(self.ledger.names, self.ledger.sizes, strict=True):
-            sources[name] = {"samples": counts[name]}
+        for number in numbers:
+            name, samples = ledger.names[number], ledger.count(number)
+            sources[name] = {"samples": samples}
             if name in self.tokens_per_sample:
-                sources[name]["tokens"] = counts[name] * self.tokens_per_sample[name]
-            sources[name]["epochs"] = round(counts[name] / size, 6)
-        return {"digest": self.ledger.digest, "sources": sources}
+                sources[name]["tokens"] = samples * self.tokens_per_sample[name]
+            sources[name]["epochs"] = round(samples / ledger.sizes[number], 6)
+        return {"digest": ledger.digest, "sources": sources}
 
     def state_dict(self) -> dict[str, Any]:
         return {"ledger": self.ledger.state_dict()}

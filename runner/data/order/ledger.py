@@ -79,7 +79,7 @@ class DataLedger:
             positions: positions in the run, shape (count,).
         """
         indices = np.asarray(indices, np.int64)
-        source = np.searchsorted(self._ends, indices, side="right")
+        source = self.sources_of(indices)
         self._local[:LANES] += _lanes(positions, self._name_keys[source], indices - self._starts[source])
         self._local[LANES:] += np.bincount(source, minlength=len(self.names)).astype(np.uint64)
 
@@ -96,11 +96,20 @@ class DataLedger:
         """
         first = self._total
         self._lanes += vector[:LANES]
-        for name, count in zip(self.names, vector[LANES:].tolist(), strict=True):
-            self._counts[name] += count
+        given = np.flatnonzero(vector[LANES:])
+        for source, count in zip(given.tolist(), vector[LANES:][given].tolist(), strict=True):
+            self._counts[self.names[source]] += count
             self._total += count
         self._local[:] = 0
         self._anchors.append(first, self._total - first, vector[:LANES], since)
+
+    def sources_of(self, indices: NDArray[np.integer]) -> I64:
+        """The number of the source of each index into the dataset, shape (count,)."""
+        return np.searchsorted(self._ends, indices, side="right")
+
+    def count(self, source: int) -> int:
+        """Samples consumed from the source of this number."""
+        return self._counts[self.names[source]]
 
     @property
     def total(self) -> int:
