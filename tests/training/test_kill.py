@@ -203,21 +203,32 @@ def holds_the_lease(run: Run) -> bool:
     return (run.path / "lease" / "00000001.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["lease", "step"])
+@pytest.mark.parametrize("kind", ["lease", "step", "resumed"])
 def test_a_process_stopped_while_its_successor_finishes_changes_nothing_when_it_wakes(
     kind: str, tmp_path: Path
 ) -> None:
-    """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74, and not one byte is different."""
-    overrides = [*COMMON, "train.steps=24", "run.lease_timeout_s=1"]
+    """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74, and not one byte is different.
+
+    One that has resumed writes to the very file that the attempt before has closed, and its successor must not.
+    """
+    overrides = [*COMMON, "scheduler.total_steps=24", "eval.every_steps=5", "train.steps=24", "run.lease_timeout_s=1"]
     older, newer = Run(tmp_path / "run", overrides), Run(tmp_path / "run", overrides)
+    metrics = older.path / "metrics.jsonl"
+    if kind == "resumed":
+        Run(older.path, [*overrides, "train.steps=7"]).finish()
+        file = metrics.stat().st_ino
     hold_at(older, 20)
+    wanted = random.Random(kind).randrange(8, 20)
     moments: dict[str, Trigger] = {
         "lease": holds_the_lease,
-        "step": lambda run: holds_the_lease(run) and step(run) >= random.Random(kind).randrange(8, 20),
+        "step": lambda run: holds_the_lease(run) and step(run) >= wanted,
+        "resumed": lambda run: step(run) >= wanted,
     }
     stopped = older.start()
     assert older.kill_when(moments[kind], signal.SIGSTOP), older.wait()[1]
+    assert kind != "resumed" or metrics.stat().st_ino == file
     newer.finish()
+    assert kind != "resumed" or metrics.stat().st_ino != file
     before = contents(older.path)
     stopped.send_signal(signal.SIGCONT)
     status, output = older.wait()
