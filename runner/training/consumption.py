@@ -9,7 +9,7 @@ user's own loader, which keeps its order to itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,6 @@ class TrackedConsumption:
     sampler: Any
     ledger: DataLedger
     tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
-    _given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), init=False)  # sources, at the last commit
 
     @property
     def names(self) -> list[str]:
@@ -92,7 +91,7 @@ class TrackedConsumption:
         """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
         if record is None or record.indices is None:
             return None
-        return self.ledger.sources_of(record.indices)
+        return np.searchsorted(np.cumsum(self.ledger.sizes), record.indices, side="right")
 
     def positions(self, record: BatchRecord) -> np.ndarray:
         """Positions of a batch's samples in the whole run."""
@@ -102,6 +101,8 @@ class TrackedConsumption:
     def control(self) -> np.ndarray:
         """This rank's part of the ledger since the last commit, to be summed over ranks."""
         return self.ledger.local().view(np.int64)
+
+    _given = np.zeros(0, np.int64)  # the sources of the last commit, by their numbers
 
     def commit(self, vector: np.ndarray) -> None:
         """Add the sum over all ranks to the ledger."""

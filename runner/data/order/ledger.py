@@ -79,7 +79,7 @@ class DataLedger:
             positions: positions in the run, shape (count,).
         """
         indices = np.asarray(indices, np.int64)
-        source = self.sources_of(indices)
+        source = np.searchsorted(self._ends, indices, side="right")
         self._local[:LANES] += _lanes(positions, self._name_keys[source], indices - self._starts[source])
         self._local[LANES:] += np.bincount(source, minlength=len(self.names)).astype(np.uint64)
 
@@ -102,10 +102,6 @@ class DataLedger:
             self._total += count
         self._local[:] = 0
         self._anchors.append(first, self._total - first, vector[:LANES], since)
-
-    def sources_of(self, indices: NDArray[np.integer]) -> I64:
-        """The number of the source of each index into the dataset, shape (count,)."""
-        return np.searchsorted(self._ends, indices, side="right")
 
     def count(self, source: int) -> int:
         """Samples consumed from the source of this number."""
