@@ -16,6 +16,7 @@ NAMES = (
     "start",
     "loop",
     "ranks",
+    "records",
     "extensions",
     "sampler",
     "loader",

@@ -50,7 +50,7 @@ class Stage:
     resumes_at: int | None = None
     steps_lost: int = 0
     injected_at: tuple[int, int | None] = (0, None)
-    _metrics: int | None = None
+    _metrics: tuple[int, int] | None = None
     _owned_at: tuple[int, float] = (0, 0.0)
     _shown: float = 0.0
 
@@ -61,15 +61,16 @@ class Stage:
     def ensure_running(self) -> None:
         """Start an attempt unless one is running."""
         if self.target.ended() is not None or self._metrics is None:
-            self._metrics = self._metrics_file()
+            self._metrics = self._metrics_state()
         self.target.begin()
 
-    def _metrics_file(self) -> int:
-        """Which file the metrics are in; an attempt replaces it once it has restored its state. 0: none."""
+    def _metrics_state(self) -> tuple[int, int]:
+        """Changes when an attempt that has restored its state truncates the metrics, replaces them or adds to them."""
         try:
-            return self.run.metrics.stat().st_ino
+            state = self.run.metrics.stat()
         except FileNotFoundError:
-            return 0
+            return 0, 0
+        return state.st_ino, state.st_mtime_ns
 
     def freeze_at(self, planned: PlannedFault) -> None:
         """Wait until the trigger of a fault is true, and freeze the run there if that is possible.
@@ -143,7 +144,7 @@ class Stage:
         attempt = self.watch.attempt()
         return (
             self.target.owns(attempt)
-            and self._metrics_file() != self._metrics
+            and self._metrics_state() != self._metrics
             and self.watch.step() > attempt["start_step"]
         )
 

@@ -12,7 +12,6 @@ from runner.rundir import lease
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-TAIL = 1 << 14  # bytes; holds the last records of metrics.jsonl
 _SAVING = re.compile(r"step_\d+\.tmp-\d+-\d+")
 
 
@@ -21,7 +20,7 @@ class Watch:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._seen: tuple[int, int] = (0, 0)
+        self._seen: tuple[int, ...] = ()
         self._records: list[dict[str, Any]] = []
 
     def last_records(self) -> list[dict[str, Any]]:
@@ -29,14 +28,11 @@ class Watch:
         try:
             with open(self.run.metrics, "rb") as file:
                 state = os.fstat(file.fileno())
-                if (state.st_ino, state.st_size) == self._seen:
-                    return self._records
-                file.seek(max(0, state.st_size - TAIL))
-                data = file.read(TAIL)
+                seen = state.st_ino, state.st_size, state.st_mtime_ns
+                if seen != self._seen:
+                    self._records, self._seen = _last_records(file.fileno()), seen
         except FileNotFoundError:
             return []
-        self._seen = (state.st_ino, state.st_size)
-        self._records = _last_records(data)
         return self._records
 
     def step(self) -> int:
@@ -74,9 +70,9 @@ class Watch:
         return list(files.read_object(self.run.status).get("warnings") or [])
 
 
-def _last_records(data: bytes) -> list[dict[str, Any]]:
+def _last_records(fd: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for line in reversed(data.split(b"\n")[:-1]):
+    for _, line in files.lines_backwards(fd):
         try:
             record = json.loads(line)
         except ValueError:

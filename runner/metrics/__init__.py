@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from runner.metrics.jsonl import JsonlWriter, resume_jsonl
+from runner.metrics.jsonl import JsonlWriter, resume_jsonl, resume_records
 
-__all__ = ["JsonlWriter", "Writer", "resume_jsonl"]
+__all__ = ["JsonlWriter", "Writer", "resume_jsonl", "resume_records"]
 
 
 class Writer(Protocol):

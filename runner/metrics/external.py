@@ -54,6 +54,8 @@ class ExternalWriter(ABC):
     name: str
     module: str
     package: str
+    summarizes = False
+    """Whether it shows what each metric of the evaluations has come to, for which it keeps a `summary`."""
 
     def __init__(self, run: RunDir, step: int = 0, report: Callable[[str], None] = _log.warning) -> None:
         if importlib.util.find_spec(self.module) is None:
@@ -144,7 +146,8 @@ class ExternalWriter(ABC):
         try:
             self._check_guard()
             self.open()
-            self.summary = Summary(self.run, self.step, self.lineage.best)
+            if self.summarizes:
+                self.summary = Summary(self.run, self.step, self.lineage.best)
             if self.step and self.behind():
                 self._catch_up()
             while not self._broken and (record := self._queue.get()) is not None:
@@ -152,7 +155,8 @@ class ExternalWriter(ABC):
                 if isinstance(record, Media):
                     self.show(record)
                 elif record:
-                    self.summary.add(record)
+                    if self.summarizes:
+                        self.summary.add(record)
                     self.log(int(record["step"]), scalars(record))
                 else:
                     self.sync()

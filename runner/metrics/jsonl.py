@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from runner.metrics.records import EVALUATION
+from runner.rundir.appender import announce, nobody_appends, withdraw
+from runner.rundir.paths import RunDir
 from runner.system import files
 
+_LATER = re.compile(rb'\{"step": (\d{1,18}), .*\}\n')  # how our own lines begin and end
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -62,13 +67,23 @@ class JsonlWriter:
         """
         if not self._failed:
             return
-        data = files.read_bytes(self.path)[: self._size]
-        if len(data) < self._size:
-            raise OSError(errno.EIO, f"{self._size - len(data)} bytes are missing", str(self.path))
-        fd = files.replace(self.path, data, guard=self._guard)
+        with files.open_regular(self.path) as there:
+            if (missing := self._size - files.size_of(there.fileno())) > 0:
+                raise OSError(errno.EIO, f"{missing} bytes are missing", str(self.path))
+            fd = files.replace_by_part(self.path, there.fileno(), self._size, by_kernel=False, guard=self._guard)
         with suppress(OSError):
             files.close_fd(self._fd)
         self._fd, self._failed = fd, False
+
+    def truncate(self) -> None:
+        """Remove what is in the file behind the lines that were kept, durably; of a new file there is nothing.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        if files.size_of(self._fd) > self._size:
+            files.truncate_fd(self._fd, self._size)
+            files.fsync_fd(self._fd)
 
     def flush(self) -> None:
         """Nothing to do: every line was passed to the operating system when it was written."""
@@ -94,6 +109,13 @@ class JsonlWriter:
             fd, self._fd = self._fd, -1
             files.close_fd(fd)
 
+    def abandon(self) -> None:
+        """Close without writing anything."""
+        fd, self._fd = self._fd, -1
+        with suppress(OSError):
+            if fd >= 0:
+                files.close_fd(fd)
+
     def __enter__(self) -> Self:
         return self
 
@@ -103,49 +125,100 @@ class JsonlWriter:
         self.close()
 
 
-def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Guard | None = None) -> JsonlWriter:
-    """Keep the records up to `step`, the step at which a run resumes, and open them for appending.
+def resume_records(run: RunDir, step: int, evaluated: bool = True) -> tuple[JsonlWriter, JsonlWriter]:
+    """Keep the records of metrics.jsonl and timings.jsonl up to `step`, at which a run resumes, and open them.
 
-    The file is replaced by a new one, and the writer appends to that very one, never to what has its name later: a
-    frozen older process that still has the old file open writes to a file that nobody reads. Lines are in order of
-    step, so only the end of the file is parsed; a last line that a kill left incomplete is dropped.
+    The files are truncated, which costs as much as is dropped, where it is certain that no other process can have them
+    open for writing. Otherwise copies take their place: a frozen older process that wakes up then writes to files that
+    nobody reads. See `runner.rundir.appender`.
 
     Args:
-        path: a `.jsonl` file whose records have `step`; it may be missing.
+        run: the run directory, with the guard of its lease.
         step: records with a greater `step` are dropped; 0 keeps none.
         evaluated: whether the restored state is from after the evaluation of `step`. If not, that evaluation's record,
             which an attempt in between may have written, is dropped too, because it will be written again.
-        guard: the right to write to the run directory.
 
     Raises:
-        SupersededError: by `guard`; nothing was changed.
-        OSError: the file cannot be read or replaced; it is unchanged.
+        SupersededError: a newer attempt holds the lease; nothing was changed.
+        OSError: a file cannot be read, replaced or truncated; it can be tried again.
     """
-    data, last = _cut(path, step, evaluated)
-    return JsonlWriter(path, files.replace(path, data, guard=guard), len(data), last, guard)
-
-
-def up_to(path: Path, step: int) -> bytes:
-    """The lines of a `.jsonl` file up to those of `step`; none if it is missing."""
-    return _cut(path, step, True)[0]
-
-
-def _cut(path: Path, step: int, evaluated: bool) -> tuple[bytes, int]:
-    """The lines to keep, as for `resume_jsonl`, and the highest step of all lines that were looked at."""
+    in_place, opened = nobody_appends(run), []
     try:
-        data = files.read_bytes(path)
+        for path in (run.metrics, run.timings):
+            found = _in_place(path, step, evaluated, run.guard) if in_place else None
+            opened.append(found or resume_jsonl(path, step, evaluated, run.guard))
+        announce(run)
+        for writer in opened:
+            writer.truncate()
+    except BaseException:
+        for writer in opened:
+            writer.abandon()
+        raise
+    return opened[0], opened[1]
+
+
+def _in_place(path: Path, step: int, evaluated: bool, guard: files.Guard | None) -> JsonlWriter | None:
+    """The file itself, to be truncated; None if it is missing, or somebody else's as well."""
+    fd = files.open_in_place(path)
+    if fd is None:
+        return None
+    try:
+        return JsonlWriter(path, fd, *_cut(fd, step, evaluated), guard)
+    except BaseException:
+        files.close_fd(fd)
+        raise
+
+
+def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Guard | None = None) -> JsonlWriter:
+    """Keep the records of one file up to `step` in a new file that replaces it, and open that for appending.
+
+    The writer appends to that very file, never to what has its name later. Args and errors as of `resume_records`; the
+    file may be missing.
+    """
+    try:
+        file = files.open_regular(path, follow=True)
     except FileNotFoundError:
-        data = b""
-    end, last = data.rfind(b"\n") + 1, 0
-    while end > 0:
-        start = data.rfind(b"\n", 0, end - 1) + 1
-        here = _step(data[start:end])
-        last = last if here is None else max(last, here)
-        again = not evaluated and here == step and b'"eval_' in data[start:end]
-        if here is not None and here <= step and not again:
-            break
-        end = start
-    return data[:end], last
+        return JsonlWriter(path, files.replace(path, b"", guard=guard), 0, 0, guard)
+    with file:
+        size, reached = _cut(file.fileno(), step, evaluated)
+        return JsonlWriter(path, files.replace_by_part(path, file.fileno(), size, guard=guard), size, reached, guard)
+
+
+def take_over(run: RunDir, other: RunDir, step: int) -> None:
+    """Take the records of another run up to `step` over into a run that has none, which begins as its branch.
+
+    Raises:
+        SupersededError: a newer attempt holds the lease of the branch.
+        OSError: the file system refused.
+    """
+    for own, theirs in ((run.metrics, other.metrics), (run.timings, other.timings)):
+        try:
+            file = files.open_regular(theirs, follow=True)
+        except FileNotFoundError:
+            files.close_fd(files.replace(own, b"", guard=run.guard))
+            continue
+        with file:
+            size, _ = _cut(file.fileno(), step, True)
+            files.close_fd(files.replace_by_part(own, file.fileno(), size, guard=run.guard))
+    withdraw(run)
+
+
+def _cut(fd: int, step: int, evaluated: bool) -> tuple[int, int]:
+    """The size of what is kept of an open file, and the highest step of all lines that were looked at.
+
+    Lines are in order of step, so only the end of the file is read, and only what is kept of it is parsed.
+    """
+    reached = 0
+    for start, line in files.lines_backwards(fd):
+        later = _LATER.match(line)
+        here = int(later[1]) if later and int(later[1]) > step else _step(line)
+        if here is None:
+            continue
+        reached = max(reached, here)
+        again = not evaluated and here == step and EVALUATION in line
+        if here <= step and not again:
+            return start + len(line), reached
+    return 0, reached
 
 
 def _step(line: bytes) -> int | None:

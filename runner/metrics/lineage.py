@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.metrics.records import EVALUATION
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -60,7 +61,7 @@ class Summary:
         self._run, self._best = run, best
         self._last: dict[str, float] = {}
         self._extremes: dict[str, float] = {}
-        for record in files.read_lines(run.metrics) if step else ():
+        for record in files.read_lines(run.metrics, having=EVALUATION) if step else ():
             if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
                 self.add(record)
 

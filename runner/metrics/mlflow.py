@@ -37,6 +37,7 @@ class MLflow(ExternalWriter):
     name = "mlflow"
     module = "mlflow"
     package = "mlflow"
+    summarizes = True
     _client: Any
 
     def __init__(

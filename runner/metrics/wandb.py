@@ -32,6 +32,7 @@ class WandB(ExternalWriter):
     name = "wandb"
     module = "wandb"
     package = "wandb"
+    summarizes = True
     _logged: Any
 
     def __init__(

@@ -15,6 +15,7 @@ import orjson
 
 MIN_LINES = 16  # below that the ordinary reader is as fast
 MAX_LAYOUTS = 24  # of a block
+MAX_MISSES = 4  # layouts of fewer lines, before the other reader takes the rest
 MAX_WIDTH = 4096  # of the text between two values
 Span = tuple[np.ndarray, np.ndarray]
 _TOKEN = re.compile(
@@ -102,14 +103,15 @@ class Block:
 
     def columns(self, wanted: Callable[[str], bool]) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray] | None]]:
         """Lines by their indices, with their columns by name; or with None where another reader has to read them."""
-        left, odd = np.arange(len(self.starts)), [np.arange(0)]
+        left, odd, misses = np.arange(len(self.starts)), [np.arange(0)], 0
         for _ in range(0 if b"\\" in self.data else MAX_LAYOUTS):
-            if len(left) < MIN_LINES:
+            if len(left) < MIN_LINES or misses == MAX_MISSES:
                 break
             layout = Layout.of(self.line(int(left[0])))
             alike, spans = self._alike(layout, left) if layout else (left[:1], [])
             if layout is None or len(alike) < MIN_LINES:
                 odd.append(alike)
+                misses += 1
             else:
                 yield alike, self._read(layout, spans, wanted)
             left = np.setdiff1d(left, alike, assume_unique=True)

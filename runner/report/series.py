@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import orjson
 
+from runner.metrics.records import CARRIED
 from runner.report.blocks import Block
 from runner.system import files
 
 BLOCK_BYTES = 1 << 20
+MAX_KINDS = 32  # of records in a block that are still taken in together
 NUMBERS = frozenset({int, float, type(None)})
 
 
@@ -105,6 +107,9 @@ class Columns:
         """Take in records, of which each has its step; those with the same names together."""
         names = list(map(tuple, records))
         kinds = set(names)
+        if len(kinds) > MAX_KINDS:
+            self._add_each(records, steps.tolist(), prefix)
+            return
         for kind in kinds:
             if len(kinds) == 1:
                 self._add_alike(kind, records, steps, prefix)
@@ -130,6 +135,29 @@ class Columns:
                 for value, step in zip(values, steps, strict=True):
                     if type(value) is dict or type(value) in NUMBERS:
                         self._add_alike((name,), [{name: value}], step[None], prefix)
+
+    def _add_each(self, records: Sequence[Mapping[str, Any]], steps: Sequence[int], prefix: str) -> None:
+        """Take in records that hardly two of have the same names, such as batches from a few of many sources."""
+        found: dict[str, tuple[list[int], list[float | None]] | None] = {}
+
+        def take(record: Mapping[str, Any], step: int, prefix: str) -> None:
+            for name, value in record.items():
+                kind, full = type(value), prefix + name
+                if kind is dict:
+                    take(value, step, f"{full}/")
+                elif kind in NUMBERS and full != "step":
+                    if full not in found:
+                        found[full] = ([], []) if self.wanted(full) else None
+                    column = found[full]
+                    if column is not None:
+                        column[0].append(step)
+                        column[1].append(value)
+
+        for record, step in zip(records, steps, strict=True):
+            take(record, step, prefix)
+        for name, column in found.items():
+            if column is not None:
+                self._append(name, np.array(column[0], dtype=np.int64), np.array(column[1], dtype=np.float64))
 
     def _append(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
         self.steps.setdefault(name, []).append(steps)
@@ -167,8 +195,21 @@ def merged(one: Series, other: Series) -> Series:
     return Series(unique, values[first])
 
 
+def _carried(one: Series, last: int) -> Series:
+    """A number that a record has only when it has changed, such that lines between its points are right.
+
+    Its value is repeated at the step before each change and at the last step; before its first one it was 0.
+    """
+    steps = np.concatenate([[0], one.steps, [last + 1]])
+    values = np.concatenate([[0.0], one.values])
+    gaps = np.flatnonzero(np.diff(steps) > 1)
+    return Series(np.insert(one.steps, gaps, steps[gaps + 1] - 1), np.insert(one.values, gaps, values[gaps]))
+
+
 def read_series(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Series]:
     """The numbers of a file with a JSON object in each line, by name; a last line that is not complete is left out.
+
+    What a line has only when it has changed (see `runner.metrics.records`) has a point at both ends of each change.
 
     Args:
         path: the file; if it is missing, there are no numbers.
@@ -187,7 +228,9 @@ def read_series(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
         except ValueError as error:
             raise ValueError(f"{path.name} from line {number + 1} on: {error}") from None
         number += len(block.starts)
-    return columns.series()
+    found = columns.series()
+    last = max((int(one.steps[-1]) for one in found.values()), default=0)
+    return {name: _carried(one, last) if name.startswith(f"{CARRIED}/") else one for name, one in found.items()}
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from runner.config.identity import as_text
 from runner.metrics.external import scalars
+from runner.metrics.records import read_records
 from runner.report.compare import differing
 from runner.report.runs import RunResults
 from runner.rundir.paths import RunDir
-from runner.system import files
 
 
 def of_runs(runs: Sequence[RunResults]) -> str:
@@ -38,17 +38,12 @@ def of_steps(runs: Sequence[RunResults]) -> str:
         if run.state == "unreadable":
             continue
         table: dict[int, dict[str, Any]] = {}
-        for record in _records(RunDir(run.path)):
+        for record in read_records(RunDir(run.path).metrics):
             row = table.setdefault(record["step"], {"run": run.name, "step": record["step"]})
             row |= {name: _whole(value) for name, value in scalars(record).items()}
             row |= {name: value for name, value in record.items() if isinstance(value, str)}
         rows += [table[step] for step in sorted(table)]
     return _text(list(dict.fromkeys(["run", "step", *(name for row in rows for name in row)])), rows)
-
-
-def _records(run: RunDir) -> Iterable[dict[str, Any]]:
-    records = files.read_lines(run.metrics)
-    return (record for record in records if isinstance(record, dict) and type(record.get("step")) is int)
 
 
 def _whole(value: float) -> Any:

@@ -30,7 +30,6 @@ TIME_LIMIT = "time limit"
 BETWEEN_STEPS = (ExitStatus.FINISHED, ExitStatus.INTERRUPTED)  # exit statuses of attempts that ended after a save
 UPDATE_INTERVAL_S = 2.0
 MAX_WARNINGS = 10
-METRICS_TAIL = 1 << 16  # bytes
 # A record that a run needs is tried this often, with this pause, before its attempt fails.
 WRITE_TRIES, WRITE_PAUSE_S = 3, 0.5
 
@@ -52,14 +51,15 @@ STATE_AFTER = {
 def last_record(run: RunDir) -> dict[str, Any]:
     """The record of the last step in metrics.jsonl; empty if there is none."""
     try:
-        lines = files.read_tail(run.metrics, METRICS_TAIL).split(b"\n")
+        file = files.open_regular(run.metrics)
     except FileNotFoundError:
         return {}
-    for line in reversed(lines[:-1]):  # the last one is empty or incomplete
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
-                return record
+    with file:
+        for _, line in files.lines_backwards(file.fileno()):
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
+                    return record
     return {}
 
 
@@ -102,7 +102,7 @@ def status_of(run: RunDir) -> dict[str, Any]:
 def incomplete_records(run: RunDir, steps: int) -> str | None:
     """What the records of a run lack that is marked as finished at `steps` steps, and how to get it back; or None."""
     last = last_step(run)
-    if last >= steps or (last == 0 and run.metrics.exists() and run.metrics.stat().st_size >= METRICS_TAIL):
+    if last >= steps:
         return None
     return (
         f"{run.metrics} ends at step {last}: the records of the other {steps - last} steps were lost or removed. "

@@ -63,9 +63,9 @@ def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     if any(holder.get(key) != own.get(key) for key in ("host", "pid_namespace", "boot_id")):
         return "unknown"
     process = processes.state_of(holder["pid"])
-    if process is None or process[1] != holder.get("start_time") or process[0] in "ZXx":
+    if processes.is_over(process, holder.get("start_time")):
         return "gone"
-    return "unknown" if process[0] in "Tt" else "alive"
+    return "unknown" if process is not None and process[0] in "Tt" else "alive"
 
 
 def describe_holder(holder: Mapping[str, Any]) -> str:

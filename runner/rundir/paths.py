@@ -95,6 +95,11 @@ class RunDir:
         return self.path / "lease"
 
     @property
+    def appender(self) -> Path:
+        """The process that may append to metrics.jsonl and timings.jsonl (see `runner.rundir.appender`)."""
+        return self.lease / "appender.json"
+
+    @property
     def submission(self) -> Path:
         """The lease of the command that submits the run, so that two shells do not submit it twice."""
         return self.path / "submission"

@@ -7,6 +7,7 @@ module (`files.rename(...)`), so that a test can replace the file system. Import
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -18,6 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+COPY_BYTES = 1 << 20
+TAIL_BYTES = 1 << 16
+NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+"""Where the kernel does not copy a file: between some file systems, and on some."""
 
 MAX_RECORD_BYTES = 64 << 20
 """The largest record that is read whole; our own are a thousand times smaller, except code.json with its diffs."""
@@ -35,6 +41,12 @@ write_fd = os.write
 
 write_at = os.pwrite
 """Write to a file descriptor at an offset; returns the number of bytes written."""
+
+read_at = os.pread
+"""Read from a file descriptor at an offset; returns at most the number of bytes asked for."""
+
+copy_range = os.copy_file_range
+"""Copy from one file descriptor to another inside the kernel; returns the number of bytes copied."""
 
 fsync_fd = os.fsync
 """Wait until what was written to a file descriptor would survive a power loss."""
@@ -225,6 +237,27 @@ def open_append(path: Path) -> BinaryIO:
     return os.fdopen(fd, "ab")
 
 
+def open_in_place(path: Path) -> int | None:
+    """A descriptor for reading a regular file and appending to it; None if a new file should rather take its place.
+
+    That is: it is missing, a link, has a second name, under which somebody may keep it as it is, or is not writable.
+    """
+    try:
+        fd = open_fd(path, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return fd
+    close_fd(fd)
+    return None
+
+
+def size_of(fd: int) -> int:
+    """The size of an open file in bytes."""
+    return os.fstat(fd).st_size
+
+
 def open_new(path: Path) -> BinaryIO:
     """A new file, open for writing.
 
@@ -261,15 +294,26 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
     return data
 
 
-def read_tail(path: Path, size: int) -> bytes:
-    """The last `size` bytes of a regular file.
+def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of an open file from the last one to the first, each with its offset; not an incomplete last one.
 
-    Raises:
-        OSError: see `open_regular`.
+    Reads only as far as it is iterated.
     """
-    with open_regular(path) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-        return file.read(size)
+    at, data, ended = os.fstat(fd).st_size, b"", False
+    while at:
+        length = min(at, max(TAIL_BYTES, len(data)))  # twice as far each time: a line may be long
+        at -= length
+        data = read_at(fd, length, at) + data
+        ended = ended or b"\n" in data
+        if not ended:
+            continue
+        end = data.rindex(b"\n") + 1
+        while (start := data.rfind(b"\n", 0, end - 1) + 1) > 0:
+            yield at + start, data[start:end]
+            end = start
+        data = data[:end]
+    if ended and data:
+        yield 0, data
 
 
 def read_text(path: Path) -> str:
@@ -341,12 +385,52 @@ def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | 
         SupersededError: by `guard`; nothing was changed.
         OSError: the file system refused; nothing is left behind, and it can be tried again.
     """
+    return _replace(path, lambda fd: write_all(fd, content), durable, guard)
+
+
+def replace_by_part(path: Path, source: int, size: int, *, by_kernel: bool = True, guard: Guard | None = None) -> int:
+    """`replace` with the first `size` bytes of an open file.
+
+    Args:
+        path: the file.
+        source: a descriptor of the other one, or of the file itself.
+        size: in bytes.
+        by_kernel: let the kernel copy, which shares what is on the disk where the file system can. Otherwise all is
+            written anew, as this process reads it.
+        guard: see `replace`.
+    """
+    return _replace(path, lambda fd: _copy(source, fd, size, by_kernel), True, guard)
+
+
+def _copy(source: int, target: int, size: int, by_kernel: bool) -> None:
+    done = 0
+    while done < size:
+        try:
+            if by_kernel:
+                copied = copy_range(source, target, size - done, done)
+            else:
+                data = read_at(source, min(COPY_BYTES, size - done), done)
+                write_all(target, data)
+                copied = len(data)
+        except OSError as error:
+            if not by_kernel or error.errno not in NO_COPY:
+                raise
+            by_kernel = False
+            continue
+        if not copied and not by_kernel:
+            raise OSError(errno.EIO, f"{size - done} bytes are missing")
+        by_kernel = by_kernel and copied > 0
+        done += copied
+
+
+def _replace(path: Path, fill: Callable[[int], None], durable: bool, guard: Guard | None) -> int:
     tag = f"{guard.tag}-" if guard else ""
     temporary = path.with_name(f"{path.name}.tmp-{tag}{os.getpid()}-{threading.get_ident()}")
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = open_fd(temporary, flags, 0o644)
     try:
-        write_all(fd, content)
+        fill(fd)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)  # not before: the kernel does not copy then
         if durable:
             fsync_fd(fd)
         if guard is not None:
@@ -454,13 +538,16 @@ def append_line(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path, *, limit: int | None = None, invalid: list[int] | None = None) -> Iterator[Any]:
+def read_lines(
+    path: Path, *, limit: int | None = None, invalid: list[int] | None = None, having: bytes = b""
+) -> Iterator[Any]:
     """The JSON values of a `.jsonl` file; lines that are not valid JSON and an incomplete last line are skipped.
 
     Args:
         path: the file.
         limit: of its size, in bytes.
         invalid: receives the numbers of the lines that are not valid JSON, counted from 1.
+        having: lines without these bytes are skipped as well, unparsed.
 
     Raises:
         OSError: see `open_regular`; or the file is larger than `limit` bytes, or a line than MAX_RECORD_BYTES.
@@ -475,6 +562,8 @@ def read_lines(path: Path, *, limit: int | None = None, invalid: list[int] | Non
         number = 0
         while (line := file.readline(MAX_RECORD_BYTES)).endswith(b"\n"):
             number += 1
+            if having not in line:
+                continue
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):

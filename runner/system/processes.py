@@ -49,6 +49,11 @@ def state_of(pid: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
+def is_over(state: tuple[str, str] | None, start_time: object) -> bool:
+    """Whether a process that began at `start_time` has ended, from what `state_of` found under its number."""
+    return state is None or state[1] != start_time or state[0] in "ZXx"
+
+
 def parent_of(pid: int) -> int | None:
     """The process that started a process of this machine, or None if there is none: proc(5), field 4 of stat."""
     stat = files.read_small(f"/proc/{pid}/stat")

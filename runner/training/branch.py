@@ -8,10 +8,9 @@ from runner.checkpoint.adoption import adopt
 from runner.checkpoint.directory import Fence
 from runner.config.schema import Config
 from runner.errors import CheckpointError
-from runner.metrics.jsonl import up_to
+from runner.metrics import jsonl
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find, missing
-from runner.system import files
 
 
 def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
@@ -34,8 +33,7 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
         return
     if not trunk.checkpoint(step).is_dir():
         raise CheckpointError(missing(trunk, step))
-    for own, theirs in ((run.metrics, trunk.metrics), (run.timings, trunk.timings)):
-        files.write_atomic(own, up_to(theirs, step), guard=run.guard)
+    jsonl.take_over(run, trunk, step)
     adopt(trunk.checkpoint(step), run.checkpoints, fence)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from runner.config.schedule import PhaseSchedule
 from runner.data.loading.protocols import BatchRecord
-from runner.data.order.ledger import DataLedger
+from runner.data.order.ledger import LANES, DataLedger
 from runner.errors import CheckpointError
 
 
@@ -49,7 +49,7 @@ class UntrackedConsumption:
     def commit(self, vector: np.ndarray) -> None:
         pass
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self, all_sources: bool) -> dict[str, Any]:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,8 +113,11 @@ class TrackedConsumption:
             self._taken.clear()
         return self.ledger.local().view(np.int64)
 
+    _given = np.zeros(0, np.int64)  # the sources of the last commit, by their numbers
+
     def commit(self, vector: np.ndarray) -> None:
         """Add the sum over all ranks to the ledger."""
+        self._given = np.flatnonzero(vector[LANES:])
         if vector.any():
             self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
 
@@ -122,16 +125,18 @@ class TrackedConsumption:
         """The first position whose samples a resume can look up."""
         return 0
 
-    def totals(self) -> dict[str, Any]:
-        """For the metrics: the digest, and what was consumed of each source so far."""
-        counts = self.ledger.counts
+    def totals(self, all_sources: bool) -> dict[str, Any]:
+        """For the metrics: the digest, and what was consumed so far of the sources of the last commit, or of all."""
+        ledger = self.ledger
+        numbers = range(len(ledger.names)) if all_sources else self._given.tolist()
         sources: dict[str, dict[str, float]] = {}
-        for name, size in zip(self.ledger.names, self.ledger.sizes, strict=True):
-            sources[name] = {"samples": counts[name]}
+        for number in numbers:
+            name, samples = ledger.names[number], ledger.count(number)
+            sources[name] = {"samples": samples}
             if name in self.tokens_per_sample:
-                sources[name]["tokens"] = counts[name] * self.tokens_per_sample[name]
-            sources[name]["epochs"] = round(counts[name] / size, 6)
-        return {"digest": self.ledger.digest, "sources": sources}
+                sources[name]["tokens"] = samples * self.tokens_per_sample[name]
+            sources[name]["epochs"] = round(samples / ledger.sizes[number], 6)
+        return {"digest": ledger.digest, "sources": sources}
 
     def state_dict(self) -> dict[str, Any]:
         return {"ledger": self.ledger.state_dict()}

@@ -9,11 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+NONE_STATED = np.zeros(0, np.int64)
 
-def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, int]) -> list[int]:
-    """The tokens of a sample of each source in `names`; empty unless all of them state it."""
+
+def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, int]) -> NDArray[np.int64]:
+    """The tokens of a sample of each source in `names`, one number if it is the same of all; empty unless all state it.
+
+    Once: a step's cost does not depend on how many sources there are.
+    """
     stated = [tokens_per_sample[name] for name in names if name in tokens_per_sample]
-    return stated if len(stated) == len(names) else []
+    if len(stated) < len(names):
+        stated = []
+    return np.array(stated[:1] if len(set(stated)) == 1 else stated, np.int64)
 
 
 def samples_in(batch: Any) -> int:
@@ -28,21 +35,21 @@ def samples_in(batch: Any) -> int:
 
 
 def tokens_in(
-    batch: Any, samples: int, stated: Sequence[int] = (), sources: NDArray[np.int64] | None = None
+    batch: Any, samples: int, stated: NDArray[np.int64] = NONE_STATED, sources: NDArray[np.int64] | None = None
 ) -> int | None:
     """Tokens in a batch, None if it has none.
 
     Args:
         batch: as the loader yields it.
         samples: how many it has.
-        stated: the tokens of a sample of each source, where all sources state it (`stated_tokens`). Otherwise the
+        stated: the tokens of a sample, where all sources state it (`stated_tokens`). Otherwise the
             tokens are the integer `input_ids` of shape (B, T), without those that `attention_mask` leaves out.
         sources: the number of the source of each sample, if it is known.
     """
-    if len(set(stated)) == 1:
-        return samples * stated[0]
-    if stated and sources is not None:
-        return int(np.asarray(stated)[sources].sum())
+    if len(stated) == 1:
+        return samples * int(stated[0])
+    if len(stated) and sources is not None:
+        return int(stated[sources].sum())
     if not isinstance(batch, Mapping):
         return None
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")

@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from runner.errors import FileError
+from runner.errors import FileError, SupersededError
 from runner.metrics import JsonlWriter, Writer
 from runner.metrics.lineage import FAILED, Lineage
 from runner.metrics.media import Media
+from runner.rundir.appender import withdraw
 from runner.rundir.attempt_log import AttemptLog, insist
 from runner.system import clock, files
 from runner.training.resources import StepMeter
@@ -186,11 +187,18 @@ class RunRecorder:
                 writer.ending(self.state)
             writer.close()
         self.bar.close()
-        for file in (self.metrics, self.timings):
-            try:
-                file.close()
-            except OSError as error:
-                self.warn(f"{file.path.name} could not be closed: {error}")
+        closed = [self._close(file) for file in (self.metrics, self.timings)]
+        if all(closed):
+            with suppress(OSError, SupersededError):  # the next attempt copies them
+                withdraw(self.log.run)
+
+    def _close(self, file: JsonlWriter) -> bool:
+        try:
+            file.close()
+        except OSError as error:
+            self.warn(f"{file.path.name} could not be closed: {error}")
+            return False
+        return True
 
     def _write(self, record: dict[str, Any]) -> None:
         self._waiting.append(record)

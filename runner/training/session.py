@@ -25,7 +25,7 @@ from runner.data import StatefulDataLoader
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.ledger import DataLedger
 from runner.errors import MismatchError, UserError
-from runner.metrics import resume_jsonl
+from runner.metrics import resume_records
 from runner.metrics.lineage import FINISHED, STOPPED, Fork, Lineage
 from runner.metrics.progress import ProgressBar
 from runner.rundir.attempt_log import AttemptLog, insist
@@ -542,10 +542,7 @@ class _Opening:
             return SilentRecorder()
         self.log.total = self.config.steps
         self.log.resumed(step)
-        metrics, timings = (
-            insist(lambda path=path: resume_jsonl(path, step, evaluated, self.run.guard), path)  # type: ignore[misc]
-            for path in (self.run.metrics, self.run.timings)
-        )
+        metrics, timings = insist(lambda: resume_records(self.run, step, evaluated), self.run.metrics)
         if metrics.reached < step:
             _log.warning(
                 f"{self.run.metrics} ends at step {metrics.reached}, but the checkpoint is of step {step}: "

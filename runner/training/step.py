@@ -15,7 +15,7 @@ from torch import nn
 from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.average import Average
-from runner.training.counting import samples_in, tokens_in
+from runner.training.counting import NONE_STATED, samples_in, tokens_in
 from runner.training.division import Division, EqualParts
 from runner.training.optimizers import Optimizers
 from runner.training.parallel import Computation
@@ -104,7 +104,7 @@ class TrainStep:
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
-    stated_tokens: Sequence[int] = ()  # see `runner.training.counting`
+    stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.counting`
     average: Average | None = None
     shared: Division | None = None
     _names: dict[int, list[str]] = field(default_factory=dict)
@@ -415,7 +415,7 @@ class Step:
         if len(names) < 2:
             return {}
         return {
-            key: {name: float(sums[0, i] / sums[1, i]) for i, name in enumerate(names) if sums[1, i]}
+            key: {names[i]: float(sums[0, i] / sums[1, i]) for i in np.flatnonzero(sums[1, :-1]).tolist()}
             for key, sums in self._tally.sums.items()
             if sums[1, :-1].any()
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import torch
 from runner.config.composition import Composer
 from runner.config.targets import instantiate
 from runner.errors import UserError
+from runner.metrics.records import read_records
 from runner.training import build
 from runner.training.tasks import build_task
 
@@ -94,7 +94,7 @@ def test_the_command_of_the_documentation_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner", "--config-dir", "conf", "experiment=waves", "run.dir=run"]
     for _ in range(2):  # the second time the run is finished already
         subprocess.run(command, cwd=tmp_path, env=dict(os.environ), check=True, timeout=400)
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = list(read_records(tmp_path / "run/metrics.jsonl"))
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 60
     assert losses[-1] < losses[0]

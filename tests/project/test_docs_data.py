@@ -33,6 +33,15 @@ def test_a_logger_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "last_loss.txt").read_text() == "3 1.23"
 
 
+def test_the_sources_of_a_run(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(code("logging.md", "python"), "docs/logging.md", "exec"), names)
+    first = '{"step": 1, "loss": 1.0, "sources": {"a": {"samples": 2}, "b": {"samples": 0}}}'
+    second = '{"step": 2, "loss": 1.0, "sources": {"b": {"samples": 3}}}'
+    (tmp_path / "metrics.jsonl").write_text(f'{first}\n{second}\n{{"step": 2, "eval_loss": 1.0}}\n')
+    assert names["samples_by_source"](tmp_path) == {"a": 2, "b": 3}
+
+
 def test_the_table_of_costs_can_be_repeated(tmp_path: Path) -> None:
     """The script behind the table in docs/data.md runs; its figures are not asserted."""
     names: dict[str, Any] = {"__name__": "gather"}

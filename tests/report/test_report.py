@@ -176,6 +176,19 @@ def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None
     ]
 
 
+def test_the_csv_repeats_what_a_source_has_given(tmp_path: Path, report: Report) -> None:
+    """A line of metrics.jsonl leaves out the sources that have not changed."""
+    sources = [{"a": {"samples": 2}, "b": {"samples": 0}}, {"b": {"samples": 1}}]
+    records = [{"step": step, "loss": 1.0, "sources": each} for step, each in enumerate(sources, 1)]
+    write_run(tmp_path / "runs" / "x", records)
+    report(tmp_path / "runs", "--steps-csv", tmp_path / "steps.csv")
+    assert (tmp_path / "steps.csv").read_text().splitlines() == [
+        "run,step,loss,sources/a/samples,sources/b/samples",
+        "x,1,1,2,0",
+        "x,2,1,2,1",
+    ]
+
+
 def test_the_largest_numbers_make_no_error(tmp_path: Path, report: Report) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"s{seed}", losses([1.7e308]), seed=seed)

@@ -78,6 +78,38 @@ def test_lines_with_the_same_shape_and_other_names_are_not_confused(tmp_path: Pa
     assert_reads(path, lines)
 
 
+def test_lines_that_hardly_two_of_have_the_same_names(tmp_path: Path) -> None:
+    """A batch from a few of many sources: lines that no others are like."""
+    lines = [
+        {"step": step, "loss": 1 / step, "by": {f"s{(step * k) % 97:02}": step / k for k in (1, 7, 11)}, "on": True}
+        for step in range(1, 400)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert_reads(path, lines)
+
+
+@pytest.mark.parametrize("count", [3, 60])
+def test_a_source_that_is_not_named_has_what_it_had(tmp_path: Path, count: int) -> None:
+    """Between two points of a series the line is straight: there is a point before each change, and one at the end."""
+    path, steps, given = tmp_path / "metrics.jsonl", 300, dict.fromkeys(range(count), 0)
+    lines, at = [], {number: {} for number in given}
+    for step in range(1, steps + 1):
+        batch = {step % count, step * step % count} - {count - 1 if step < 100 else -1}  # the last one comes later
+        for number in batch:
+            given[number] += 1
+        lines.append({"step": step, "sources": {f"s{number}": {"samples": given[number]} for number in sorted(batch)}})
+        for number in given:
+            at[number][step] = given[number]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = read_series(path, is_shown)
+    for number in given:
+        one = read[f"sources/s{number}/samples"]
+        assert (np.diff(one.steps) > 0).all()
+        assert np.interp(list(at[number]), one.steps, one.values).tolist() == list(at[number].values())
+        assert one.steps[-1] == steps
+
+
 def test_the_fast_reader_is_the_one_that_reads_our_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise only a benchmark would notice that every line goes the slow way."""
     record = {

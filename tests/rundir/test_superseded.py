@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +12,11 @@ from typing import Any
 
 import faults
 import pytest
-from tiny_attempts import attempt, contents, tiny_attempts
+from tiny_attempts import STEPS, attempt, contents, tiny_attempts, training_to
 
 from runner.errors import ExitStatus
+from runner.rundir.attempt_log import finished_at
+from runner.rundir.paths import RunDir
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,33 +68,106 @@ class Stopped:
         assert self._wake.wait(120)
 
 
-SLOW = [pytest.param(when, 1, marks=pytest.mark.slow) for when in ("before", "after")]
+Choice = Callable[[str], bool]
+WHERE: list[Any] = [pytest.param(when, lambda call: True, marks=pytest.mark.slow) for when in ("before", "after")]
 
 
-@pytest.mark.parametrize(("when", "stride"), [("before", 9), *SLOW])
-def test_a_process_stopped_anywhere_changes_nothing_after_its_successor(when: str, stride: int, tmp_path: Path) -> None:
-    """At every call of an attempt that creates, changes or removes something: records, metrics, lease, checkpoints."""
+_numbers = itertools.count()
+
+
+def sometimes(call: str) -> bool:
+    return next(_numbers) % 9 == 0
+
+
+def at_the_records(call: str) -> bool:
+    return bool(re.search(r"(metrics|timings)\.jsonl|appender\.json", call))
+
+
+def changes_after(
+    tmp_path: Path, when: str, where: Choice, begin: Callable[[Path], int], succeed: Callable[[Path], object]
+) -> dict[str, Any]:
+    """Stop an attempt at chosen calls, let others succeed it, and wake it: what it changed then, by the call.
+
+    Args:
+        tmp_path: for the runs.
+        when: `before` or `after` the call.
+        where: at which calls.
+        begin: prepares a run directory; returns the number of the lease that the attempt will acquire.
+        succeed: makes the attempts that come while the older one is stopped.
+    """
     changed: dict[str, Any] = {}
-    at, stopped = 0, True
-    while stopped:
+    begin(tmp_path / "whole")
+    whole = Stopped(tmp_path / "whole", -1, when)
+    with faults.intercepted(whole.act):
+        assert not whole.run_until_stopped()
+    assert len(whole.calls) > 50
+    chosen = [at for at, call in enumerate(whole.calls) if where(call)]
+    assert len(chosen) > 5
+    for at in chosen:
         path = tmp_path / str(at)
-        path.mkdir()
+        number = begin(path)
         older = Stopped(path, at, when)
         with faults.intercepted(older.act):
-            stopped = older.run_until_stopped()
-            if stopped:
-                held = (path / "lease" / "00000001.json").exists()
-                finished = (path / "finished.json").exists()
-                assert attempt(path, restart_count=1) == ExitStatus.FINISHED
-                before = contents(path)
-                older.wake()
-                after = contents(path)
-                if not held:  # it had no lease yet, and comes to a finished run as a newer attempt
-                    before, after = ({k: v for k, v in c.items() if k[:6] != "lease/"} for c in (before, after))
-                done = finished or not held
-                if before != after or older.status != (ExitStatus.FINISHED if done else ExitStatus.SUPERSEDED):
-                    differing = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-                    changed[f"{at}: {older.calls[at]}"] = (older.status, differing)
-        at += stride
-    assert at > 50
+            if not older.run_until_stopped():  # the status is written every other second: this one made fewer calls
+                continue
+            held = (path / "lease" / f"{number:08d}.json").exists()
+            finished = finished_at(RunDir(path)) >= STEPS * number
+            succeed(path)
+            before = contents(path)
+            older.wake()
+            after = contents(path)
+        if not held:  # it had no lease yet, and comes to a finished run as a newer attempt
+            before, after = ({k: v for k, v in c.items() if k[:6] != "lease/"} for c in (before, after))
+        expected = [ExitStatus.FINISHED] * (finished or not held) + [ExitStatus.SUPERSEDED] * (not finished)
+        if before != after or older.status not in expected:
+            differing = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+            changed[f"{at}: {older.calls[at]}"] = (older.status, differing)
+    return changed
+
+
+@pytest.mark.parametrize(("when", "where"), [("before", sometimes), *WHERE])
+def test_a_process_stopped_anywhere_changes_nothing_after_its_successor(
+    when: str, where: Choice, tmp_path: Path
+) -> None:
+    """At every call of an attempt that creates, changes or removes something: records, metrics, lease, checkpoints."""
+
+    def begin(path: Path) -> int:
+        path.mkdir()
+        return 1
+
+    def succeed(path: Path) -> None:
+        assert attempt(path, restart_count=1) == ExitStatus.FINISHED
+
+    changed = changes_after(tmp_path, when, where, begin, succeed)
+    assert not changed, changed
+
+
+@pytest.mark.parametrize(("when", "where"), [("before", at_the_records), *WHERE])
+def test_nor_does_one_that_truncates_the_records_in_place(when: str, where: Choice, tmp_path: Path) -> None:
+    """The attempt before has closed them. A process that is stopped while it has them open is no such one.
+
+    Of its two successors, the first has to make copies, and the second truncates those: it must not matter to the
+    second that the last attempt has closed the records, if an older one still has them open.
+    """
+    template = tmp_path / "template"
+    template.mkdir()
+    assert attempt(template) == ExitStatus.FINISHED
+    for name in ("metrics.jsonl", "timings.jsonl"):  # a kill may leave more steps than were saved
+        with open(template / name, "a") as file:
+            file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
+
+    def begin(path: Path) -> int:
+        shutil.copytree(template, path)
+        return 2
+
+    def succeed(path: Path) -> None:
+        files: list[int] = []
+        for restart, steps in enumerate((2 * STEPS, 3 * STEPS, 4 * STEPS), 1):
+            with training_to(steps):
+                assert attempt(path, restart_count=restart) == ExitStatus.FINISHED
+            files.append((path / "metrics.jsonl").stat().st_ino)
+        assert files[0] == files[1] == files[2]
+
+    with training_to(2 * STEPS):
+        changed = changes_after(tmp_path, when, where, begin, succeed)
     assert not changed, changed

@@ -20,7 +20,7 @@ import pytest
 
 from runner.system import files
 
-CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+CALLS = ("open", "write", "copy_file_range", "ftruncate", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 @dataclass

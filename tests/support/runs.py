@@ -18,6 +18,8 @@ import pytest
 import torch
 import zygote
 
+from runner.metrics.records import read_records
+
 ROOT = Path(__file__).parents[2]
 TINY = [
     "experiment=smoke",
@@ -165,7 +167,8 @@ class Run:
         return path.read_text().splitlines(keepends=True) if path.exists() else []
 
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.lines() if line.endswith("\n")]  # one may be written in part
+        """Those of metrics.jsonl, each with all sources; not one that is written in part."""
+        return list(read_records(self.path / "metrics.jsonl"))
 
     def attempts(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "attempts.jsonl").read_text().splitlines()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,10 @@ def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
 
     def sync(fd: int) -> None: ...
 
-    job = compose([f"train.steps={STEPS}", "checkpoint.keep_last=1", "checkpoint.mode=sync", "logger=none"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", sync)
         patch.setattr(files, "fsync_fd", sync)
-        patch.setattr("runner.config.frozen.load", lambda path: job.config)
+        patch.setattr("runner.config.frozen.load", lambda path: _config(STEPS))
         patch.setattr("runner.training.session.Session.open", TinySession)
         patch.setattr(training_attempt, "code_changes", lambda path: [])
         patch.setattr(STOP, "install", lambda: None)
@@ -129,6 +129,19 @@ def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(Lease, "_beat", lambda lease: None)
         patch.setattr(clock, "sleep", lambda seconds: None)
         yield patch
+
+
+@contextmanager
+def training_to(steps: int) -> Iterator[None]:
+    """Let attempts that begin meanwhile train to `steps` steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runner.config.frozen.load", lambda path: _config(steps))
+        yield
+
+
+@cache
+def _config(steps: int) -> Any:
+    return compose([f"train.steps={steps}", "checkpoint.keep_last=1", "checkpoint.mode=sync", "logger=none"]).config
 
 
 def attempt(path: Path, restart_count: int = 0) -> int:

@@ -9,8 +9,11 @@ import stat
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runner.errors import SupersededError
 from runner.system import files
@@ -31,7 +34,6 @@ NOT_REGULAR: list[Callable[[Path], None]] = [os.mkfifo, bind_socket, link, Path.
 READERS: list[Callable[[Path], object]] = [
     files.read_object,
     lambda path: list(files.read_lines(path)),
-    lambda path: files.read_tail(path, 10),
     files.read_regular,
 ]
 
@@ -80,10 +82,79 @@ def test_what_is_not_json_is_read_as_nothing(tmp_path: Path, content: bytes) -> 
     assert list(files.read_lines(path)) == [{"a": 1}, {"a": 2}]
 
 
-def test_the_tail_of_a_file(tmp_path: Path) -> None:
+def backwards(path: Path) -> list[tuple[int, bytes]]:
+    with files.open_regular(path) as file:
+        return list(files.lines_backwards(file.fileno()))
+
+
+@given(
+    lines=st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"."))),
+    rest=st.binary(max_size=9).map(lambda line: line.replace(b"\n", b".")),
+    block=st.integers(1, 8),
+)
+def test_lines_are_read_from_the_last_one_to_the_first(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], rest: bytes, block: int
+) -> None:
+    """Each with its offset, however they lie in the blocks that are read; not what a kill has left incomplete."""
+    path = tmp_path_factory.mktemp("lines") / "record"
+    path.write_bytes(b"".join(line + b"\n" for line in lines) + rest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "TAIL_BYTES", block)
+        found = backwards(path)
+    assert [line for _, line in reversed(found)] == [line + b"\n" for line in lines]
+    assert all(path.read_bytes()[at:].startswith(line) for at, line in found)
+
+
+def test_only_the_end_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = tmp_path / "record", []
+    path.write_bytes(b"".join(b"%06d\n" % number for number in range(200_000)))
+    real = files.read_at
+    monkeypatch.setattr(files, "read_at", lambda *args: read.append(args[1]) or real(*args))
+    with files.open_regular(path) as file:
+        lines = files.lines_backwards(file.fileno())
+        assert [next(lines)[1] for _ in range(100)][-1] == b"199900\n"
+    assert sum(read) == files.TAIL_BYTES
+
+
+@pytest.mark.parametrize("code", [None, errno.EXDEV, errno.ENOSYS])
+def test_the_beginning_of_a_file_becomes_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    """Also where the kernel does not copy; and what is written to it then comes after that."""
     path = tmp_path / "record"
-    path.write_text("0123456789")
-    assert [files.read_tail(path, size) for size in (3, 10, 99)] == [b"789", b"0123456789", b"0123456789"]
+    path.write_bytes(b"0123456789")
+    before = path.stat().st_ino
+    monkeypatch.setattr(files, "COPY_BYTES", 3)
+    if code is not None:
+        monkeypatch.setattr(files, "copy_range", Mock(side_effect=OSError(code, os.strerror(code))))
+    with files.open_regular(path) as source:
+        fd = files.replace_by_part(path, source.fileno(), 7)
+    files.write_all(fd, b"+")
+    files.close_fd(fd)
+    assert path.read_bytes() == b"0123456+"
+    assert path.stat().st_ino != before
+
+
+def test_a_file_that_is_too_short_to_be_copied_stays(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.write_bytes(b"0123")
+    with files.open_regular(path) as source, pytest.raises(OSError, match="3 bytes are missing"):
+        files.replace_by_part(path, source.fileno(), 7)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"record": b"0123"}
+
+
+@pytest.mark.parametrize("kind", ["missing", "link", "second name", "folder"])
+def test_a_file_that_is_not_ours_alone_is_not_opened_in_place(tmp_path: Path, kind: str) -> None:
+    """Somebody may keep it as it is under its other name."""
+    path = tmp_path / "record"
+    if kind == "link":
+        link(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "second name":
+        path.touch()
+        files.link(path, tmp_path / "backup")
+    assert files.open_in_place(path) is None
 
 
 def test_an_incomplete_line_does_not_swallow_the_next(tmp_path: Path) -> None:

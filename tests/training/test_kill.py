@@ -54,14 +54,14 @@ def after(seconds: float) -> Trigger:
 
 
 def at_step(run: Run, wanted: int) -> Trigger:
-    """A step of the next attempt: a resume replaces the metrics file."""
-    before = metrics_file(run)
-    return lambda run: metrics_file(run) != before and step(run) >= wanted
+    """A step of the next attempt: not one that the attempt before has made, and that is still in the file."""
+    before = metrics_state(run)
+    return lambda run: metrics_state(run) != before and step(run) >= wanted
 
 
 def in_an_evaluation(run: Run) -> Trigger:
-    before = metrics_file(run)
-    return lambda run: metrics_file(run) != before and evaluates(run)
+    before = metrics_state(run)
+    return lambda run: metrics_state(run) != before and evaluates(run)
 
 
 def appears(run: Run, pattern: str) -> Trigger:
@@ -71,9 +71,10 @@ def appears(run: Run, pattern: str) -> Trigger:
     return lambda run: any(path not in before for path in folder.glob(pattern))
 
 
-def metrics_file(run: Run) -> int:
+def metrics_state(run: Run) -> tuple[int, int]:
+    """Changes when an attempt that has restored its state truncates the metrics, replaces them or adds to them."""
     path = run.path / "metrics.jsonl"
-    return path.stat().st_ino if path.exists() else 0
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else (0, 0)
 
 
 def step(run: Run) -> int:
@@ -202,21 +203,32 @@ def holds_the_lease(run: Run) -> bool:
     return (run.path / "lease" / "00000001.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["lease", "step"])
+@pytest.mark.parametrize("kind", ["lease", "step", "resumed"])
 def test_a_process_stopped_while_its_successor_finishes_changes_nothing_when_it_wakes(
     kind: str, tmp_path: Path
 ) -> None:
-    """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74, and not one byte is different."""
-    overrides = [*COMMON, "train.steps=24", "run.lease_timeout_s=1"]
+    """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74, and not one byte is different.
+
+    One that has resumed writes to the very file that the attempt before has closed, and its successor must not.
+    """
+    overrides = [*COMMON, "scheduler.total_steps=24", "eval.every_steps=5", "train.steps=24", "run.lease_timeout_s=1"]
     older, newer = Run(tmp_path / "run", overrides), Run(tmp_path / "run", overrides)
+    metrics = older.path / "metrics.jsonl"
+    if kind == "resumed":
+        Run(older.path, [*overrides, "train.steps=7"]).finish()
+        file = metrics.stat().st_ino
     hold_at(older, 20)
+    wanted = random.Random(kind).randrange(8, 20)
     moments: dict[str, Trigger] = {
         "lease": holds_the_lease,
-        "step": lambda run: holds_the_lease(run) and step(run) >= random.Random(kind).randrange(8, 20),
+        "step": lambda run: holds_the_lease(run) and step(run) >= wanted,
+        "resumed": lambda run: step(run) >= wanted,
     }
     stopped = older.start()
     assert older.kill_when(moments[kind], signal.SIGSTOP), older.wait()[1]
+    assert kind != "resumed" or metrics.stat().st_ino == file
     newer.finish()
+    assert kind != "resumed" or metrics.stat().st_ino != file
     before = contents(older.path)
     stopped.send_signal(signal.SIGCONT)
     status, output = older.wait()

@@ -96,11 +96,16 @@ class DataLedger:
         """
         first = self._total
         self._lanes += vector[:LANES]
-        for name, count in zip(self.names, vector[LANES:].tolist(), strict=True):
-            self._counts[name] += count
+        given = np.flatnonzero(vector[LANES:])
+        for source, count in zip(given.tolist(), vector[LANES:][given].tolist(), strict=True):
+            self._counts[self.names[source]] += count
             self._total += count
         self._local[:] = 0
         self._anchors.append(first, self._total - first, vector[:LANES], since)
+
+    def count(self, source: int) -> int:
+        """Samples consumed from the source of this number."""
+        return self._counts[self.names[source]]
 
     @property
     def total(self) -> int:

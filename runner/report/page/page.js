@@ -308,7 +308,7 @@
     const layout = axes({ ...LAYOUT, title: { text: "Shares of the mixture", font: { size: 13 } }, margin: { ...LAYOUT.margin, t: 35 } });
     layout.yaxis = { ...layout.yaxis, type: "linear", title: { text: "share of samples" }, range: [0, 1], tickformat: ".0%" };
     if (found.length < 2) { plotOrNothing("mixture", [], layout); return; }
-    const xs = found[0].at.x, last = xs.length - 1, points = Math.min(80, last);
+    const xs = found.reduce((a, b) => (b.at.x.length > a.at.x.length ? b : a)).at.x, last = xs.length - 1, points = Math.min(80, last);
     const edges = Array.from({ length: points + 1 }, (_, i) => xs[Math.round(i * last / points)]);
     const traces = found.map(({ name, at }, i) => ({ name: escaped(name), stackgroup: "one", x: [], y: [], mode: "lines", line: { width: 0.5, color: COLORS[i % COLORS.length] } }));
     const axis = state.x === "step" ? null : series(run, state.x);
