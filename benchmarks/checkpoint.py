@@ -1,13 +1,16 @@
 """What a checkpoint costs: the stall of a save, the time until it is durable, and load with verification.
 
 Each ratio is taken in one run, in turns, against the plainest thing that moves the same bytes; of each thing
-the least disturbed turn counts. `python -m benchmarks.checkpoint cpu` compares the processor's time instead of the
-clock's, on a machine that is busy with other work.
+the least disturbed turn counts. The stall is what `save` and `finish_copy` take, between which there is a forward and
+backward pass of `ROWS` rows. The steps with and without a save are whole ones, and their medians count.
+`python -m benchmarks.checkpoint cpu` compares the processor's time instead of the clock's, on a machine that is busy
+with other work.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -21,6 +24,10 @@ from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.layout import memory
 
 clock = time.process_time if "cpu" in sys.argv[1:] else time.perf_counter
+
+ROWS = 1024
+STEPS = 10
+"""Steps from one save to the next."""
 
 SIZES = {10_000_000: (12, 15), 100_000_000: (12, 9), 500_000_000: (24, 5)}
 """Bytes of state: layers, turns."""
@@ -39,11 +46,43 @@ class State:
         self.tensors = [parameter.detach() for parameter in self.model.parameters()]
         self.tensors += [v for state in self.optimizer.state.values() for k, v in state.items() if k != "step"]
         self.bytes = sum(tensor.nbytes for tensor in self.tensors)
+        self.width = width
         self.step = 0
 
-    def save(self, manager: TrainStateManager, wait: bool = False) -> None:
+    def backward(self) -> None:
+        """The forward and backward pass of a step."""
+        self.model(torch.full((ROWS, self.width), 1.0 / self.width)).mean().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, manager: TrainStateManager | None) -> list[float]:
+        """Times of `STEPS` steps, of which the first comes after a save, if there is a manager."""
+        times = []
+        for number in range(STEPS):
+            start = clock()
+            if manager is not None and number == 0:
+                self.save(manager, copy_later=True)
+            self.backward()
+            if manager is not None:
+                manager.finish_copy()
+            self.update()
+            times.append(clock() - start)
+        return times
+
+    def stall(self, manager: TrainStateManager) -> float:
+        """How long training waits for a save that is copied during the next forward and backward pass."""
+        waited = timed(lambda: self.save(manager, copy_later=True))
+        self.backward()
+        waited += timed(manager.finish_copy)
+        self.update()
+        return waited
+
+    def save(self, manager: TrainStateManager, wait: bool = False, copy_later: bool = False) -> None:
         self.step += 1
-        manager.save(self.step, self.model, self.optimizer, build_train_state(self.step, 0), wait=wait)
+        state = build_train_state(self.step, 0)
+        manager.save(self.step, self.model, self.optimizer, state, wait=wait, copy_later=copy_later)
         assert manager.last_error is None, manager.last_error
 
 
@@ -87,8 +126,9 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
     for turn in range(turns + 1):
         row = {"clone": timed(lambda: [tensor.clone() for tensor in state.tensors])}
         row["copy"] = timed(lambda: [c.copy_(t) for c, t in zip(copies, state.tensors, strict=True)])
-        row["stall"] = timed(lambda: state.save(manager))
-        row["async"] = row["stall"] + timed(manager.wait)
+        row["stall"] = state.stall(manager)
+        manager.wait()
+        row["async"] = timed(lambda: state.save(manager)) + timed(manager.wait)
         row["sync"] = timed(lambda: state.save(manager, wait=True))
         row["raw write"] = durable(folder / "raw", lambda fd: os.writev(fd, raw))
         row["torch.save"] = durable(folder / "peer", lambda fd: torch.save(checkpoint, os.fdopen(os.dup(fd), "wb")))
@@ -99,12 +139,17 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
         if turn:  # the first turn pays for page faults and imports, on both sides
             for name, value in row.items():
                 times.setdefault(name, []).append(value)
+    without, saving = [], []
+    for _ in range(turns):
+        without.append(state.train(None))
+        saving.append(state.train(manager))
     report(state.bytes, {name: min(values) for name, values in times.items()})
+    report_steps(without, saving)
 
 
 def report(size: int, t: dict[str, float]) -> None:
     rows = [
-        ("stall of an asynchronous save / copy into memory that is there", t["stall"] / t["copy"], ""),
+        ("stall of a save / copy into memory that is there", t["stall"] / t["copy"], "at most 0.25 from 100 MB on"),
         ("the same / clone of every tensor", t["stall"] / t["clone"], ""),
         ("durable, asynchronous save and wait / torch.save and fsync", t["async"] / t["torch.save"], "at most 1.2"),
         ("durable, synchronous save / torch.save and fsync", t["sync"] / t["torch.save"], "at most 1.2"),
@@ -115,6 +160,14 @@ def report(size: int, t: dict[str, float]) -> None:
     for name, ratio, target in rows:
         print(f"  {name:<64}{ratio:8.2f}  {target}")
     print("  " + ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in t.items()))
+
+
+def report_steps(without: list[list[float]], saving: list[list[float]]) -> None:
+    usual = statistics.median(step for steps in without for step in steps)
+    after_save = statistics.median(steps[0] for steps in saving) / usual
+    speed = statistics.median(sum(a) / sum(b) for a, b in zip(without, saving, strict=True))
+    print(f"  the step after a save / a usual step of {1000 * usual:.0f} ms{after_save:19.2f}")
+    print(f"  speed with a save every {STEPS} steps / with none{speed:27.3f}  at least 0.99")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,8 @@ class TrainStateManager:
         self._background = Background()
         self._superseded: SupersededError | None = None
         self._committed: set[int] = set()
+        self._copying: PendingSave | None = None  # may not be complete yet
+        self._copied = threading.Event()
 
     def warm_up(self) -> None:
         """Import what the first save needs; best called in a background thread after the first step."""
@@ -108,6 +111,7 @@ class TrainStateManager:
         averaged: Averaged | None = None,
         metric: float | None = None,
         wait: bool = False,
+        copy_later: bool = False,
     ) -> bool:
         """Save the state after `step` completed steps.
 
@@ -123,6 +127,8 @@ class TrainStateManager:
             averaged: the average of its weights, if it has one: an AveragedModel of torch.optim.swa_utils.
             metric: what "best" is judged by, the value of `best_metric`.
             wait: return after the commit (before exiting, for example).
+            copy_later: the weights and the optimizer may be copied while the next forward and backward passes run: the
+                caller calls `finish_copy` after them, before anything changes the weights or the optimizer.
 
         Returns:
             False if the save is known to have failed: see `last_error`.
@@ -137,10 +143,21 @@ class TrainStateManager:
         if step in self._committed:
             return True
         in_background = self._asynchronous and not wait
-        pending = self._saver.stage(step, model, optimizer, train_state, metric, averaged=averaged, copy=in_background)
+        pending = self._saver.stage(
+            step,
+            model,
+            optimizer,
+            train_state,
+            metric,
+            averaged=averaged,
+            copy=in_background,
+            may_wait=copy_later,
+        )
         self.last_save = SaveCost(step=step, stall_s=clock.perf_counter() - begun, write_s=0.0, bytes=0)
         if in_background:
-            self._background.submit(lambda: self._write(pending, begun))
+            self._copying = pending if copy_later else None
+            self._copied.clear()
+            self._background.submit(lambda: self._copy_and_write(pending, begun))
             self.last_save["stall_s"] = clock.perf_counter() - begun
             return True
         self._write(pending, begun)
@@ -148,12 +165,29 @@ class TrainStateManager:
         self._raise_if_superseded()
         return step in self._committed
 
+    @property
+    def copying(self) -> bool:
+        """Whether `finish_copy` has something to wait for."""
+        return self._copying is not None
+
+    def finish_copy(self) -> None:
+        """After a save with `copy_later`, and forward and backward passes: return when the copies are made."""
+        pending, self._copying = self._copying, None
+        if pending is None:
+            return
+        began = clock.perf_counter()
+        self._copied.wait()
+        self._saver.observe(pending)
+        if self.last_save is not None:
+            self.last_save["stall_s"] += clock.perf_counter() - began
+
     def wait(self) -> None:
         """Return when no save is in flight.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
         """
+        self._copying = None
         self._background.join()
         self._raise_if_superseded()
 
@@ -241,6 +275,13 @@ class TrainStateManager:
             verified = tensor_files(info.manifest, world)
             agreed(world, lambda: load_tensors(reader, state, model, optimizer, averaged, verified))
         return state
+
+    def _copy_and_write(self, pending: PendingSave, begun: float) -> None:
+        try:
+            pending.complete()
+        finally:
+            self._copied.set()
+        self._write(pending, begun)
 
     def _write(self, pending: PendingSave, begun: float) -> None:
         """Commit a save and delete old ones; errors are recorded and logged, never raised."""

@@ -15,11 +15,12 @@ from torch import nn
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
 from runner.checkpoint.commit import NewFiles, Transaction
+from runner.checkpoint.copying import Copy, HostBuffers
 from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
 from runner.checkpoint.layout import INDEX
 from runner.checkpoint.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
 from runner.checkpoint.pins import kept
-from runner.checkpoint.staging import HostBuffers, Tensors, collect, snapshot
+from runner.checkpoint.staging import Tensors, buffer_names, collect, snapshot
 from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
 from runner.system import clock, files
@@ -35,6 +36,7 @@ class PendingSave:
     Attributes:
         step: completed optimizer steps.
         tensors: those of which this rank writes a chunk, by flat name.
+        copy: what they are copies in, if they are.
         state: this rank's train state.
         plan: which rank writes which chunk.
         metric: what "best" is judged by.
@@ -45,6 +47,16 @@ class PendingSave:
     state: TrainState
     plan: writer.WritePlan
     metric: float | None
+    copy: Copy | None = None
+    error: Exception | None = None
+
+    def complete(self) -> None:
+        """Make the rest of the copies; what goes wrong is raised by `Saver.commit`, on every rank."""
+        try:
+            if self.copy is not None:
+                self.copy.complete()
+        except Exception as error:  # noqa: BLE001 whatever it is, the other ranks must learn of it
+            self.error = error
 
 
 class Saver:
@@ -73,6 +85,7 @@ class Saver:
         self._fence = fence
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
+        self._buffer_names: frozenset[str] = frozenset()
         self._warned = False
         self._prepared = False
 
@@ -101,6 +114,7 @@ class Saver:
         *,
         averaged: Averaged | None = None,
         copy: bool,
+        may_wait: bool = False,
     ) -> PendingSave:
         """Plan the save and snapshot the train state.
 
@@ -112,6 +126,7 @@ class Saver:
             metric: what "best" is judged by.
             averaged: the average of its weights, if it has one.
             copy: copy the tensors too, so that training may continue before `commit`.
+            may_wait: some of that may be left to `PendingSave.complete`; see `copying`.
 
         Raises:
             CheckpointError: the optimizer holds parameters that are not in the model, or the train state lacks an
@@ -126,10 +141,19 @@ class Saver:
         signature = writer.signature_of(collected.tensors)
         if self._plan is None or self._plan.signature != signature:
             self._plan = writer.make_plan(collected, signature, self._world)
+            self._buffer_names = buffer_names(model)
         own = {name: tensor for name, tensor in collected.tensors.items() if name in self._plan.names}
         state = replace(state, optimizer=collected.optimizer, model_extra=collected.model_extra, version=VERSION)
         plain = TrainState.from_dict(snapshot(state.to_dict()), "the train state")
-        return PendingSave(step, self._buffers.copy(own) if copy else own, plain, self._plan, metric)
+        if not copy:
+            return PendingSave(step, own, plain, self._plan, metric)
+        copies = self._buffers.copy(own, own.keys() - self._buffer_names if may_wait else ())
+        return PendingSave(step, copies.tensors, plain, self._plan, metric, copies)
+
+    def observe(self, pending: PendingSave) -> None:
+        """After the forward and backward passes that follow a save whose copies might wait."""
+        if pending.copy is not None:
+            self._buffers.observe(pending.copy)
 
     def commit(self, pending: PendingSave) -> Manifest | None:
         """Write on all ranks, commit on rank 0.
@@ -160,6 +184,10 @@ class Saver:
 
     def _write(self, new: NewFiles, pending: PendingSave) -> dict[str, FileRecord]:
         """Write the tensors of this rank. Those of rank 0 become durable with the files that it adds."""
+        if pending.error is not None:
+            if pending.copy is not None:
+                self._buffers.never_postpone(pending.copy.unstable)
+            raise pending.error
         records = writer.write_tensors(new, self._world.rank, pending.plan, pending.tensors)
         if not self._world.is_main:
             new.sync()

@@ -67,6 +67,11 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
     return tensors, extra
 
 
+def buffer_names(model: nn.Module) -> frozenset[str]:
+    """Flat names of a module's buffers, which a forward pass may change."""
+    return frozenset(MODEL + plain_name(name) for name, _ in bare(model).named_buffers(remove_duplicate=False))
+
+
 def class_name(optimizer: OptimizerLike) -> str:
     """The class of an optimizer, or what one that holds several calls itself."""
     return str(getattr(optimizer, "class_name", type(optimizer).__name__))
@@ -139,38 +144,6 @@ def shard(tensor: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """`shard`, detached."""
     return shard(tensor).detach()
-
-
-class HostBuffers:
-    """Copies of tensors in host memory that is allocated once and reused by every save.
-
-    A copy into fresh memory spends most of its time on page faults; page-locked memory allows asynchronous copies from
-    a GPU.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: Tensors = {}
-
-    @torch.no_grad()
-    def copy(self, tensors: Tensors) -> Tensors:
-        """Copy `tensors` (this rank's shards); the next call overwrites the result."""
-        sources = [shard(tensor) for tensor in tensors.values()]
-        copies = {name: self._buffer(name, source) for name, source in zip(tensors, sources, strict=True)}
-        self._buffers = copies
-        if any(not source.is_cpu for source in sources):
-            for buffer, source in zip(copies.values(), sources, strict=True):
-                buffer.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-        elif copies:
-            torch._foreach_copy_(list(copies.values()), sources)
-        return copies
-
-    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype:
-            return buffer
-        pinned = source.device.type == "cuda"
-        return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
 
 
 _Path = str | tuple[Any, Any]  # a name, or (path of the container, key); formatted only for an error

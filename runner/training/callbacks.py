@@ -205,6 +205,10 @@ class Callbacks:
                 for method in hook.methods & self._of.keys() if not hook.dropped else ():
                     self._of[method].append(hook)
 
+    def has(self, method: str) -> bool:
+        """Whether one of them has this method."""
+        return bool(self._of[method])
+
     def start(self, step: int) -> None:
         """Training begins, or resumes, at `step`."""
         self._call_and_record("on_start", step)

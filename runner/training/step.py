@@ -96,7 +96,8 @@ class StepResult:
 class TrainStep:
     """Makes steps. `sources` are the names behind the numbers of a batch's sources.
 
-    `shared` says how the ranks share a step; without it, each computes `accum` micro-batches.
+    `shared` says how the ranks share a step; without it, each computes `accum` micro-batches. `before_update` is called
+    after a step's forward and backward passes, before anything changes the weights or an optimizer's state.
     """
 
     forward: Forward
@@ -107,6 +108,7 @@ class TrainStep:
     stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.counting`
     average: Average | None = None
     shared: Division | None = None
+    before_update: Callable[[], None] = lambda: None
     _names: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,6 +139,7 @@ class TrainStep:
         with peer_errors(self.forward.world), self.forward.autocast():
             (self.forward.task.take_step or self._take_step)(step)
         result = step.result()
+        self.before_update()  # where no update was applied
         with peer_errors(self.forward.world):
             self.division.end()
             if self.average is not None:
@@ -345,6 +348,7 @@ class Step:
         with self._full_precision():
             maker.division.reduce_gradients(name)
             waiting = optimizers.scaler is not None and maker.division.holds_gradients()
+            maker.before_update()
             norm, applied = optimizers.apply(name, maker.clip_norm, allowed=finite, waiting=waiting)
         self._grad_norms[name] = norm
         self._skipped = self._skipped or not applied

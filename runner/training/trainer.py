@@ -100,6 +100,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.evaluated = self.run_state.evaluated
+        self.train_step.before_update = self._finish_copy
 
     def run(self, steps: int) -> bool:
         """Train until `steps` steps are complete, and evaluated if that is due; False if a signal came before.
@@ -196,11 +197,21 @@ class Trainer:
         self._learn_cost()
         average = self.train_step.average
         averaged = {} if average is None else {"averaged": average.averaged}
-        saved: bool = self.manager.save(self.step, model, optimizers, state, metric=metric, wait=wait, **averaged)
+        # A step that a task takes, and a callback, may change the weights at any time.
+        later = self.train_step.forward.task.take_step is None and not self.callbacks.has("on_save")
+        saved: bool = self.manager.save(
+            self.step, model, optimizers, state, metric=metric, wait=wait, copy_later=later, **averaged
+        )
         self.cadence.saved(self.step, self.clock())
         if saved:
             self.callbacks.saved(self.step)
         return saved
+
+    def _finish_copy(self) -> None:
+        """Before an update: wait until the state that is being saved is copied."""
+        if self.manager.copying:
+            with self.account.doing("save"):
+                self.manager.finish_copy()
 
     def _wait_for_batch(self) -> Drawn:
         with self.account.doing("data_wait"):

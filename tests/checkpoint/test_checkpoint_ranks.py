@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,56 @@ def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> N
         compared = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
         assert compared.differences == []
         assert compared.tensors > 10
+
+
+def lending(rank: int, directory: str) -> None:
+    """Save after each step, once at once and once with copies that are made when the next update waits for them."""
+    from runner.checkpoint import TrainStateManager, build_train_state
+    from runner.checkpoint.copying import Copy
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    awaited, complete, postponed = threading.Event(), Copy.complete, [0]
+
+    def late(copy: Copy) -> None:
+        assert awaited.wait(60)
+        awaited.clear()
+        postponed[0] += len(copy._postponed)
+        complete(copy)
+
+    Copy.complete = late  # type: ignore[assignment,method-assign]
+    for strategy in ("ddp", "fsdp"):
+        model, optimizer = build(strategy, 2, seed=1)
+        direct = TrainStateManager(Path(directory) / strategy / "direct", keep_last=9)
+        later = TrainStateManager(Path(directory) / strategy / "later", keep_last=9)
+        for step in range(1, 5):
+            torch.manual_seed(100 * rank + step)
+            optimizer.zero_grad()
+            model(torch.randn(3, 7)).square().mean().backward()
+            awaited.set() if later.copying else None
+            later.finish_copy()
+            optimizer.step()
+            state = build_train_state(step, step, None, Splitting(rank))
+            assert direct.save(step, model, optimizer, state, wait=True)
+            awaited.set() if step > 1 else None
+            later.wait()
+            awaited.clear()
+            later.save(step, model, optimizer, state, copy_later=True)
+        awaited.set()
+        later.wait()
+        assert later.last_error is None
+        assert postponed[0] > 0
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_that_are_copied_at_the_last_moment_are_those_of_the_save(tmp_path: Path) -> None:
+    on_ranks(lending, 2, str(tmp_path))
+    for strategy in ("ddp", "fsdp"):
+        for step in range(1, 5):
+            one, two = (tmp_path / strategy / kind / f"step_{step:08d}" for kind in ("direct", "later"))
+            compared = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
+            assert compared.differences == []
+            assert compared.tensors > 10
 
 
 class LogCapture(logging.Handler):

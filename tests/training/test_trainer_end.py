@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,11 +52,12 @@ class Manager:
     """Commits every save, unless `last_error` is set."""
 
     last_error: str | None = None
+    copying = False
 
     def __init__(self) -> None:
         self.saved: list[tuple[int, bool]] = []
 
-    def save(self, step: int, *state: Any, metric: float | None, wait: bool) -> bool:
+    def save(self, step: int, *state: Any, metric: float | None, wait: bool, copy_later: bool) -> bool:
         if self.last_error is None:
             self.saved.append((step, wait))
         return self.last_error is None
@@ -105,6 +108,82 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
         stop=lambda: getattr(batches, "stop", False),
         check_fence=lambda: None,
     )
+
+
+class Copying(Manager):
+    """Copies only when it is waited for: nothing that was passed to `save` may have changed by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent: list[bool] = []
+        self.checked = 0
+
+    def save(self, step: int, *state: Any, metric: float | None, wait: bool, copy_later: bool) -> bool:
+        self.lent.append(copy_later)
+        self.copying = copy_later
+        self.model = state[0]
+        self.before = copy.deepcopy(state[0].state_dict())
+        return super().save(step, *state, metric=metric, wait=wait, copy_later=copy_later)
+
+    def finish_copy(self) -> None:
+        now = self.model.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in self.before.items())
+        self.checked += 1
+        self.copying = False
+
+
+def test_an_update_waits_for_the_copies_of_a_save() -> None:
+    lending = trainer([BATCH])
+    lending.evaluation, lending.manager, lending.cadence = None, Copying(), Cadence(1, None)
+    before = lending.train_step.forward.model.state_dict()["weight"].clone()
+    assert lending.run(4)
+    assert not torch.equal(before, lending.train_step.forward.model.state_dict()["weight"])
+    assert lending.manager.lent == [True] * 4
+    assert lending.manager.checked == 3
+
+
+class Taking:
+    """A task that takes whole steps, and changes weights before anything else."""
+
+    def take_step(self, step: Any) -> None:
+        with torch.no_grad():
+            step.model.weight.mul_(0.5)
+        for batch in step.batches:
+            step.backward((step.model(batch[0]) - batch[1]).square().mean(1))
+        step.update()
+
+
+class Meddling(Callbacks):
+    """One callback, which changes weights after a save."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__dict__.update(vars(Callbacks.none()))
+        self.model = model
+
+    def has(self, method: str) -> bool:
+        return method == "on_save"
+
+    def saved(self, step: int) -> None:
+        with torch.no_grad():
+            self.model.weight.mul_(0.5)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("who", ["task", "callback"])
+def test_a_step_or_a_callback_of_the_user_may_change_weights_at_any_time(who: str) -> None:
+    """So nothing is left to be copied then."""
+    taken = trainer([BATCH])
+    taken.evaluation, taken.manager, taken.cadence = None, Copying(), Cadence(1, None)
+    if who == "task":
+        step = taken.train_step
+        taken.train_step = TrainStep(
+            replace(step.forward, task=Task("Taking", None, None, Taking().take_step)),
+            step.optimizers,
+            sources=[],
+        )
+    else:
+        taken.callbacks = Meddling(taken.train_step.forward.model)
+    assert taken.run(3)
+    assert taken.manager.lent == [False] * 3
 
 
 def test_a_signal_in_the_last_evaluation_leaves_the_run_unfinished() -> None:

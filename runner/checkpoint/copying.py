@@ -1,0 +1,144 @@
+"""Copies of tensors in host memory, so that training may continue while they are written.
+
+What stays as it is until the next update, that is the weights and what the optimizer holds, is copied in the
+background, during the next forward and backward passes. Buffers, which a forward pass may change, are copied at once.
+So are weights that the forward pass of this model changes (MoCo's momentum encoder, an embedding with `max_norm`):
+which these are is found out in the step after the first copy, all of which is made at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.checkpoint.layout import flat_bytes
+from runner.checkpoint.staging import Tensors, shard
+from runner.errors import CheckpointError
+
+
+class Copy:
+    """Copies of tensors, some of which are still to be made by `complete`, in any thread.
+
+    Attributes:
+        tensors: the copies, by flat name.
+        sources: what they are copies of.
+        unstable: names of those that were found to change while they were copied.
+    """
+
+    def __init__(self, tensors: Tensors, sources: Tensors, postponed: Collection[str]) -> None:
+        self.tensors = tensors
+        self.sources = sources
+        self.unstable: set[str] = set()
+        self._postponed = [name for name in sources if name in postponed]
+        self._versions = {name: _version(source) for name, source in sources.items()}
+        self._ready = _event(sources, self._postponed)
+
+    def complete(self) -> None:
+        """Make the rest of the copies.
+
+        Raises:
+            CheckpointError: a tensor was changed meanwhile.
+        """
+        if self._ready is None:
+            self._copy()
+        else:
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call] # beside the one that trains
+            stream.wait_event(self._ready)
+            with torch.cuda.stream(stream):
+                self._copy()
+            stream.synchronize()
+        self.unstable = {name for name in self._postponed if _version(self.sources[name]) != self._versions[name]}
+        if self.unstable:
+            names = ", ".join(sorted(self.unstable))
+            raise CheckpointError(f"a forward or backward pass changed {names}, which is copied at once from now on")
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for name in self._postponed:
+            target, source = self.tensors[name], self.sources[name].detach()
+            if source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+                np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())  # with torch's threads it trains
+            else:
+                target.copy_(source, non_blocking=True)
+
+    @torch.no_grad()
+    def changed(self) -> set[str]:
+        """Names of the sources that are not what they were when the copy was begun."""
+        return {
+            name
+            for name, source in self.sources.items()
+            if _version(source) != self._versions[name] or not _same_bytes(source.detach(), self.tensors[name])
+        }
+
+
+class HostBuffers:
+    """Host memory for copies, which is allocated once and reused by every save.
+
+    A copy into fresh memory spends most of its time on page faults; page-locked memory allows asynchronous copies from
+    a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: Tensors = {}
+        self._restless: set[str] = set()
+        self._observed = False
+
+    @torch.no_grad()
+    def copy(self, tensors: Tensors, may_wait: Collection[str] = ()) -> Copy:
+        """Copy `tensors` (this rank's shards); the next call overwrites the result.
+
+        Args:
+            tensors: by flat name.
+            may_wait: names of those that stay as they are until `observe` is called, unless a forward pass changes
+                them. The first time they are copied at once, too.
+        """
+        sources = {name: shard(tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
+        postponed = set(may_wait) - self._restless if self._observed else set()
+        now = [name for name in sources if name not in postponed]
+        if any(not sources[name].is_cpu for name in now):
+            for name in now:
+                self._buffers[name].copy_(sources[name], non_blocking=True)
+            torch.cuda.synchronize()
+        elif now:
+            torch._foreach_copy_([self._buffers[name] for name in now], [sources[name] for name in now])
+        return Copy(self._buffers, sources, postponed)
+
+    def observe(self, copy: Copy) -> None:
+        """After the forward and backward passes that follow a copy: find out which tensors they change, once."""
+        if not self._observed:
+            self._restless |= copy.changed()
+            self._observed = True
+
+    def never_postpone(self, names: Collection[str]) -> None:
+        """Copy these at once from now on."""
+        self._restless |= set(names)
+
+    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype:
+            return buffer
+        pinned = source.device.type == "cuda"
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; writes through `.data` do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _event(sources: Tensors, postponed: Collection[str]) -> Any:
+    """Marks this moment in the work of the GPU, if something is to be copied from there."""
+    if not any(sources[name].is_cuda for name in postponed):
+        return None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _same_bytes(source: torch.Tensor, copy: torch.Tensor) -> bool:
+    plain = source.resolve_conj().resolve_neg().contiguous()
+    return torch.equal(flat_bytes(plain), flat_bytes(copy.to(plain.device)))

@@ -1,0 +1,177 @@
+"""What is saved is the state at the save, whenever its copies are made, and whatever forward passes change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Toy, manager, names
+from torch import nn
+
+from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint import manifest as manifests
+from runner.checkpoint.compare import compare_checkpoints
+from runner.checkpoint.copying import Copy
+
+
+class Awkward(nn.Module):
+    """Forward passes change whatever can be changed: buffers, frozen weights through `.data`, and trained ones."""
+
+    def __init__(self, sometimes: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 6, max_norm=0.5)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        self.student, self.teacher = nn.Linear(8, 3), nn.Linear(8, 3)
+        self.teacher.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.sometimes = sometimes
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls.add_(1)
+            self.teacher.weight.data.mul_(0.9).add_(0.1 * self.student.weight.data)
+            self.scale.data.clamp_(0.999, 1.001)
+            if self.sometimes and self.calls % self.sometimes == 0:
+                with torch.no_grad():
+                    self.student.bias.mul_(0.5)
+        hidden = self.body(self.embedding(rows))
+        out: torch.Tensor = (self.student(hidden) - self.teacher(hidden)) * self.scale
+        return out
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies are made as late as they may be: when training waits for them."""
+    awaited = threading.Event()
+    complete, finish, wait = Copy.complete, TrainStateManager.finish_copy, TrainStateManager.wait
+
+    def waiting(self: Copy) -> None:
+        assert awaited.wait(60)
+        awaited.clear()
+        complete(self)
+
+    def waited_for(method: Any) -> Any:
+        def call(self: TrainStateManager) -> None:
+            if self.copying:
+                awaited.set()
+            method(self)
+
+        return call
+
+    monkeypatch.setattr(Copy, "complete", waiting)
+    monkeypatch.setattr(TrainStateManager, "finish_copy", waited_for(finish))
+    monkeypatch.setattr(TrainStateManager, "wait", waited_for(wait))
+    yield
+    awaited.set()
+
+
+def train(directory: Path, steps: int, sometimes: int = 0, **options: Any) -> TrainStateManager:
+    """Train a model and save it after each step, with copies that may wait."""
+    torch.manual_seed(0)
+    model = Awkward(sometimes)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    saving = manager(directory, keep_last=99, **options)
+    for step in range(1, steps + 1):
+        loss = model(torch.randint(0, 12, (5,))).square().mean()
+        loss.backward()
+        saving.finish_copy()
+        optimizer.step()
+        optimizer.zero_grad()
+        saving.save(step, model, optimizer, build_train_state(step, step), copy_later=True)
+    saving.wait()
+    return saving
+
+
+def test_copies_that_are_made_at_the_last_moment_are_of_the_state_at_the_save(tmp_path: Path, late: None) -> None:
+    train(tmp_path / "late", 6)
+    train(tmp_path / "sync", 6, mode="sync")
+    for step in range(1, 7):
+        one, two = (tmp_path / kind / f"step_{step:08d}" for kind in ("late", "sync"))
+        found = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
+        assert found.differences == []
+        assert found.tensors > 20
+
+
+def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save copies everything at once; later ones what a forward pass changes."""
+    postponed: list[set[str]] = []
+    complete = Copy.complete
+
+    def noting(self: Copy) -> None:
+        postponed.append(set(self._postponed))
+        complete(self)
+
+    monkeypatch.setattr(Copy, "complete", noting)
+    train(tmp_path, 3)
+    assert postponed[0] == set()
+    assert postponed[1] == postponed[2]
+    at_once = {"embedding.weight", "teacher.weight", "scale", "calls", "body.1.running_mean", "body.1.running_var"}
+    assert not {f"model.{name}" for name in at_once} & postponed[1]
+    kept = {"model.student.weight", "model.teacher.bias", "optimizer.state.embedding.weight.exp_avg"}
+    assert kept <= postponed[1]
+
+
+def test_a_weight_that_a_forward_pass_changes_now_and_then_spoils_one_save_at_most(
+    tmp_path: Path, late: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That save is not committed, and from then on the weight is copied at once."""
+    train(tmp_path / "late", 12, sometimes=4)
+    train(tmp_path / "sync", 12, sometimes=4, mode="sync")
+    missing = set(names(tmp_path / "sync")) - set(names(tmp_path / "late"))
+    assert missing == {"step_00000003"}
+    assert len(caplog.messages) == 1
+    assert "step 3 could not be saved (a forward or backward pass changed model.student.bias" in caplog.messages[0]
+    for name in names(tmp_path / "late"):
+        one, two = tmp_path / "late" / name, tmp_path / "sync" / name
+        assert compare_checkpoints(one, two, (manifests.read(one), manifests.read(two))).differences == []
+
+
+def test_training_waits_for_copies_that_are_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it waited is part of the stall."""
+    gate = threading.Event()
+    complete = Copy.complete
+
+    def slow(self: Copy) -> None:
+        gate.wait(60)
+        complete(self)
+
+    monkeypatch.setattr(Copy, "complete", slow)
+    toy, saving = Toy(), manager(tmp_path)
+    toy.train()
+    saving.save(1, toy.model, toy.optimizer, toy.state(), copy_later=True)
+    assert saving.copying
+    waiting = threading.Thread(target=saving.finish_copy)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert saving.last_save is not None
+    assert saving.last_save["stall_s"] > 0.1
+    saving.wait()
+    assert not saving.copying
+
+
+def test_copies_that_cannot_be_made_end_the_save_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Copy) -> None:
+        raise MemoryError("no memory for a copy")
+
+    toy, saving = Toy(), manager(tmp_path)
+    toy.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(Copy, "_copy", refuse)
+        saving.save(1, toy.model, toy.optimizer, toy.state(), copy_later=True)
+        saving.finish_copy()
+        saving.wait()
+    assert "no memory for a copy" in str(saving.last_error)
+    assert toy.save(saving)
+    assert names(tmp_path) == ["step_00000001"]
