@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +29,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from runner.data import DistributedSampler, ElasticSampler, StatefulDataLoader
+from benchmarks.timing import seconds
+from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
 from runner.data.datasets import TokenDataset
+from runner.data.loading.default_collation import collate_samples
 from runner.data.order.state_checks import sealed
 
 LENGTH = 2048  # tokens a sample
@@ -59,6 +62,17 @@ class SmallListed(Small):
         return [(self.x[index], self.y[index]) for index in indices]
 
 
+class NumpyListed(Small):
+    """The same as a list of dicts of an array and a number."""
+
+    def __init__(self, size: int = 1 << 20) -> None:
+        super().__init__(size)
+        self.rows, self.labels = self.x.numpy(), self.y.numpy()
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [{"x": self.rows[index], "y": self.labels[index]} for index in indices]
+
+
 class SmallGathered(Small):
     """The same, fetched as a whole batch."""
 
@@ -82,6 +96,14 @@ class Tokens(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         window = torch.from_numpy(self.tokens[index * LENGTH : index * LENGTH + LENGTH + 1].astype(np.int64))
         return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+class TokensListed(Tokens):
+    """The same as a list of dicts of arrays."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        windows = [self.tokens[at * LENGTH : at * LENGTH + LENGTH + 1].astype(np.int64) for at in indices]
+        return [{"input_ids": window[:-1], "labels": window[1:]} for window in windows]
 
 
 class Numbers(Dataset[int]):
@@ -203,18 +225,79 @@ def whole_batches(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> 
         table(f"whole batches of {LENGTH} tokens, batch 16, {workers} workers", makes, 60, rounds, "torch")
         table(f"  the same against a bare gather, {workers} workers", {k: makes[k] for k in ("ours", "bare gather")},
               60, rounds, "bare gather")  # fmt: skip
-    gathered, listed = SmallGathered(1), SmallListed(1)
-    for data in (gathered, listed):
-        data.x, data.y = small.x, small.y
+    gathered = SmallGathered(1)
+    gathered.x, gathered.y = small.x, small.y
     kwargs = {"batch_size": 32, "shuffle": True}
-    makes = {
-        "torch": lambda: DataLoader(small, **kwargs),
-        "ours, a list": lambda: StatefulDataLoader(listed, **kwargs),
-        "ours, gathered": lambda: StatefulDataLoader(gathered, **kwargs),
-    }
-    if peer is not None:
-        makes["torchdata"] = lambda: peer(small, **kwargs)
+    makes = {"torch": partial(DataLoader, small, **kwargs), "ours": partial(StatefulDataLoader, gathered, **kwargs)}
     table("whole batches of small tensors, batch 32, 0 workers", makes, 200, rounds, "torch")
+
+
+def lists(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
+    """Where `__getitems__` returns a list: the same dataset for all loaders, and what of a batch is the dataset's."""
+    peer = torchdata_loader() or DataLoader
+    against = "torch" if peer is DataLoader else "torchdata"
+    tensors, arrays = SmallListed(1), NumpyListed(1)
+    tensors.x, tensors.y = small.x, small.y
+    arrays.rows, arrays.labels = small.x.numpy(), small.y.numpy()
+    arrays.x, arrays.y = small.x, small.y
+    datasets: dict[str, tuple[Any, int]] = {
+        "pairs of small tensors": (tensors, 32),
+        "dicts of a small array and a number": (arrays, 32),
+        f"dicts of two arrays of {LENGTH} tokens": (TokensListed(tokens), 16),
+    }
+    for name, (data, batch_size) in datasets.items():
+        kwargs: Any = {"batch_size": batch_size, "shuffle": True}
+        makes: dict[str, Callable[[], Any]] = {
+            against: partial(peer, data, **kwargs),
+            "ours": partial(StatefulDataLoader, data, **kwargs),
+        }
+        table(f"a list of {name}, batch {batch_size}, 0 workers", makes, 200, rounds, against)
+        order = torch.randperm(len(data))[: 200 * batch_size].reshape(-1, batch_size).tolist()
+        draws = cycle(order)
+        samples = data.__getitems__(order[0])
+        parts: dict[str, Callable[[], Any]] = {
+            "making the list": partial(listed, data, draws),
+            "torch's default_collate": partial(default_collate, samples),
+            "ours": partial(collate_samples, samples),
+        }
+        took = {part: statistics.median(seconds(action) for _ in range(500)) * 1e6 for part, action in parts.items()}
+        print("    alone: " + ", ".join(f"{part} {micro:.1f} µs" for part, micro in took.items()))
+
+
+def listed(data: Any, draws: Iterator[list[int]]) -> Any:
+    """The samples of the next batch."""
+    return data.__getitems__(next(draws))
+
+
+def elastic(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
+    """The elastic sampler against the seeded one of the same kind, with the same datasets."""
+    gathered = SmallGathered(1)
+    gathered.x, gathered.y = small.x, small.y
+    datasets: dict[str, tuple[Any, int]] = {
+        "small tensors": (small, 32),
+        f"whole batches of {LENGTH} tokens": (TokenDataset(tokens, LENGTH), 16),
+        "whole batches of small tensors": (gathered, 32),
+    }
+    for name, (data, batch_size) in datasets.items():
+        for sources in (1, 4):
+            size = len(data) // sources
+            bounds, weights = [at * size for at in range(sources + 1)], [float(at + 1) for at in range(sources)]
+
+            def seeded(data: Any = data, batch: int = batch_size, bounds: Any = bounds, weights: Any = weights) -> Any:
+                single = len(weights) == 1
+                sampler = DistributedSampler(data, 1, 0) if single else MixtureSampler(bounds, weights, 1, 0)
+                return StatefulDataLoader(data, batch, sampler=sampler)
+
+            def ours(data: Any = data, batch: int = batch_size, size: int = size, weights: Any = weights) -> Any:
+                sizes = {f"source{at}": size for at in range(len(weights))}
+                sampler = ElasticSampler(sizes, weights, num_replicas=1, rank=0, global_batch_size=batch)
+                return StatefulDataLoader(data, batch, sampler=sampler)
+
+            title = f"{name}, batch {batch_size}, {sources} source{'s' * (sources > 1)}"
+            makes: dict[str, Callable[[], Any]] = {"seeded": seeded, "elastic": ours}
+            table(title, makes, 512, rounds, "seeded")
+            with_state = {f"{kind} + state": make for kind, make in makes.items()}
+            table(f"{title}, with state_dict()", with_state, 512, rounds, "seeded + state")
 
 
 def resume(size: int) -> None:
@@ -264,7 +347,7 @@ def timed(make: Callable[[], Any], state: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["overhead", "whole", "resume"])
+    parser.add_argument("--only", choices=["overhead", "whole", "lists", "elastic", "resume"])
     options = parser.parse_args()
     if "PEERS" in os.environ:
         sys.path.append(os.environ["PEERS"])
@@ -280,6 +363,10 @@ def main() -> None:
             per_sample(data, options.rounds)
         if options.only in (None, "whole"):
             whole_batches(tokens, small, options.rounds)
+        if options.only in (None, "lists"):
+            lists(tokens, small, options.rounds)
+        if options.only in (None, "elastic"):
+            elastic(tokens, small, options.rounds)
         if options.only in (None, "resume"):
             resume(10**7)
 

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from benchmarks.timing import seconds
 from runner.data.elastic import ElasticSampler
-from runner.data.sampler import DistributedSampler, MixtureSampler
+from runner.data.sampler import DistributedSampler, MixtureSampler, permutation
 
 RANKS = 8
 
@@ -78,6 +78,42 @@ def start_of_epoch(n: int, repeats: int) -> None:
     for name, value in took.items():
         memory = f"{bytes_each[name]:6.1f} B/sample" if name in bytes_each else ""
         print(f"{n:>14,}  {name:<26}{value * 1e3:11.2f} ms {value / took['torch.randperm']:8.2f} x randperm {memory}")
+
+
+def mixture_start(n: int, ranks: int, repeats: int) -> None:
+    """Until the first index of the mixture sampler, against the permutations that its order is made of."""
+    sampler = MixtureSampler([0, n // 4, n // 2, n // 4 * 3, n], [1, 2, 3, 4], ranks, ranks // 2)
+
+    def permutations() -> None:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            permutation(n // 4, generator)
+        permutation(sampler.num_samples, generator)
+
+    taken = [(seconds(lambda: next(iter(sampler))), seconds(permutations)) for _ in range(repeats)]
+    start, own = (statistics.median(column) * 1e3 for column in zip(*taken, strict=True))
+    ratio = statistics.median(ours / theirs for ours, theirs in taken)
+    print(f"{n:>14,}  {ranks:>6} {start:10.1f} ms {own:10.1f} ms {ratio:8.2f}")
+
+
+def micro_batches(sources: int, batch_size: int, segments: int = 0, excluded: int = 0) -> None:
+    """A batch of the elastic sampler as a loader draws it, one of 8 ranks."""
+    sizes = {f"source{i}": 10**9 // sources for i in range(sources)}
+    weights = [i % 7 + 1 for i in range(sources)]
+    mine = ElasticSampler(
+        sizes,
+        weights,
+        global_batch_size=batch_size * RANKS,
+        num_replicas=RANKS,
+        rank=3,
+        segments=[(10_000 * at, {"source0": 1 + at % 3}) for at in range(1, segments + 1)],
+        exclude=[f"source0:{1000 * at}-{1000 * at + 9}" for at in range(excluded)],
+    )
+    batches = mine.iter_batches(batch_size, True)
+    next(batches)
+    spell = 4096 * 8 // batch_size  # several blocks
+    took = statistics.median(seconds(lambda: [next(batches) for _ in range(spell)]) / spell for _ in range(15))
+    print(f"{sources:>18} {batch_size:>6} {segments:>10} {excluded:>10} {took * 1e6:10.2f} µs")
 
 
 def elastic(n: int, sources: int) -> ElasticSampler:
@@ -188,6 +224,15 @@ def main() -> None:
     print("Start of an epoch, one of 8 ranks\n       samples  sampler")
     for n, repeats in ((10**6, 11), (10**7, 3), (10**8, 1))[: 3 if large else 2]:
         start_of_epoch(n, repeats)
+    print("\nMixtureSampler of 4: start against its own permutations")
+    print("       samples   ranks         start  permutations   ratio")
+    for n, ranks in ((10**6, 1), (10**7, 1), (10**7, 8)):
+        mixture_start(n, ranks, 7)
+    print("\nElastic: a micro-batch\n           sources  batch   segments   excluded")
+    for sources, batch_size in ((1, 16), (4, 16), (1, 32), (4, 32)):
+        micro_batches(sources, batch_size)
+    micro_batches(4, 16, segments=100)
+    micro_batches(4, 16, excluded=100)
     print("\nElastic: start and resume\n           samples sources     start       resume       memory")
     for exponent in (5, 6, 7, 8, 9, 10, 11, 12):
         start_and_resume(10**exponent, 4)

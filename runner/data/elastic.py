@@ -9,11 +9,13 @@ Does not import torch.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from runner.data.order.exclusions import Exclusions, Selections, check_selections
 from runner.data.order.hashing import U64
+from runner.data.order.look_ahead import FIRST, MOST, LookAhead
 from runner.data.order.plan import OrderPlan, excluded_from
 from runner.data.order.segments import Segment, Segments, check_sizes
 from runner.data.order.sequence import VERSION, ElasticSequence
@@ -32,10 +35,10 @@ from runner.data.order.state_checks import (
     any_integer,
     anything,
     check,
-    check_seal,
+    check_same_seal,
+    digest_of,
     flag,
     mapping,
-    sealed,
     shown,
     text,
     whole,
@@ -61,13 +64,21 @@ _STATE = Record(
         "samples": whole(),
         "num_replicas": whole(1),
         "global_batch_size": whole(1),
+        "order": text,
+        "seal": text,
+    }
+)
+_ORDER = Record(  # in the text of `order`
+    {
         "sizes": MapOf(whole()),
         "retired": ListOf(text),
         "segments": anything,
         "exclusions": mapping,
         "plan": mapping,
-        "digest": text,
     }
+)
+_MESSAGE = (
+    "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
 )
 
 _CHUNK = 4096  # look up at most this many positions at a time when samples are yielded one by one
@@ -163,10 +174,13 @@ class ElasticSampler:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
         order_version: grows with every change of the order.
         sizes: samples by source name.
+        makes_new_states: nothing else refers to what `state_dict` and `state_dict_at` return.
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
     """
+
+    makes_new_states = True
 
     def __init__(
         self,
@@ -202,6 +216,8 @@ class ElasticSampler:
         self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
         self._iteration = _Iteration()
         self._skip = 0
+        self._keys_ahead = LookAhead()
+        self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
         self.order: ElasticSequence
         self.order_version = 0
@@ -302,10 +318,14 @@ class ElasticSampler:
         self._skip, self._counted = 0, (0, self.num_replicas)
         return self._iteration
 
-    def _remaining(self, iteration: _Iteration) -> int:
-        """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
+    def _samples_from(self, iteration: _Iteration) -> int:
+        """Samples of this rank in the iteration. Final positions too few for all ranks are dropped."""
         stop = self._stop()
-        return ((END if stop is None else stop) - iteration.start) // self.num_replicas - iteration.drawn
+        return ((END if stop is None else stop) - iteration.start) // self.num_replicas
+
+    def _remaining(self, iteration: _Iteration) -> int:
+        """Samples that each rank still gets."""
+        return self._samples_from(iteration) - iteration.drawn
 
     def _integers(self, iteration: _Iteration) -> Iterator[int]:
         chunk = 64  # grows, so that taking a few samples is cheap
@@ -319,12 +339,17 @@ class ElasticSampler:
                     break  # the weights have changed, and with them the rest of the chunk
 
     def _batches(self, iteration: _Iteration, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        while (count := min(batch_size, self._remaining(iteration))) > 0:
-            if drop_last and count < batch_size:
-                return
-            indices = self.order.indices_at(self._positions(iteration, iteration.drawn, count))
-            iteration.drawn += count
-            yield indices
+        ahead = FIRST
+        while (left := self._remaining(iteration)) >= (batch_size if drop_last else 1):
+            order, size = self.order, min(batch_size, left)
+            count = min(max(ahead // size, 1), left // size) * size  # whole batches
+            ahead = min(2 * ahead, MOST)
+            for batch in order.indices_at(self._positions(iteration, iteration.drawn, count)).reshape(-1, size):
+                iteration.drawn += size
+                yield batch
+                if self.order is not order:
+                    ahead = FIRST
+                    break  # what comes now is different
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -337,7 +362,8 @@ class ElasticSampler:
         return self._positions(self._iteration, first, count)
 
     def _positions(self, iteration: _Iteration, first: int, count: int) -> I64:
-        return np.arange(first, first + count, dtype=np.int64) * self.num_replicas + (iteration.start + self.rank)
+        start, replicas = iteration.start + self.rank, self.num_replicas
+        return np.arange(start + first * replicas, start + (first + count) * replicas, replicas, dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> U64:
         """A 64-bit identity, a hash of (seed, source, key), of each of the samples that `positions` describes.
@@ -345,7 +371,14 @@ class ElasticSampler:
         Returns:
             uint64 of shape (count,).
         """
-        return self.order.sample_keys(self.positions(first, count))
+        order, iteration = self.order, self._iteration
+        return self._keys_ahead.take(
+            (order, iteration.start),
+            first,
+            count,
+            lambda first, count: order.sample_keys(self._positions(iteration, first, count)),
+            lambda: self._samples_from(iteration) - first,
+        )
 
     def indices_at(self, positions: I64) -> I64:
         """Dataset index of the sample at each position of the run, int64 of the same shape (count,)."""
@@ -485,22 +518,35 @@ class ElasticSampler:
         loader that skips all samples it has counted reaches the same position, because the state also records how many
         samples per rank it counts; see `set_skip`.
         """
-        state: dict[str, Any] = {
-            "kind": "elastic",
-            "version": VERSION,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "position": self._position_after(samples),
-            "samples": self._iteration.counted + samples,
-            "num_replicas": self.num_replicas,
-            "global_batch_size": self.global_batch_size,
-            "sizes": dict(self.order.sizes),
-            "retired": sorted(self._retired),
-            "segments": self.order.segments.to_json(),
-            "exclusions": self.order.exclusions.to_json(),
-            "plan": self._plan.to_json(),
-        }
-        return sealed(state)
+        fixed, digest = self._fixed_state()
+        position, counted = self._position_after(samples), self._iteration.counted + samples
+        return {**fixed, "position": position, "samples": counted, "seal": _seal(digest, position, counted)}
+
+    def _fixed_state(self) -> tuple[dict[str, Any], str]:
+        """The state without what changes with every sample, and its digest: made once for each order.
+
+        What describes the order is a text (without its segments if they are those of the plan), so that a state costs
+        the same however many segments there are, and nothing that is done to a state reaches another one.
+        """
+        if self._fixed is None or self._fixed[0] is not self.order:
+            order = {
+                "sizes": dict(self.order.sizes),
+                "retired": sorted(self._retired),
+                "segments": None if self.order.segments is self._plan.segments else self.order.segments.to_json(),
+                "exclusions": self.order.exclusions.to_json(),
+                "plan": self._plan.to_json(),
+            }
+            state = {
+                "kind": "elastic",
+                "version": VERSION,
+                "seed": self.seed,
+                "shuffle": self.shuffle,
+                "num_replicas": self.num_replicas,
+                "global_batch_size": self.global_batch_size,
+                "order": json.dumps(order, separators=(",", ":")),
+            }
+            self._fixed = self.order, state, digest_of(state)
+        return self._fixed[1:]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with any number of ranks and any batch size.
@@ -509,7 +555,7 @@ class ElasticSampler:
             SamplerStateError: the state is truncated or edited; it has another version, seed or source size; or its
                 weights, segments, caps or sources differ and `allow_data_change` is not set.
         """
-        check_state(state)
+        state = opened_state(state)
         for name, own in (("seed", self.seed), ("shuffle", self.shuffle)):
             if state[name] != own:
                 raise SamplerStateError(
@@ -522,7 +568,7 @@ class ElasticSampler:
                     f"source {name!r} had {size} samples when the state was saved and has {self.sizes[name]} now: "
                     "restore it, or remove it and add the new data under another name"
                 )
-        changes = self.changes_from(state)
+        changes = self._changes_from(state)
         if changes and not self.allow_data_change:
             raise SamplerStateError(
                 f"the configured data order differs from the saved one: {'; '.join(changes)}; "
@@ -536,18 +582,21 @@ class ElasticSampler:
         A planned segment that has not begun may have moved to another position: a phase begins at a step, and another
         global batch changes the position of that step.
         """
+        return self._changes_from(opened_state(state))
+
+    def _changes_from(self, state: Mapping[str, Any]) -> list[str]:
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
-        return changes + self._plan.changes_from(_unpacked(state)[0], state["position"])
+        return changes + self._plan.changes_from(state["plan"], state["position"])
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         position = state["position"]
-        saved, saved_segments, saved_exclusions = _unpacked(state)
+        saved_segments = state["segments"]
         segments, exclusions = self._plan.continued(
-            saved,
+            state["plan"],
             saved_segments,
-            saved_exclusions,
+            state["exclusions"],
             position,
             self.sizes,
             lambda exclusions: self._sequence(state["sizes"], saved_segments, exclusions),
@@ -557,21 +606,6 @@ class ElasticSampler:
         self._position, self._skip = position, 0
         self._counted = state["samples"], state["num_replicas"]
         self._iteration = _Iteration(position, state["samples"])
-
-
-def _unpacked(state: Mapping[str, Any]) -> tuple[OrderPlan, Segments, Exclusions]:
-    """The plan, the segments and the exclusions of a state.
-
-    Raises:
-        SamplerStateError: they cannot be read.
-    """
-    try:
-        segments = Segments.from_json(state["segments"])
-        return OrderPlan.from_json(state["plan"]), segments, Exclusions.from_json(state["exclusions"])
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise SamplerStateError(
-            f"the saved data order cannot be read ({error!r:.200}): it was edited; use another checkpoint"
-        ) from None
 
 
 def _integers(what: str, value: Any) -> I64:
@@ -589,11 +623,11 @@ def _integers(what: str, value: Any) -> I64:
     return array.astype(np.int64)
 
 
-def check_state(state: Mapping[str, Any]) -> None:
-    """Check that this is a complete, unedited state of a known version.
+def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what the text of its order holds, unpacked: sizes, retired, segments, exclusions and plan.
 
     Raises:
-        SamplerStateError: it is not.
+        SamplerStateError: it is not a complete, unedited state of a known version.
     """
     if not isinstance(state, Mapping):
         raise SamplerStateError(f"the saved sampler state is {shown(state)}: pass what state_dict() returned")
@@ -608,11 +642,28 @@ def check_state(state: Mapping[str, Any]) -> None:
             f"the saved data order has version {shown(version)}; this program knows version {VERSION}: use the program "
             "that saved it"
         )
-    message = (
-        "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
-    )
-    check(state, _STATE, message, SamplerStateError)
-    check_seal(state, "the saved data order", SamplerStateError)
+    check(state, _STATE, _MESSAGE, SamplerStateError)
+    fixed = {name: value for name, value in state.items() if name not in ("position", "samples", "seal")}
+    found = _seal(digest_of(fixed), state["position"], state["samples"])
+    check_same_seal(state["seal"], found, "the saved data order", SamplerStateError)
+    try:
+        order = json.loads(state["order"])
+        check(order, _ORDER, _MESSAGE, SamplerStateError)
+        plan, segments = OrderPlan.from_json(order["plan"]), order["segments"]
+        order["plan"], order["exclusions"] = plan, Exclusions.from_json(order["exclusions"])
+        order["segments"] = plan.segments if segments is None else Segments.from_json(segments)
+    except SamplerStateError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise SamplerStateError(
+            f"the saved data order cannot be read ({error!r:.200}): it was edited; use another checkpoint"
+        ) from None
+    return {**state, **order}
+
+
+def _seal(fixed: str, position: int, samples: int) -> str:
+    """The seal of a state, from the digest of its fixed part."""
+    return blake2b(f"{fixed} {position} {samples}".encode(), digest_size=8).hexdigest()
 
 
 def check_global_batch(global_batch_size: int, num_replicas: int) -> int:

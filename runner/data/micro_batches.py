@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from runner.data.elastic import ElasticSampler
 from runner.data.order.batch_shape import BatchShape, share_of
+from runner.data.order.look_ahead import FIRST, MOST, LookAhead
+from runner.data.order.spans import END
 
 I64 = NDArray[np.int64]
 
@@ -32,6 +34,8 @@ class MicroBatchSampler:
         rank: this rank.
     """
 
+    makes_new_states = True
+
     def __init__(self, sampler: ElasticSampler, shape: BatchShape, rank: int) -> None:
         self.sampler = sampler
         self._step = shape.global_batch_size
@@ -40,6 +44,7 @@ class MicroBatchSampler:
         self._of_step = len(self._share) * self._size  # samples of this rank in a step
         first = self._share.start * self._size
         self._offsets = np.arange(first, first + self._of_step, dtype=np.int64)
+        self._keys_ahead = LookAhead()
 
     def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
         """See `ElasticSampler.locate`; positions do not depend on ranks."""
@@ -53,7 +58,7 @@ class MicroBatchSampler:
             yield from indices.tolist()
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """The indices of this rank's micro-batches, int64 of shape (batch_size,); a step is looked up at once.
+        """The indices of this rank's micro-batches, int64 of shape (batch_size,).
 
         Args:
             batch_size: that of the micro-batches, or one that divides it.
@@ -63,18 +68,24 @@ class MicroBatchSampler:
         return self._batches(batch_size)
 
     def _batches(self, batch_size: int) -> Iterator[I64]:
-        step = 0
-        while self._of_step and self._has(step):
-            indices = self.sampler.indices_at(self.positions(step * self._of_step, self._of_step))
-            yield from indices.reshape(-1, batch_size)
-            step += 1
+        drawn, ahead = 0, FIRST
+        while left := self._left_after(drawn):
+            order = self.sampler.order
+            count = min(max(ahead // batch_size, 1) * batch_size, left)
+            ahead = min(2 * ahead, MOST)
+            for batch in order.indices_at(self.positions(drawn, count)).reshape(-1, batch_size):
+                drawn += batch_size
+                yield batch
+                if self.sampler.order is not order:
+                    ahead = FIRST
+                    break
 
-    def _has(self, step: int) -> bool:
-        """Whether the order has all samples of a step, counted from where this iteration began."""
+    def _left_after(self, samples: int) -> int:
+        """See `samples_left_after`; of an endless order, as many as can be counted."""
         try:
-            return self.sampler.samples_left_after(step * self._step) >= self._step
-        except TypeError:  # it does not end
-            return True
+            return self.samples_left_after(samples)
+        except TypeError:
+            return END // self._step * self._of_step - samples
 
     def __len__(self) -> int:
         """Samples of this rank in the whole iteration.
@@ -95,13 +106,23 @@ class MicroBatchSampler:
 
     def positions(self, first: int, count: int) -> I64:
         """Positions in the run of this rank's samples [first, first + count) of the current iteration, (count,)."""
-        steps, within = np.divmod(np.arange(first, first + count, dtype=np.int64), max(self._of_step, 1))
-        start = self.sampler.positions(0, 1)[0]
-        return np.asarray(start + steps * self._step + self._offsets[within], dtype=np.int64)
+        start = int(self.sampler.positions(0, 1)[0])
+        step, within = divmod(first, max(self._of_step, 1))
+        if within + count <= self._of_step:
+            return self._offsets[within : within + count] + (start + step * self._step)
+        steps, rest = np.divmod(np.arange(first, first + count, dtype=np.int64), max(self._of_step, 1))
+        return np.asarray(start + steps * self._step + self._offsets[rest], dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> NDArray[np.uint64]:
         """See `ElasticSampler.sample_keys`; of the samples that `positions` describes."""
-        return self.sampler.order.sample_keys(self.positions(first, count))
+        order, start = self.sampler.order, int(self.sampler.positions(0, 1)[0])
+        return self._keys_ahead.take(
+            (order, start),
+            first,
+            count,
+            lambda first, count: order.sample_keys(self.positions(first, count)),
+            lambda: self._left_after(first),
+        )
 
     def _reached(self, samples: int) -> int:
         """Samples of all ranks in the steps that this rank has completed after `samples` samples."""

@@ -116,7 +116,8 @@ class _OwnSampler(Sampler[int]):
 
     def positions(self, first: int, count: int) -> I64:
         """Positions within the epoch of this rank's samples [first, first + count): ranks alternate."""
-        return np.arange(first, first + count, dtype=np.int64) * self.num_replicas + self.rank
+        step = self.num_replicas
+        return np.arange(self.rank + first * step, self.rank + (first + count) * step, step, dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> U64:
         """A 64-bit identity, a hash of (seed, epoch, position), of each of the same samples."""

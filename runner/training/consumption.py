@@ -9,7 +9,8 @@ user's own loader, which keeps its order to itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ class TrackedConsumption:
     sampler: Any
     ledger: DataLedger
     tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
+    _taken: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # of this step, not in the ledger yet
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """One past the last dataset index of each source."""
+        return np.cumsum(self.ledger.sizes)
 
     @property
     def names(self) -> list[str]:
@@ -85,13 +92,13 @@ class TrackedConsumption:
         """Count the samples of a batch that the training takes."""
         assert record is not None
         assert record.indices is not None
-        self.ledger.consume(record.indices, self.positions(record))
+        self._taken.append((record.indices, self.positions(record)))
 
     def sources(self, record: BatchRecord | None) -> np.ndarray | None:
         """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
         if record is None or record.indices is None:
             return None
-        return np.searchsorted(np.cumsum(self.ledger.sizes), record.indices, side="right")
+        return np.searchsorted(self._ends, record.indices, side="right")
 
     def positions(self, record: BatchRecord) -> np.ndarray:
         """Positions of a batch's samples in the whole run."""
@@ -100,6 +107,10 @@ class TrackedConsumption:
 
     def control(self) -> np.ndarray:
         """This rank's part of the ledger since the last commit, to be summed over ranks."""
+        if self._taken:  # all micro-batches at once: hashing is as fast for eight of them as for one
+            indices, positions = zip(*self._taken, strict=True)
+            self.ledger.consume(np.concatenate(indices), np.concatenate(positions))
+            self._taken.clear()
         return self.ledger.local().view(np.int64)
 
     def commit(self, vector: np.ndarray) -> None:

@@ -229,6 +229,8 @@ _SKIPPING: dict[type, Callable[[Any, int], Iterator[int]]] = {SequentialSampler:
 
 def as_array(indices: Indices) -> np.ndarray | None:
     """The indices as an int64 array of shape (samples,); None if they are not integers."""
+    if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1:
+        return indices
     try:
         array = np.asarray(indices)
     except ValueError:

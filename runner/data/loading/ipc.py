@@ -14,33 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 LIMIT = 8 << 20  # bytes per tensor; above this, shared memory is cheaper than copying through a pipe
 
 
 class _LeaveToTorchError(Exception):
     """The batch holds a tensor that torch has to send, or sends faster."""
-
-
-def collate(samples: list[Any]) -> Any:
-    """`default_collate`, into ordinary memory.
-
-    In a worker process torch's own allocates shared memory for each tensor, which a batch that travels as bytes does
-    not need. Only the common cases are handled here; the others fall back to torch's.
-    """
-    first = samples[0]
-    kind = type(first)
-    if kind is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu":
-        if all(type(sample) is torch.Tensor and not sample.is_nested for sample in samples):
-            return torch.stack(samples, 0)
-    elif kind is dict and all(type(sample) is dict and sample.keys() == first.keys() for sample in samples):
-        return {key: collate([sample[key] for sample in samples]) for key in first}
-    elif kind in (tuple, list) and all(type(sample) is kind and len(sample) == len(first) for sample in samples):
-        return [collate(list(column)) for column in zip(*samples, strict=True)]
-    elif kind is np.ndarray and first.dtype.kind in "fiub" and first.shape:
-        return collate([torch.as_tensor(sample) for sample in samples])
-    return default_collate(samples)
 
 
 class _Pickler(pickle.Pickler):

@@ -8,7 +8,6 @@ epoch.
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
 from runner.data.loading.fetch import MapFetcher, is_collated, is_iterator, is_stateful, load_state
 from runner.data.loading.in_process import MapEpoch, StreamEpoch
 from runner.data.loading.index_stream import IndexStream
-from runner.data.loading.loader_state import DatasetStates, is_in_epoch, size_of
+from runner.data.loading.loader_state import DatasetStates, copied, is_in_epoch, size_of
 from runner.data.loading.pinning import can_pin, pin
 from runner.data.loading.prefetch import PrefetchedEpoch
 from runner.data.loading.protocols import BatchRecord, LoaderError, LoaderStateError, State
@@ -363,14 +362,14 @@ class StatefulDataLoader(DataLoader[T_co]):
             "seeds": self._seeds.state(running is not None),
             "sampler": self._sampler_state(None if running is None else position),
             "order": None,
-            "dataset": self._initial_dataset_states() if current is None else current.dataset_states(),
+            "dataset": copied(self._initial_dataset_states() if current is None else current.dataset_states()),
         }
         if position.out_of_order:
             state["out_of_order"] = list(position.out_of_order)
         if not self._iterable:
             state["dataset_size"] = size_of(self.dataset)
-            state["order"] = self._stream.boundary_state() if running is None else running.sampler_state()
-        return sealed(copy.deepcopy(state))
+            state["order"] = copied(self._stream.boundary_state() if running is None else running.sampler_state())
+        return sealed(state)
 
     def _with_changes(self, loaded: State) -> State:
         """The state that was loaded, and changes of the order that were made since."""
@@ -385,9 +384,10 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def _sampler_state(self, position: EpochPosition | None) -> Any:
         if self._stream.by_position and position is not None:
-            return self._state_by_position(position)
+            state = self._state_by_position(position)
+            return state if getattr(self._stream.sampler, "makes_new_states", False) else copied(state)
         if self._stream.seeds_itself:
-            return self._stream.sampler.state_dict()
+            return copied(self._stream.sampler.state_dict())
         epoch = getattr(self.sampler, "epoch", None)
         return {"epoch": epoch} if isinstance(epoch, int) and hasattr(self.sampler, "set_epoch") else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,19 @@ _OWN = Record(
 _ANY = Record({}, {**_OWN.required, **_OWN.optional})
 _RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(mapping), "digest": text})
 
+_PLAIN = (int, str, bool, float, type(None))  # cannot be changed
+
 DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset they are those of its shards
+
+
+def copied(value: Any) -> Any:
+    """A copy that its owner does not change any more; only what is in a flat dict of plain values is copied fast."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict and all(type(each) in _PLAIN for each in value.values()):
+        return dict(value)
+    return copy.deepcopy(value)
 
 
 def is_in_epoch(state: State) -> bool:
@@ -204,7 +217,7 @@ def _place(state: State) -> dict[str, Any]:
         return {**place, "epoch": state["epoch"], "batches_yielded": batches}
     place |= {"in_epoch": is_in_epoch(state), "dataset_size": state.get("dataset_size")}
     place |= {key: state.get(key) for key in ("epoch", "batches_yielded", "samples_yielded")}
-    return place | {f"sampler.{key}": value for key, value in state["sampler"].items() if key not in ("rank", "digest")}
+    return place | {f"sampler.{key}": value for key, value in state["sampler"].items() if key not in ("rank", "seal")}
 
 
 def _counts_ranks(state: State) -> bool:

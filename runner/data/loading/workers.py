@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.data.loading import protocols, redistribution
+from runner.data.loading.default_collation import collate_samples
 from runner.data.loading.fetch import Indices, MapFetcher, is_stateful
 from runner.data.loading.global_draws import OF_A_STREAM_IN_WORKERS, watched
-from runner.data.loading.ipc import collate, pack, unpack
+from runner.data.loading.ipc import pack, unpack
 from runner.data.loading.pinning import pin
 from runner.data.loading.randomness import Keys, keys_from_indices
 from runner.data.loading.stream_fetch import StreamFetcher
@@ -167,9 +168,7 @@ class TaskRunner(Dataset[Reply]):
         self.worker = -1
         self._batches = self._legs = 0  # since the last state; opened until then
         self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch
-        self._default_collate = fetcher.collate_fn is default_collate
-        if self._default_collate:
-            fetcher.collate_fn = collate
+        self._default_collate = fetcher.collate_fn is collate_samples
 
     def __getitem__(self, task: Task) -> Reply:
         return task.run(self)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import orjson
+
 LARGEST = 2**62  # of any count or position in a state
 _SHOWN = 80  # characters of a value in a message
 
@@ -193,13 +195,37 @@ def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
 
 
 def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
-    """The digest of a state without what is under `key`: the same before and after a round trip through JSON."""
-    content = {name: value for name, value in state.items() if name != key}
+    """The digest of a state without what is under `key`: the same before and after a round trip through JSON.
+
+    A value of the state that has a "seal" counts as that: whoever restores the value has to check it.
+    """
+    content = {
+        name: value["seal"] if type(value) is dict and "seal" in value else value
+        for name, value in state.items()
+        if name != key
+    }
+    return hashlib.blake2b(_text_of(content), digest_size=8).hexdigest()
+
+
+def _text_of(content: Mapping[str, Any]) -> bytes:
+    """JSON with sorted keys, by orjson if it can: that is ten times as fast.
+
+    It cannot write integers above 64 bits, and writes a null for what is not a number.
+    """
+    try:
+        line = orjson.dumps(content, default=_outline, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        return _slow_text_of(content)
+    nulls = sum([value is None for value in content.values()])
+    return line if line.count(b"null") == nulls else _slow_text_of(content)
+
+
+def _slow_text_of(content: Mapping[str, Any]) -> bytes:
     try:
         line = json.dumps(_plain(content), sort_keys=True, separators=(",", ":"), default=_outline)
     except RecursionError:
         line = f"{sorted(map(str, content))} nested too deeply"
-    return hashlib.blake2b(line.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return line.encode("utf-8", "surrogatepass")
 
 
 def check_seal(state: Mapping[str, Any], what: str, error: type[Exception], key: str = "digest") -> None:
@@ -214,10 +240,14 @@ def check_seal(state: Mapping[str, Any], what: str, error: type[Exception], key:
     Raises:
         Exception: an `error`; the state was changed since.
     """
-    found = digest_of(state, key)
-    if state.get(key) != found:
+    check_same_seal(state.get(key), digest_of(state, key), what, error, key)
+
+
+def check_same_seal(recorded: Any, found: str, what: str, error: type[Exception], key: str = "seal") -> None:
+    """Check the seal that a state records against that of its content; see `check_seal`."""
+    if recorded != found:
         raise error(
-            f"{what} records {key} {shown(state.get(key))}, but its content has {key} {found!r}: it was truncated or "
+            f"{what} records {key} {shown(recorded)}, but its content has {key} {found!r}: it was truncated or "
             "edited; use another checkpoint"
         )
 
@@ -231,6 +261,12 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _outline(value: Any) -> str:
-    """What JSON cannot hold: its type, and the shape and dtype of a tensor or array."""
+def _outline(value: Any) -> Any:
+    """Of what JSON cannot hold the type, and the shape and dtype of a tensor or array; other types of containers."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, float):
+        return float(value)
     return f"{type(value).__name__} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}"

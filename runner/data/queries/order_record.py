@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.data.elastic import opened_state
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import Exclusions
 from runner.data.order.segments import Segment, Segments
@@ -82,12 +83,13 @@ class OrderRecord:
             sizes: samples by source name, in the order of the dataset.
             others: steps, batch_shapes and tokens_per_sample.
         """
+        state = opened_state(state)
         return cls(
             kind="elastic",
             seed=state["seed"],
             sizes=dict(sizes),
-            segments=Segments.from_json(state["segments"]),
-            exclusions=Exclusions.from_json(state["exclusions"]),
+            segments=state["segments"],
+            exclusions=state["exclusions"],
             retired={name: state["sizes"][name] for name in state["retired"]},
             shuffle=state["shuffle"],
             **others,
