@@ -525,14 +525,14 @@ class ElasticSampler:
     def _fixed_state(self) -> tuple[dict[str, Any], str]:
         """The state without what changes with every sample, and its digest: made once for each order.
 
-        What describes the order is a text, so that a state costs the same however many segments there are, and nothing
-        that is done to a state reaches another one.
+        What describes the order is a text (without its segments if they are those of the plan), so that a state costs
+        the same however many segments there are, and nothing that is done to a state reaches another one.
         """
         if self._fixed is None or self._fixed[0] is not self.order:
             order = {
                 "sizes": dict(self.order.sizes),
                 "retired": sorted(self._retired),
-                "segments": self.order.segments.to_json(),
+                "segments": None if self.order.segments is self._plan.segments else self.order.segments.to_json(),
                 "exclusions": self.order.exclusions.to_json(),
                 "plan": self._plan.to_json(),
             }
@@ -588,15 +588,15 @@ class ElasticSampler:
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
-        return changes + self._plan.changes_from(_unpacked(state)[0], state["position"])
+        return changes + self._plan.changes_from(state["plan"], state["position"])
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         position = state["position"]
-        saved, saved_segments, saved_exclusions = _unpacked(state)
+        saved_segments = state["segments"]
         segments, exclusions = self._plan.continued(
-            saved,
+            state["plan"],
             saved_segments,
-            saved_exclusions,
+            state["exclusions"],
             position,
             self.sizes,
             lambda exclusions: self._sequence(state["sizes"], saved_segments, exclusions),
@@ -606,21 +606,6 @@ class ElasticSampler:
         self._position, self._skip = position, 0
         self._counted = state["samples"], state["num_replicas"]
         self._iteration = _Iteration(position, state["samples"])
-
-
-def _unpacked(state: Mapping[str, Any]) -> tuple[OrderPlan, Segments, Exclusions]:
-    """The plan, the segments and the exclusions of a state.
-
-    Raises:
-        SamplerStateError: they cannot be read.
-    """
-    try:
-        segments = Segments.from_json(state["segments"])
-        return OrderPlan.from_json(state["plan"]), segments, Exclusions.from_json(state["exclusions"])
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise SamplerStateError(
-            f"the saved data order cannot be read ({error!r:.200}): it was edited; use another checkpoint"
-        ) from None
 
 
 def _integers(what: str, value: Any) -> I64:
@@ -639,7 +624,7 @@ def _integers(what: str, value: Any) -> I64:
 
 
 def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with what the text of its order holds: `sizes`, `retired`, `segments`, `exclusions` and `plan`.
+    """A state with what the text of its order holds, unpacked: sizes, retired, segments, exclusions and plan.
 
     Raises:
         SamplerStateError: it is not a complete, unedited state of a known version.
@@ -661,8 +646,18 @@ def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
     fixed = {name: value for name, value in state.items() if name not in ("position", "samples", "seal")}
     found = _seal(digest_of(fixed), state["position"], state["samples"])
     check_same_seal(state["seal"], found, "the saved data order", SamplerStateError)
-    order = json.loads(state["order"])
-    check(order, _ORDER, _MESSAGE, SamplerStateError)
+    try:
+        order = json.loads(state["order"])
+        check(order, _ORDER, _MESSAGE, SamplerStateError)
+        plan, segments = OrderPlan.from_json(order["plan"]), order["segments"]
+        order["plan"], order["exclusions"] = plan, Exclusions.from_json(order["exclusions"])
+        order["segments"] = plan.segments if segments is None else Segments.from_json(segments)
+    except SamplerStateError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise SamplerStateError(
+            f"the saved data order cannot be read ({error!r:.200}): it was edited; use another checkpoint"
+        ) from None
     return {**state, **order}
 
 
