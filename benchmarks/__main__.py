@@ -6,7 +6,19 @@ import importlib
 import sys
 import time
 
-NAMES = ("start", "loop", "ranks", "extensions", "sampler", "loader", "checkpoint", "report", "goodput", "slurm")
+NAMES = (
+    "start",
+    "loop",
+    "ranks",
+    "extensions",
+    "sampler",
+    "loader",
+    "checkpoint",
+    "large",
+    "report",
+    "goodput",
+    "slurm",
+)
 
 
 def main(names: list[str]) -> int:
