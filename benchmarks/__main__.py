@@ -22,6 +22,7 @@ NAMES = (
     "loader",
     "scale",
     "checkpoint",
+    "large",
     "report",
     "goodput",
     "slurm",

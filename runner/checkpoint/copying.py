@@ -141,4 +141,7 @@ def _event(sources: Tensors, postponed: Collection[str]) -> Any:
 
 def _same_bytes(source: torch.Tensor, copy: torch.Tensor) -> bool:
     plain = source.resolve_conj().resolve_neg().contiguous()
-    return torch.equal(flat_bytes(plain), flat_bytes(copy.to(plain.device)))
+    one, two = flat_bytes(plain), flat_bytes(copy.to(plain.device))
+    words = len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0  # eight at a time is several times as fast
+    same = torch.equal(one[:words].view(torch.int64), two[:words].view(torch.int64))
+    return same and torch.equal(one[words:], two[words:])

@@ -1,0 +1,195 @@
+"""A bf16 model of 1 GB with AdamW (3 GB of state): trained, saved and resumed, in one process and under FSDP on gloo.
+
+For each number of ranks, processes train three steps without saving; others do the same and save after two of them;
+others load the newest checkpoint. Peak memory is that of all ranks together, less what a process has before it makes a
+model. What saving adds is compared with one copy of what is saved, the whole with the state (weights, gradients, the
+optimizer's tensors) plus that copy. Loading has no gradients and no copy. Without a save, what is over is torch's own:
+gathered weights and gradients of a block in each rank, temporary tensors of the update.
+
+`python -m benchmarks.large 0.1` has weights of 0.1 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint.staging import local
+
+RANKS = (1, 2, 4)
+WIDTH, INNER = 2048, 8192
+LIMIT = 1.2
+
+
+def build(gigabytes: float, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Blocks of two linear layers; sharded before they have memory."""
+    blocks = max(round(gigabytes * 1e9 / (4 * WIDTH * INNER)), 1)
+    with torch.device("meta"):
+        model: nn.Module = nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)) for _ in range(blocks)]
+        ).to(torch.bfloat16)
+    if world > 1:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for block in model:  # type: ignore[attr-defined]
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).uniform_(-0.02, 0.02)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What is saved, this rank's part of it."""
+    state = [value for entries in optimizer.state.values() for value in entries.values()]
+    return [local(tensor) for tensor in (*model.parameters(), *state)]
+
+
+def size(some: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in some)
+
+
+def checksum(some: list[torch.Tensor]) -> int:
+    """The sum of all bits, taken as integers; the same however they are sharded."""
+    words = {2: torch.int16, 4: torch.int32}
+    parts = (part for tensor in some for part in tensor.reshape(-1).view(words[tensor.element_size()]).split(1 << 20))
+    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak() -> int:
+    """The most that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def work(phase: str, gigabytes: float, folder: Path) -> dict[str, Any]:
+    """One rank of one phase; what it measured."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world > 1:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/{phase}", rank=rank, world_size=world
+        )
+    manager = TrainStateManager(folder / "checkpoints", keep_last=1)
+    manager.warm_up()
+    before = resident()
+    torch.manual_seed(rank)
+    model, optimizer = build(gigabytes, world)
+    phases: dict[str, Callable[..., dict[str, Any]]] = {
+        "none": train,
+        "save": partial(train, saving=True),
+        "load": load,
+    }
+    found = phases[phase](model, optimizer, manager)
+    everything = tensors(model, optimizer)
+    found |= {"peak": peak() - before, "saved": size(everything)}
+    if world > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, manager: TrainStateManager, saving: bool = False
+) -> dict[str, Any]:
+    stall, gradients, saved = 0.0, 0, 0
+    for step in range(1, 4):
+        model(torch.randn(16, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+        manager.finish_copy()
+        stall = manager.last_save["stall_s"] if manager.last_save else 0.0
+        optimizer.step()
+        gradients = size([local(p.grad) for p in model.parameters() if p.grad is not None])
+        optimizer.zero_grad()
+        if step < 3 and saving:
+            saved = checksum(tensors(model, optimizer))
+            assert manager.save(step, model, optimizer, build_train_state(step, step), copy_later=True)
+    manager.wait()
+    assert manager.last_error is None, manager.last_error
+    write = manager.last_save["write_s"] if manager.last_save else 0.0
+    return {"gradients": gradients, "checksum": saved, "stall": stall, "write": write}
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, manager: TrainStateManager) -> dict[str, Any]:
+    start = time.perf_counter()
+    state = manager.load(model, optimizer)
+    seconds = time.perf_counter() - start
+    assert state is not None
+    assert state["step"] == 2
+    return {"checksum": checksum(tensors(model, optimizer)), "seconds": seconds}
+
+
+def run(phase: str, gigabytes: float, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """One phase in new processes; what each rank measured."""
+    command = [sys.executable, "-m", "benchmarks.large", phase, str(gigabytes), str(folder)]
+    threads = str(max((os.cpu_count() or 1) // ranks, 1))
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": threads},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), f"{phase} on {ranks} ranks failed"
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def total(found: list[dict[str, Any]], key: str) -> Any:
+    return sum(each[key] for each in found)
+
+
+def report(gigabytes: float, ranks: int, folder: Path) -> None:
+    folder.mkdir()
+    plain, trained = (run(phase, gigabytes, ranks, folder) for phase in ("none", "save"))
+    newest = folder / "checkpoints" / "step_00000002"
+    sizes = [path.stat().st_size for path in newest.iterdir()]
+    loaded = run("load", gigabytes, ranks, folder)
+    assert total(trained, "checksum") == total(loaded, "checksum"), "what was loaded is not what was saved"
+    saved, gradients = total(trained, "saved"), total(trained, "gradients")
+    rows = [
+        ("what saving adds to the peak / one copy", (total(trained, "peak") - total(plain, "peak")) / saved, LIMIT),
+        ("peak of training and saving / state and one copy", total(trained, "peak") / (2 * saved + gradients), LIMIT),
+        ("peak of training without saving / state", total(plain, "peak") / (saved + gradients), None),
+        ("peak of loading / what is loaded", total(loaded, "peak") / saved, LIMIT),
+        ("bytes of all files / bytes of tensors", sum(sizes) / saved, None),
+    ]
+    print(f"{ranks} rank{'s' * (ranks > 1)}: {saved / 1e9:.2f} GB in {len(sizes)} files")
+    for name, ratio, limit in rows:
+        print(f"  {name:<52}{ratio:6.2f}" + (f"  at most {limit}" if limit else ""))
+    stall, write = (max(each[key] for each in trained) for key in ("stall", "write"))
+    seconds = max(each["seconds"] for each in loaded)
+    print(f"  stall {stall:.2f} s, durable after {write:.1f} s, loaded and verified in {seconds:.1f} s", flush=True)
+
+
+def main() -> None:
+    if sys.argv[1:2] in (["none"], ["save"], ["load"]):
+        print(json.dumps(work(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3]))))
+        return
+    for ranks in RANKS:
+        with tempfile.TemporaryDirectory() as folder:
+            report(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0, ranks, Path(folder) / "run")
+
+
+if __name__ == "__main__":
+    main()
