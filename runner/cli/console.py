@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from runner.errors import UserError
+from runner.system import clock
 from runner.system.terminal import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.table import Table
 
+T = TypeVar("T")
 PROGRAM = "python -m runner"
 MAX_INTERVAL_S = 86_400.0
+# Work on many things tells how far it is after so many seconds, then at this interval: on a terminal, and elsewhere.
+FIRST_PROGRESS_S, LIVE_PROGRESS_S, PROGRESS_S = 1.0, 0.2, 10.0
 PIPED_WIDTH = 1000  # columns where no terminal sets them: names and paths are never truncated in a file
 
 
@@ -79,6 +83,27 @@ def say(message: str) -> None:
         print(printable(message), flush=True)
     except BrokenPipeError:
         discard_output()
+
+
+def counted(items: Collection[T], doing: str) -> Iterator[T]:
+    """`items`, one by one; once that takes more than a second, standard error tells how many are done.
+
+    Args:
+        items: what there is to do.
+        doing: what is done with them, and what they are: `composing jobs`.
+    """
+    live, told, since = sys.stderr.isatty(), False, clock.monotonic()
+    wait_s = FIRST_PROGRESS_S
+    try:
+        for done, item in enumerate(items):
+            if clock.monotonic() - since > wait_s and int(os.environ.get("RANK", "0")) == 0:
+                line = f"{doing}: {done:,} of {len(items):,}"
+                print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=sys.stderr, flush=True)
+                since, wait_s, told = clock.monotonic(), LIVE_PROGRESS_S if live else PROGRESS_S, True
+            yield item
+    finally:
+        if live and told:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def console(stderr: bool = False) -> Console:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.cli.console import shown
+from runner.cli.console import counted, shown
 from runner.config.composition import Composed
 from runner.config.frozen import holds, load_plain, trained
 from runner.config.identity import ConfigChange, differences
@@ -66,7 +66,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
     broken = {job.run_dir: reason for job in jobs if (reason := _unreadable(job))}
     queued = _queued([job for job in jobs if job.run_dir not in broken], launcher)
     planned, errors = [], []
-    for job in jobs:
+    for job in counted(jobs, "looking at runs"):
         try:
             if job.run_dir in broken:
                 raise RunDirError(broken[job.run_dir])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runner.checkpoint.pins import reserve, unpin
 from runner.cli.arguments import dirs, parse
-from runner.cli.console import say, shown
+from runner.cli.console import counted, say, shown
 from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
@@ -22,7 +22,7 @@ from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, SupersededError, UserError
 from runner.rundir import provenance
 from runner.rundir.attempt_log import is_finished, last_step
-from runner.rundir.lease import Lease, read_holder
+from runner.rundir.lease import Heart, Lease, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find
 from runner.system import clock, files
@@ -41,7 +41,10 @@ def start(arguments: Sequence[str]) -> int:
     """Start, resume or skip the runs that the overrides describe; the exit status."""
     options = parse(arguments)
     composer = Composer(dirs(options), options.config_name)
-    jobs = composer.jobs(options.overrides) if options.multirun else [composer.compose(options.overrides)]
+    if options.multirun:
+        jobs = composer.jobs(options.overrides, lambda each: counted(each, "composing jobs"))
+    else:
+        jobs = [composer.compose(options.overrides)]
     return start_runs(jobs, options.dry_run)
 
 
@@ -272,9 +275,9 @@ def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
         UserError: a run directory cannot be written.
     """
     guards = {}
-    with ExitStack() as held:
+    with Heart() as heart, ExitStack() as held:
         # Sorted, so that two sweeps that share runs cannot wait for each other.
-        for job in sorted(jobs, key=lambda job: job.run_dir):
+        for job in counted(sorted(jobs, key=lambda job: job.run_dir), "creating run directories"):
             try:
                 files.make_dirs(job.run_dir, files.OWNED)
             except OSError as error:
@@ -287,6 +290,7 @@ def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
                     wait_s=SUBMISSION_WAIT_S,
                     asked_to_stop=lambda: STOP,
                     report=_report,
+                    heart=heart,
                 )
             )
             guards[job.run_dir] = lease.guard
@@ -320,7 +324,7 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
         SupersededError: another process has taken over one of the runs.
     """
     code = provenance.describe_code()
-    for job in jobs:
+    for job in counted(jobs, "writing configs"):
         run = RunDir(job.run_dir)
         try:
             files.make_dirs(run.path, files.OWNED)

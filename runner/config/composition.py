@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -47,7 +48,7 @@ class Composer:
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         self.tree = ConfigTree(config_dirs, config_name)
-        self._listed: dict[Path, list[str]] = {}
+        self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the names that end in it
         self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
         self._sweep = False
@@ -170,8 +171,16 @@ class Composer:
         self._sweep = True
         return self
 
-    def jobs(self, overrides: Sequence[str]) -> list[Composed]:
+    def jobs(
+        self,
+        overrides: Sequence[str],
+        watch: Callable[[Collection[list[str]]], Iterable[list[str]]] = iter,
+    ) -> list[Composed]:
         """All jobs of a sweep, checked.
+
+        Args:
+            overrides: as on the command line.
+            watch: gives the jobs back one by one, and may tell how far it is.
 
         Raises:
             UserError: the errors of all jobs, each once, with the first job that has it; or two jobs that are the
@@ -182,7 +191,7 @@ class Composer:
         expanded = self.expand(overrides)
         if len(expanded) > 1:
             self.sweeping()
-        for number, job in enumerate(expanded, start=1):
+        for number, job in enumerate(watch(expanded), start=1):
             try:
                 jobs.append(self.compose(job))
             except UserError as error:
@@ -314,11 +323,8 @@ class Composer:
         if (root / name).exists():
             return root / name
         if root not in self._listed:
-            try:
-                self._listed[root] = files.list_dir(root)
-            except OSError:
-                self._listed[root] = []
-        same = [other for other in self._listed[root] if other.endswith(f"-{digest}") and not other.startswith(".")]
+            self._listed[root] = _by_identity(root)
+        same = self._listed[root].get(digest, [])
         found = [root / other for other in sorted(same) if (root / other / "config.yaml").is_file()]
         return found[0] if found and plain["run"]["name"] is None else root / name
 
@@ -410,6 +416,16 @@ def compose(
 ) -> Composed:
     """One job from a command's overrides; see `Composer.compose`."""
     return Composer(config_dirs, config_name).compose(overrides)
+
+
+def _by_identity(root: Path) -> dict[str, list[str]]:
+    """The names in a directory that end in the identity of a run, by that."""
+    found: dict[str, list[str]] = {}
+    with suppress(OSError):
+        for name in files.list_dir(root):
+            if not name.startswith(".") and "-" in name:
+                found.setdefault(name.rpartition("-")[2], []).append(name)
+    return found
 
 
 def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:

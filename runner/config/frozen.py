@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -24,11 +24,14 @@ from runner.system import files
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 
+CACHED = 1 << 14  # sections of configs, read or written
+_TEXTS: dict[tuple[str, str], str] = {}
 
-def schema() -> DictConfig:
+
+def schema(kind: type = Config) -> DictConfig:
     """The types and defaults of a config, for merging values into it; `Replaceable` groups take further keys."""
-    made: DictConfig = OmegaConf.structured(Config)
-    for name, hint in get_type_hints(Config).items():
+    made: DictConfig = OmegaConf.structured(kind)
+    for name, hint in get_type_hints(kind).items():
         if isinstance(hint, type) and issubclass(hint, Replaceable):
             OmegaConf.set_struct(made[name], False)
     return made
@@ -36,7 +39,17 @@ def schema() -> DictConfig:
 
 def to_yaml(plain: dict[str, Any]) -> str:
     """The text of `config.yaml` for a resolved config."""
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(plain)))
+    return "".join(_text(name, value) for name, value in plain.items())
+
+
+def _text(name: str, value: Any) -> str:
+    """The lines of one section; the runs of a sweep share most of them."""
+    key = name, repr(value)
+    if key not in _TEXTS:
+        if len(_TEXTS) == CACHED:
+            _TEXTS.clear()
+        _TEXTS[key] = OmegaConf.to_yaml(OmegaConf.create(escaped({name: value})))
+    return _TEXTS[key]
 
 
 def load_plain(run_dir: Path) -> dict[str, Any]:
@@ -83,7 +96,7 @@ def _by_section(text: str) -> dict[str, Any] | None:
     return copied(dict(found)) if sorted(name for name, _ in found) == sorted(names) else None
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=CACHED)
 def _section(text: str) -> tuple[str, Any]:
     """The name of a section of a config, and its value."""
     ((name, _),) = (values := yaml.load(text, Loader=Loader)).items()
@@ -92,7 +105,10 @@ def _section(text: str) -> tuple[str, Any]:
 
 @cache
 def _part(name: str) -> DictConfig:
-    return OmegaConf.masked_copy(schema(), [name])
+    """The schema of one section."""
+    (kept,) = (each for each in fields(Config) if each.name == name)
+    only = field(default=kept.default) if kept.default is not MISSING else field(default_factory=kept.default_factory)
+    return schema(make_dataclass("Part", [(name, get_type_hints(Config)[name], only)]))
 
 
 def holds(run_dir: Path, plain: dict[str, Any]) -> bool:
@@ -129,17 +145,27 @@ def to_config(plain: dict[str, Any]) -> Config:
 
 
 def _typed(hint: Any, value: Any) -> Any:
-    if isinstance(hint, type) and is_dataclass(hint):
+    kind = _kind(hint)
+    if kind == "dataclass":
         hints = _hints(hint)
         made = hint(**{name: _typed(hints[name], part) for name, part in value.items() if name in hints})
         if isinstance(made, Replaceable):
             made.options.update({name: part for name, part in value.items() if name not in hints})
         return made
-    if isinstance(hint, type) and issubclass(hint, Enum):
+    if kind == "enum":
         return hint[value]
-    if get_origin(hint) is dict:
+    if kind == "dict":
         return {key: _typed(get_args(hint)[1], part) for key, part in value.items()}
-    return value
+    return dict(value) if isinstance(value, dict) else value
+
+
+@cache
+def _kind(hint: Any) -> str:
+    if isinstance(hint, type) and is_dataclass(hint):
+        return "dataclass"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "enum"
+    return "dict" if get_origin(hint) is dict and get_args(hint)[1] is not Any else "value"
 
 
 @cache

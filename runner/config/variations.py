@@ -95,6 +95,8 @@ class Variations:
         self._certain = all(path in raw for path in self._paths.values()) and not any(
             _FOREIGN_RESOLVER.search(text) for text in texts.values()
         )
+        top = [path for path in self._paths.values() if len(path) == 1 and path in raw]
+        self._top = {path[0]: type(config[path[0]]) for path in top}
         self._following = {path: _at(config, path[:-1]) for path in _following(texts, self._paths)}
         self._before = {path: _plain(node[path[-1]]) for path, node in self._following.items()}
 
@@ -121,6 +123,8 @@ class Variations:
 
     def _set(self, key: str, value: Any) -> Any:
         """Set a value as an override does; the value that it has then."""
+        if self._following and type(value) is not self._top.get(key, type(value)):
+            raise _NotSingleError  # what follows it may need its type, which the schema gives
         OmegaConf.update(self._config, key, value, merge=True)
         path = self._paths[key]
         return _plain(_at(self._config, path[:-1])[path[-1]])

@@ -153,6 +153,7 @@ class Lease:
     _stop: threading.Event
     carried: Callable[[], dict[str, Any]] = dict
     _thread: threading.Thread | None = None
+    _heart: Heart | None = None
 
     @classmethod
     def acquire(
@@ -164,6 +165,7 @@ class Lease:
         wait_s: float = 0.0,
         asked_to_stop: Callable[[], object] = lambda: False,
         report: Callable[[str], None] | None = None,
+        heart: Heart | None = None,
     ) -> Lease:
         """Acquire the lease kept in `directory`.
 
@@ -175,6 +177,7 @@ class Lease:
             wait_s: how long a live holder may take to release the lease.
             asked_to_stop: ends that wait when true.
             report: receives a message when there is something to wait for.
+            heart: beats for this lease and others; without one, it has a thread of its own.
 
         Raises:
             LockedError: the holder is alive.
@@ -188,7 +191,7 @@ class Lease:
         deadline, reported = clock.monotonic() + wait_s, False
         while True:
             try:
-                return cls._take(directory, own, timeout_s, report)
+                return cls._take(directory, own, timeout_s, report, heart)
             except LockedError as error:
                 if asked_to_stop() or clock.monotonic() >= deadline:
                     raise
@@ -209,7 +212,12 @@ class Lease:
 
     @classmethod
     def _take(
-        cls, directory: Path, own: dict[str, Any], timeout_s: float, report: Callable[[str], None] | None
+        cls,
+        directory: Path,
+        own: dict[str, Any],
+        timeout_s: float,
+        report: Callable[[str], None] | None,
+        heart: Heart | None,
     ) -> Lease:
         files.make_dirs(directory)
         while True:
@@ -220,8 +228,12 @@ class Lease:
                 break
         inherited = read_carried(directory)
         lease.carried = lambda: inherited
-        lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
-        lease._thread.start()
+        if heart is None:
+            lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
+            lease._thread.start()
+        else:
+            lease._heart = heart
+            heart.add(lease)
         try:
             lease._sweep()
         except OSError:
@@ -255,6 +267,8 @@ class Lease:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+        if self._heart is not None:
+            self._heart.remove(self)
         with contextlib.suppress(OSError, SupersededError):
             self._write_released()
 
@@ -318,13 +332,30 @@ class Lease:
             try:
                 if fd < 0:
                     fd = self._open_beat()
-                if _highest(self.directory) != self.fence:  # looked at after the opening, which may have brought back
-                    files.remove(_file(self.directory, self.fence, "beat"))  # what the successor has swept
+                if not self._wrote_beat(fd, count):
                     break
-                files.write_at(fd, b"%020d %s\n" % (count, json.dumps(self.carried()).encode()), 0)
             except OSError:
                 fd = _closed(fd)  # opened anew: the server of the file system may have been restarted
         _closed(fd)
+
+    def _wrote_beat(self, fd: int, count: int) -> bool:
+        """Write the counter; False if superseded."""
+        if _highest(self.directory) != self.fence:  # looked at after the opening, which may have brought back
+            files.remove(_file(self.directory, self.fence, "beat"))  # what the successor has swept
+            return False
+        files.write_at(fd, b"%020d %s\n" % (count, json.dumps(self.carried()).encode()), 0)
+        return True
+
+    def _beats_once(self, count: int) -> bool:
+        """One heartbeat, which leaves no file open; False if superseded."""
+        fd = -1
+        try:
+            fd = self._open_beat()
+            return self._wrote_beat(fd, count)
+        except OSError:
+            return True
+        finally:
+            _closed(fd)
 
     def _pause_s(self, age_s: float) -> float:
         return float(min(self.holder["interval_s"], max(MIN_INTERVAL_S, INTERVAL_SHARE * age_s)))
@@ -332,6 +363,50 @@ class Lease:
     def _open_beat(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return files.open_fd(_file(self.directory, self.fence, "beat"), flags, 0o644)
+
+
+class Heart:
+    """One thread that beats for many leases, such as those of a large sweep; a context manager.
+
+    It leaves no file open. Its leases carry nothing of their own, so that it need not beat often.
+    """
+
+    def __init__(self) -> None:
+        self._leases: dict[Path, Lease] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+
+    def __enter__(self) -> Heart:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def add(self, lease: Lease) -> None:
+        """Beat for a lease, from now on."""
+        with self._lock:
+            self._leases[lease.directory] = lease
+            lease._beats_once(1)
+
+    def remove(self, lease: Lease) -> None:
+        """Do not beat for it any more."""
+        with self._lock:
+            self._leases.pop(lease.directory, None)
+
+    def _run(self) -> None:
+        count, pause_s = 1, MIN_INTERVAL_S
+        while not self._stop.wait(pause_s):
+            count += 1
+            with self._lock:
+                held = list(self._leases.items())
+            for directory, lease in held:
+                with self._lock:
+                    if directory in self._leases and not lease._beats_once(count):
+                        del self._leases[directory]
+            pause_s = min((float(lease.holder["interval_s"]) for _, lease in held), default=MIN_INTERVAL_S)
 
 
 def _closed(fd: int) -> int:

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 from fake_slurm import FakeSlurm, row, slurm
 from rich.console import Console
+from rich.text import Text
 
 from launch import requeue
 from runner import __main__ as entry
 from runner.cli import status
+from runner.cli.console import Lines, counted, table
 from runner.contracts import JobInfo
 from runner.errors import UserError
 from runner.rundir import submitted_jobs
@@ -313,6 +315,37 @@ def printed(rows: list[status.Row], messages: list[str]) -> list[str]:
     with console.capture() as captured:
         console.print(status.as_table(rows, messages))
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+@pytest.mark.parametrize("width", [60, 1000])
+def test_lines_are_what_rich_would_lay_out(width: int) -> None:
+    """Rich itself takes a second for a thousand runs."""
+    rows = [("a", "running", "1/2"), ("日本語", "crash loop", ""), ("long" * 10, "finished", "20/20")]
+    styles = ["green", "bold red", ""]
+
+    def drawn(renderable: Any, color: Literal["standard"] | None) -> str:
+        console = Console(width=width, force_terminal=color is not None, color_system=color)
+        with console.capture() as captured:
+            console.print(renderable)
+        return captured.get()
+
+    by_rich = table("run", "state", "step")
+    for (run, state, step), style in zip(rows, styles, strict=True):
+        by_rich.add_row(run, Text(state, style), step)
+    lines = Lines(("run", "state", "step"), rows, 1, styles)
+    assert drawn(lines, None) == drawn(by_rich, None)
+    assert "\x1b[1;31mcrash loop\x1b[0m" in drawn(lines, "standard")
+
+
+def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a second; then every ten, where it is not a terminal."""
+    now = 0.0
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
+    for _ in counted(range(2000), "composing jobs"):
+        now += 0.25 if now < 20 else 0
+    assert capsys.readouterr().err.splitlines() == ["composing jobs: 5 of 2,000", "composing jobs: 46 of 2,000"]
+    assert list(counted(range(3), "composing jobs")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
 
 
 def test_why_a_job_waits_is_said_once_for_all_runs_that_wait_for_it(slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import DictConfig
 
 from runner.config.composition import Composed, Composer
 from runner.errors import UserError
@@ -52,13 +54,15 @@ VALUES = (
     "model.layers=2|3",
     "run.name=a|'b c'|null|${seed}|run-${train.steps}",
     "run.root=out|other",
+    "strategy=ddp|fsdp",
+    "run.name=${strategy}|${train.precision}-${seed}",
     "logger.tensorboard=null",
     "launcher.wait=true|false",
     "run.name=${hydra:runtime.choices.data}|x",
     "run.dir=here/${hydra:job.override_dirname}|here",
 )
 WRONG = (
-    "seed=-1|true|null|${train.stepps}",
+    "seed=-1|true|null|1.0|${train.stepps}",
     "train.steps=0|1.5|abc|???",
     "train.clip_norm=nan|abc",
     "train.precision=float8",
@@ -117,4 +121,50 @@ def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
     """Byte for byte, and the same errors, whatever the overrides."""
     where, together = Path("/nowhere"), Composer().sweeping()
     for job in jobs_of(keys):
+        assert outcome(together, job, where) == outcome(Composer(), job, where), job
+
+
+def test_a_sweep_of_values_is_composed_once_for_each_choice_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A composition takes 0.1 s, and a sweep may have thousands of jobs."""
+    composer, composed = Composer(), list[tuple[str, ...]]()
+    compose = composer.tree.compose
+
+    def counted(overrides: Sequence[str]) -> DictConfig:
+        composed.append(tuple(overrides))
+        return compose(overrides)
+
+    monkeypatch.setattr(composer.tree, "compose", counted)
+    jobs = composer.jobs(["optimizer=adamw,sgd", "data.sequence_length=16,32", "optimizer.lr=0.1,1", "seed=range(20)"])
+    assert len(jobs) == len({job.run_dir for job in jobs}) == 160
+    assert {job.config.data.sources["code"]["sequence_length"] for job in jobs} == {16, 32}
+    assert len([overrides for overrides in composed if any("seed" in text for text in overrides)]) == 2
+
+
+@pytest.mark.slow
+def test_varied_is_composed_over_a_trunk(tmp_path: Path) -> None:
+    """Branches of a run, too."""
+    trunk = Composer().compose(["train.steps=50"], tmp_path)
+    trunk.run_dir.mkdir(parents=True)
+    (trunk.run_dir / "config.yaml").write_text(trunk.text)
+    together = Composer().sweeping()
+    for step in (5, 6):
+        for lr in ("0.1", "1", "abc"):
+            job = [f"fork={trunk.run_dir}@{step}", f"optimizer.lr={lr}", "seed=4"]
+            assert outcome(together, job, tmp_path) == outcome(Composer(), job, tmp_path), job
+
+
+@pytest.mark.parametrize(
+    ("override", "other"),
+    [
+        ("optimizer.lr=0.1", "optimizer.lr=1"),
+        ("sampler.weights.code=2", "sampler.weights.code=3"),
+        ("+data.eval_sources.copy=${data.sources.code}", "data.sources.code.split=all"),
+        ("model._target_=torch.nn.Identity", "model._target_=no.such.Class"),
+        ("run.name=${strategy}-${seed}", "strategy=fsdp"),
+        ("run.name=${hydra:job.override_dirname}", "seed=3"),
+    ],
+)
+def test_single_values_change_what_follows_them(override: str, other: str) -> None:
+    where, together = Path("/nowhere"), Composer().sweeping()
+    for job in ([override, "seed=1"], [override, "seed=2"], [override, other, "seed=2"], [other, "seed=5"]):
         assert outcome(together, job, where) == outcome(Composer(), job, where), job

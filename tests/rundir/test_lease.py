@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from runner.errors import LockedError, SupersededError, UserError
-from runner.rundir.lease import Lease, liveness, read_carried, read_holder
+from runner.rundir.lease import Heart, Lease, heartbeat_file, liveness, read_carried, read_holder
 from runner.system import clock, files
 from runner.system.processes import state_of, this_process
 
@@ -421,3 +423,43 @@ def test_what_is_known_of_a_killed_holder_is_at_most_half_a_percent_of_its_life_
     assert pause <= min(0.005 * age_s, 2.0)
     assert pause >= 0.02
     assert (pause == 2.0) == (age_s >= 500)
+
+
+def test_one_thread_beats_for_many_leases_with_few_open_files(tmp_path: Path) -> None:
+    """A sweep holds a lease for each of its runs while it submits them: there may be more than files may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    threads = threading.active_count()
+
+    def beats(lease: Lease) -> str:
+        return heartbeat_file(lease.directory, lease.fence).read_text()
+
+    with Heart() as heart, ExitStack() as held:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+        try:
+            leases = [
+                held.enter_context(Lease.acquire(tmp_path / f"run{number}" / "submission", {}, 0.6, heart=heart))
+                for number in range(60)
+            ]
+            first = [beats(lease) for lease in leases]
+            assert threading.active_count() == threads + 1
+            while any(beats(lease) == before for lease, before in zip(leases, first, strict=True)):
+                time.sleep(0.02)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        leases[0].release()
+        last, other = beats(leases[0]), beats(leases[1])
+        while beats(leases[1]) == other:
+            time.sleep(0.02)
+        assert beats(leases[0]) == last
+    assert threading.active_count() == threads
+    assert all(read_holder(lease.directory)[1]["released"] for lease in leases)  # type: ignore[index]
+
+
+def test_a_lease_that_was_taken_over_does_not_beat_any_more(tmp_path: Path) -> None:
+    with Heart() as heart:
+        older = Lease.acquire(tmp_path / "lease", {}, 0.6, heart=heart)
+        (tmp_path / "lease" / "00000009.json").write_text("{}")
+        while heartbeat_file(older.directory, older.fence).exists():
+            time.sleep(0.02)
+        with pytest.raises(SupersededError):
+            older.check_fence()
