@@ -68,7 +68,8 @@ def size(some: list[torch.Tensor]) -> int:
 def checksum(some: list[torch.Tensor]) -> int:
     """The sum of all bits, taken as integers; the same however they are sharded."""
     words = {2: torch.int16, 4: torch.int32}
-    parts = (part for tensor in some for part in tensor.reshape(-1).view(words[tensor.element_size()]).split(1 << 20))
+    flat = (tensor.reshape(-1).view(words[tensor.element_size()]) for tensor in some)
+    parts = (part for tensor in flat for part in torch.split(tensor, 1 << 20))
     return sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 

@@ -29,6 +29,7 @@ from runner.data.order.batch_shape import BatchShape
 from runner.models.gpt import GPT
 from runner.models.loss import next_token_loss
 from runner.system.distributed import World
+from runner.training.counting import NONE_STATED
 from runner.training.invariant import FixedMicroBatches
 from runner.training.optimizers import Optimizers
 from runner.training.step import Drawn, Forward, TrainStep
@@ -55,7 +56,7 @@ def train_step(model: GPT, world: World, micro_batches: int, sequences: int, inv
     shape = BatchShape.dealt(0, world.size, sequences, micro_batches)
     division = FixedMicroBatches(world, model, task, optimizers, shape, 0, CPU) if invariant else None
     forward = Forward(world, CPU, model, task, nullcontext)
-    return TrainStep(forward, optimizers, [], micro_batches // world.size, 1.0, (), None, division)
+    return TrainStep(forward, optimizers, [], micro_batches // world.size, 1.0, NONE_STATED, None, division)
 
 
 def batches(sequences: int, tokens: int) -> Iterator[Drawn]:

@@ -1,9 +1,9 @@
 """Which sources a line of metrics.jsonl names, and the reader that completes the lines.
 
-With a thousand sources, what each has given so far would be most of a line, again and again. So the line of a step
-names the sources of that step's batch, whose numbers are the only ones that have changed since the line before. That
-depends on the step alone, not on where the run was resumed, nor on its ranks. Now and then a line names all of them, so
-that whoever begins in the middle of a file need not read it from its beginning.
+With a thousand sources, what each has given so far would be most of a line, again and again. So where there are many,
+the line of a step names the sources of that step's batch, whose numbers are the only ones that have changed since the
+line before. That depends on the step alone, not on where the run was resumed, nor on its ranks. Now and then a line
+names all of them, so that whoever begins in the middle of a file need not read it from its beginning.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from runner.system import files
 CARRIED = "sources"
 """The key of a record whose entries hold until a later record names them again."""
 ALL_EVERY_STEPS = 1000
+FEW = 16
+"""So many sources are named by every line, which then says all by itself."""
 EVALUATION = b'"eval_'
 """Is in every line of an evaluation, so that those can be found without parsing the others."""
 
 
-def names_all(step: int) -> bool:
-    """Whether the line of a step, counted from 1, names all sources."""
-    return step == 1 or step % ALL_EVERY_STEPS == 0
+def names_all(step: int, sources: int) -> bool:
+    """Whether the line of a step, counted from 1, names all of so many sources."""
+    return sources <= FEW or step == 1 or step % ALL_EVERY_STEPS == 0
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

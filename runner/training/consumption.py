@@ -19,6 +19,7 @@ from runner.config.schedule import PhaseSchedule
 from runner.data.loading.protocols import BatchRecord
 from runner.data.order.ledger import LANES, DataLedger
 from runner.errors import CheckpointError
+from runner.metrics.records import names_all
 
 
 @dataclass
@@ -49,7 +50,7 @@ class UntrackedConsumption:
     def commit(self, vector: np.ndarray) -> None:
         pass
 
-    def totals(self, all_sources: bool) -> dict[str, Any]:
+    def totals(self, step: int) -> dict[str, Any]:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,10 +126,10 @@ class TrackedConsumption:
         """The first position whose samples a resume can look up."""
         return 0
 
-    def totals(self, all_sources: bool) -> dict[str, Any]:
-        """For the metrics: the digest, and what was consumed so far of the sources of the last commit, or of all."""
+    def totals(self, step: int) -> dict[str, Any]:
+        """For the metrics: the digest, and what was consumed so far, of the sources that the line of a step names."""
         ledger = self.ledger
-        numbers = range(len(ledger.names)) if all_sources else self._given.tolist()
+        numbers = range(len(ledger.names)) if names_all(step, len(ledger.names)) else self._given.tolist()
         sources: dict[str, dict[str, float]] = {}
         for number in numbers:
             name, samples = ledger.names[number], ledger.count(number)

@@ -20,7 +20,6 @@ from runner.checkpoint.cadence import Cadence
 from runner.checkpoint.manifest import BEST_METRIC
 from runner.data.loading.protocols import BatchRecord
 from runner.errors import TrainingError, UserError, nearest
-from runner.metrics.records import names_all
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
 from runner.system.distributed import World
@@ -61,7 +60,7 @@ class Consumption(Protocol):
 
     def commit(self, vector: np.ndarray) -> None: ...
 
-    def totals(self, all_sources: bool) -> dict[str, Any]: ...
+    def totals(self, step: int) -> dict[str, Any]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -254,7 +253,7 @@ class Trainer:
             record |= {"lr_by_optimizer": result.lrs, "grad_norm_by_optimizer": result.grad_norms}
         if result.skipped:
             record["skipped"] = True
-        record |= self.consumption.totals(all_sources=names_all(self.step))
+        record |= self.consumption.totals(self.step)
         record |= {f"{name}_by_source": means for name, means in result.by_source.items()}
         return record
 

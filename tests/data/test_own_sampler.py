@@ -118,7 +118,7 @@ def test_samples_are_counted_and_verified_after_a_resume() -> None:
         both = (first.control().view(np.uint64) + other.control().view(np.uint64)).view(np.int64)
         for consumption in (first, other):
             consumption.commit(both)
-    assert first.totals(all_sources=True)["sources"]["a"]["samples"] == 8
+    assert first.totals(1)["sources"]["a"]["samples"] == 8
     again = opened()
     again.load_state_dict(first.state_dict())
     changed = opened()

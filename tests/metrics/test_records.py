@@ -20,6 +20,7 @@ NAMES = {"code", "encodings", "prose"}
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "ALL_EVERY_STEPS", EVERY)
+    monkeypatch.setattr(records, "FEW", 2)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -36,7 +37,7 @@ def test_a_line_names_what_has_changed_and_now_and_then_everything(sampler: str,
     before: dict[str, Any] = {}
     for line, found in zip(short, complete, strict=True):
         changed = {name for name, counts in found["sources"].items() if before.get(name) != counts}
-        assert set(line["sources"]) == (NAMES if names_all(line["step"]) else changed)
+        assert set(line["sources"]) == (NAMES if names_all(line["step"], len(NAMES)) else changed)
         assert set(line["loss_by_source"]) <= set(line["sources"])
         assert found["sources"].keys() == NAMES
         assert sum(counts["samples"] for counts in found["sources"].values()) == line["samples_seen"]
@@ -47,8 +48,9 @@ def test_a_line_names_what_has_changed_and_now_and_then_everything(sampler: str,
     assert (tmp_path / "parts/metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
-def test_everything_is_named_by_the_first_line_and_at_certain_steps() -> None:
-    assert [step for step in range(1, 12) if names_all(step)] == [1, EVERY, 2 * EVERY]
+def test_everything_is_named_by_the_first_line_and_at_certain_steps_and_always_where_there_is_little() -> None:
+    assert [step for step in range(1, 12) if names_all(step, 3)] == [1, EVERY, 2 * EVERY]
+    assert all(names_all(step, 2) for step in range(1, 12))
 
 
 def test_the_reader_completes_each_step_and_nothing_else(tmp_path: Path) -> None:

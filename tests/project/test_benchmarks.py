@@ -15,8 +15,8 @@ def measured(name: str = "load", **values: float) -> Table:
     """A table of ratios (`stall`, less is better, and `speed`, more is better) and a time."""
     table = Table(name, "what")
     for row, value in values.items():
-        goal = {"at_least": 2.0} if row == "speed" else {"at_most": 1.2}
-        table.figures.append(Figure(row, "ratio", value, **({} if row == "time" else goal), unit="s" * (row == "time")))
+        at_least, at_most = (2.0 if row == "speed" else None), (1.2 if row not in {"speed", "time"} else None)
+        table.figures.append(Figure(row, "ratio", value, "s" * (row == "time"), at_most, at_least))
     return table
 
 

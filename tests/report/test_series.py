@@ -93,7 +93,8 @@ def test_lines_that_hardly_two_of_have_the_same_names(tmp_path: Path) -> None:
 def test_a_source_that_is_not_named_has_what_it_had(tmp_path: Path, count: int) -> None:
     """Between two points of a series the line is straight: there is a point before each change, and one at the end."""
     path, steps, given = tmp_path / "metrics.jsonl", 300, dict.fromkeys(range(count), 0)
-    lines, at = [], {number: {} for number in given}
+    lines: list[dict[str, Any]] = []
+    at: dict[int, dict[int, Any]] = {number: {} for number in given}
     for step in range(1, steps + 1):
         batch = {step % count, step * step % count} - {count - 1 if step < 100 else -1}  # the last one comes later
         for number in batch:

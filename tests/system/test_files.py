@@ -106,10 +106,15 @@ def test_lines_are_read_from_the_last_one_to_the_first(
 
 
 def test_only_the_end_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, read = tmp_path / "record", []
+    path, read = tmp_path / "record", list[int]()
     path.write_bytes(b"".join(b"%06d\n" % number for number in range(200_000)))
     real = files.read_at
-    monkeypatch.setattr(files, "read_at", lambda *args: read.append(args[1]) or real(*args))
+
+    def read_at(fd: int, size: int, at: int) -> bytes:
+        read.append(size)
+        return real(fd, size, at)
+
+    monkeypatch.setattr(files, "read_at", read_at)
     with files.open_regular(path) as file:
         lines = files.lines_backwards(file.fileno())
         assert [next(lines)[1] for _ in range(100)][-1] == b"199900\n"
