@@ -14,6 +14,7 @@ from benchmarks import results
 
 NAMES = (
     "start",
+    "sweep",
     "loop",
     "ranks",
     "records",

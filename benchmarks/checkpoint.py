@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.results import RECORDED, table
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.layout import memory
 
@@ -31,6 +32,8 @@ STEPS = 10
 
 SIZES = {10_000_000: (12, 15), 100_000_000: (12, 9), 500_000_000: (24, 5)}
 """Bytes of state: layers, turns."""
+LARGE = 100_000_000
+"""From so many bytes on, the goal of the stall holds."""
 
 
 class State:
@@ -114,7 +117,7 @@ def raw_read(files: list[Path], buffer: memoryview) -> None:
 
 
 def measure(size: int, layers: int, turns: int, folder: Path) -> None:
-    """Print the ratios for one size of state."""
+    """All ratios for one size of state."""
     folder.mkdir()
     state, manager = State(size, layers), TrainStateManager(folder / "checkpoints", keep_last=1)
     manager.warm_up()
@@ -143,35 +146,39 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
     for _ in range(turns):
         without.append(state.train(None))
         saving.append(state.train(manager))
-    report(state.bytes, {name: min(values) for name, values in times.items()})
-    report_steps(without, saving)
+    column = f"{state.bytes / 1e6:.0f} MB"
+    report(column, size, {name: min(values) for name, values in times.items()})
+    report_steps(column, without, saving)
 
 
-def report(size: int, t: dict[str, float]) -> None:
-    rows = [
-        ("stall of a save / copy into memory that is there", t["stall"] / t["copy"], "at most 0.25 from 100 MB on"),
-        ("the same / clone of every tensor", t["stall"] / t["clone"], ""),
-        ("durable, asynchronous save and wait / torch.save and fsync", t["async"] / t["torch.save"], "at most 1.2"),
-        ("durable, synchronous save / torch.save and fsync", t["sync"] / t["torch.save"], "at most 1.2"),
-        ("the same / raw write and fsync", t["sync"] / t["raw write"], ""),
-        ("load and verify / raw read of the files (cached)", t["load"] / t["raw read"], "at most 2"),
-    ]
-    print(f"\n{size / 1e6:.0f} MB of state")
-    for name, ratio, target in rows:
-        print(f"  {name:<64}{ratio:8.2f}  {target}")
-    print("  " + ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in t.items()))
+def report(column: str, size: int, t: dict[str, float]) -> None:
+    """The ratios of the least disturbed turns."""
+    found = RECORDED["checkpoint"]
+    found.add("stall of a save / copy", column, t["stall"] / t["copy"], at_most=0.25 if size >= LARGE else None)
+    found.add("stall of a save / clone of every tensor", column, t["stall"] / t["clone"])
+    found.add("asynchronous save, durable / torch.save and fsync", column, t["async"] / t["torch.save"], at_most=1.2)
+    found.add("synchronous save, durable / torch.save and fsync", column, t["sync"] / t["torch.save"], at_most=1.2)
+    found.add("synchronous save, durable / raw write and fsync", column, t["sync"] / t["raw write"])
+    found.add("load and verify / raw read", column, t["load"] / t["raw read"], at_most=2)
+    for name, value in t.items():
+        RECORDED["checkpoint-times"].add(name, column, 1000 * value, "ms")
 
 
-def report_steps(without: list[list[float]], saving: list[list[float]]) -> None:
+def report_steps(column: str, without: list[list[float]], saving: list[list[float]]) -> None:
+    """What saving does to the steps."""
     usual = statistics.median(step for steps in without for step in steps)
-    after_save = statistics.median(steps[0] for steps in saving) / usual
+    after_save = statistics.median(steps[0] for steps in saving)
     speed = statistics.median(sum(a) / sum(b) for a, b in zip(without, saving, strict=True))
-    print(f"  the step after a save / a usual step of {1000 * usual:.0f} ms{after_save:19.2f}")
-    print(f"  speed with a save every {STEPS} steps / with none{speed:27.3f}  at least 0.99")
+    found = RECORDED["checkpoint"]
+    found.add("the step after a save / a usual step", column, after_save / usual)
+    found.add(f"speed with a save every {STEPS} steps / with none", column, speed, at_least=0.99)
+    RECORDED["checkpoint-times"].add("a usual step", column, 1000 * usual, "ms")
 
 
 def main() -> None:
-    """Print all ratios."""
+    """Measure all sizes."""
+    table("checkpoint", "state")
+    table("checkpoint-times", "times")
     for size, (layers, turns) in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
             measure(size, layers, turns, Path(folder) / "state")

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.results import RECORDED, table
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.staging import local
 
@@ -168,25 +169,28 @@ def report(gigabytes: float, ranks: int, folder: Path) -> None:
     loaded = run("load", gigabytes, ranks, folder)
     assert total(trained, "checksum") == total(loaded, "checksum"), "what was loaded is not what was saved"
     saved, gradients = total(trained, "saved"), total(trained, "gradients")
-    rows = [
-        ("what saving adds to the peak / one copy", (total(trained, "peak") - total(plain, "peak")) / saved, LIMIT),
-        ("peak of training and saving / state and one copy", total(trained, "peak") / (2 * saved + gradients), LIMIT),
-        ("peak of training without saving / state", total(plain, "peak") / (saved + gradients), None),
-        ("peak of loading / what is loaded", total(loaded, "peak") / saved, LIMIT),
-        ("bytes of all files / bytes of tensors", sum(sizes) / saved, None),
-    ]
-    print(f"{ranks} rank{'s' * (ranks > 1)}: {saved / 1e9:.2f} GB in {len(sizes)} files")
-    for name, ratio, limit in rows:
-        print(f"  {name:<52}{ratio:6.2f}" + (f"  at most {limit}" if limit else ""))
-    stall, write = (max(each[key] for each in trained) for key in ("stall", "write"))
-    seconds = max(each["seconds"] for each in loaded)
-    print(f"  stall {stall:.2f} s, durable after {write:.1f} s, loaded and verified in {seconds:.1f} s", flush=True)
+    found, column = RECORDED["large"], f"{ranks} rank{'s' * (ranks > 1)}"
+    found.add("state saved", column, saved / 1e9, "GB")
+    found.add("files", column, len(sizes), "files")
+    found.add("bytes of the files / of the tensors", column, sum(sizes) / saved, at_most=1.01)
+    more = total(trained, "peak") - total(plain, "peak")
+    found.add("peak memory, what saving adds / one copy", column, more / saved, at_most=LIMIT)
+    whole = 2 * saved + gradients
+    found.add(
+        "peak memory, training and saving / state and one copy", column, total(trained, "peak") / whole, at_most=LIMIT
+    )
+    found.add("peak memory, training without saving / state", column, total(plain, "peak") / (saved + gradients))
+    found.add("peak memory, loading / what is loaded", column, total(loaded, "peak") / saved, at_most=LIMIT)
+    found.add("stall", column, max(each["stall"] for each in trained), "s")
+    found.add("durable after", column, max(each["write"] for each in trained), "s")
+    found.add("loaded and verified in", column, max(each["seconds"] for each in loaded), "s")
 
 
 def main() -> None:
     if sys.argv[1:2] in (["none"], ["save"], ["load"]):
         print(json.dumps(work(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3]))))
         return
+    table("large", "bf16 model with AdamW")
     for ranks in RANKS:
         with tempfile.TemporaryDirectory() as folder:
             report(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0, ranks, Path(folder) / "run")

@@ -3,12 +3,15 @@
 - Each rank's sampler is made, gives a batch and its state, at 99 % of 10^12 samples. That of all ranks together is
   compared with the global batch: a rank that got another's samples would be noticed.
 - What ranks tell each other in every step (stop flags, digest and counts by source) is summed by real processes.
+- One look of a rank at the signs of life of all others, in a real store of torch's: what it costs that rank, and the
+  process which serves the store to all of them.
 - A small model is saved and loaded by up to 64 real ranks, which have a 64th of it each: files, bytes, fsyncs, and what
   rank 0 gathers.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -19,10 +22,11 @@ import tracemalloc
 from collections.abc import Iterator
 from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn, start_processes
@@ -35,7 +39,10 @@ from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger
 from runner.system import files
 from runner.system.distributed import World
+from runner.training.peer_watch import MAX_INTERVAL_S, PeerWatch
+from runner.training.peers import connect
 
+dist: Any = distributed  # its stores are not typed
 SAMPLES, EACH = 10**12, 8
 RANKS = (8, 1_000, 10_000)
 SOURCES = (4, 1_000)
@@ -110,6 +117,41 @@ def sums(ranks: int) -> Iterator[tuple[int, float]]:
     results = get_context("spawn").SimpleQueue()
     spawn(on_rank, (ranks, free_port(), results), ranks)  # type: ignore[no-untyped-call]
     return ((sources, results.get()) for sources in SOURCES)
+
+
+def look(found: Table, ranks: int) -> None:
+    """One look of the peer watch at so many ranks; the store is served by a thread of this process."""
+    port = free_port()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    server: Any = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = connect(60.0)
+    watch = PeerWatch(World(0, ranks), 60.0, lambda: 1, print)
+    sign = {
+        "host": "node0001",
+        "pid": 123_456,
+        "step": 123_456,
+        "beat": 12,
+        "left": False,
+        "phase": "compute",
+        "hang": None,
+    }
+    for rank in range(ranks):
+        store.set(f"alive/{rank}", json.dumps(sign))
+    watch._look(store, 0.0)  # finds out who is there
+    own, whole, times = [], [], max(2_000 // ranks, 5)
+    for _ in range(TURNS):
+        before = time.thread_time(), time.process_time()
+        for _ in range(times):
+            watch._look(store, 0.0)
+        own.append((time.thread_time() - before[0]) / times)
+        whole.append((time.process_time() - before[1]) / times)
+    serving = statistics.median(whole) - statistics.median(own)
+    row = f"{ranks:,} ranks"
+    found.add(row, "signs read by a rank", ranks * len(json.dumps(sign)) / 1024, "KiB")
+    found.add(row, "CPU of that rank", 1000 * statistics.median(own), "ms")
+    found.add(row, "CPU of the store", 1000 * serving, "ms")
+    found.add(row, "the store's share of a core", 100 * serving * ranks / MAX_INTERVAL_S, "%")
+    del server
 
 
 class Counted:
@@ -199,6 +241,9 @@ def main() -> None:
     for sources in SOURCES:
         for ranks in RANKS:
             every_rank(found, ranks, sources)
+    found = table("scale-watch", "signs of life")
+    for ranks in (10, 100, 1_000, 10_000):
+        look(found, ranks)
     found = table("scale-step", "the sum of every step")
     for ranks in (2, 4, 8):
         for sources, taken in sums(ranks):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import hydra
 
+from benchmarks.results import table
 from runner.config.composition import Composed, Composer
 from runner.config.search_path import conf_dir
 
@@ -81,7 +82,7 @@ def copy_run(trained: Path, job: Composed, finished: bool) -> None:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Measure each of `CASES`."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         (made / "none").mkdir()
@@ -90,16 +91,14 @@ def main() -> None:
         for state in ("finished", "unfinished"):
             fill(made / state, made / "trained", state == "finished")
         plain_hydra()
+        found = table("sweep", "command")
         for what, (arguments, state, goal) in CASES.items():
             turns = [(cpu_of(arguments, made / state), plain_hydra()) for _ in range(TURNS)]
             ours, peer = (statistics.median(column) for column in zip(*turns, strict=True))
             ratio = statistics.median(own / other for own, other in turns)
-            limit = "" if goal is None else f" (goal at most {goal:g})"
-            print(
-                f"{what:38} {ours:6.2f} s{limit}; Hydra composes one job in {1000 * peer:.0f} ms: "
-                f"{ratio / RUNS:.3f} of it for each",
-                flush=True,
-            )
+            found.add(what, "CPU", ours, "s", at_most=goal)
+            found.add(what, "Hydra composes one job", 1000 * peer, "ms")
+            found.add(what, "a run / that", ratio / RUNS)
 
 
 if __name__ == "__main__":

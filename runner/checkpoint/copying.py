@@ -1,9 +1,9 @@
 """Copies of tensors in host memory, so that training may continue while they are written.
 
-What stays as it is until the next update, that is the weights and what the optimizer holds, is copied in the
-background, during the next forward and backward passes. Buffers, which a forward pass may change, are copied at once.
-So are weights that the forward pass of this model changes (MoCo's momentum encoder, an embedding with `max_norm`):
-which these are is found out in the step after the first copy, all of which is made at once.
+What only an update changes, that is an optimizer's parameters and state, is copied in the background, during the next
+forward and backward passes. Buffers and weights that no optimizer has (a target network's), which the code of a model
+or a task may write at any time, are copied at once. So are parameters that the forward pass of this model changes (an
+embedding with `max_norm`): which these are is found out in the step after the first copy, all of which is made at once.
 """
 
 from __future__ import annotations

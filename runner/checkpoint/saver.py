@@ -20,7 +20,7 @@ from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retent
 from runner.checkpoint.layout import INDEX
 from runner.checkpoint.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
 from runner.checkpoint.pins import kept
-from runner.checkpoint.staging import Tensors, buffer_names, collect, snapshot
+from runner.checkpoint.staging import Tensors, changed_by_updates, collect, snapshot
 from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
 from runner.system import clock, files
@@ -85,7 +85,6 @@ class Saver:
         self._fence = fence
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
-        self._buffer_names: frozenset[str] = frozenset()
         self._warned = False
         self._prepared = False
 
@@ -141,13 +140,12 @@ class Saver:
         signature = writer.signature_of(collected.tensors)
         if self._plan is None or self._plan.signature != signature:
             self._plan = writer.make_plan(collected, signature, self._world)
-            self._buffer_names = buffer_names(model)
         own = {name: tensor for name, tensor in collected.tensors.items() if name in self._plan.names}
         state = replace(state, optimizer=collected.optimizer, model_extra=collected.model_extra, version=VERSION)
         plain = TrainState.from_dict(snapshot(state.to_dict()), "the train state")
         if not copy:
             return PendingSave(step, own, plain, self._plan, metric)
-        copies = self._buffers.copy(own, own.keys() - self._buffer_names if may_wait else ())
+        copies = self._buffers.copy(own, own.keys() & changed_by_updates(collected) if may_wait else ())
         return PendingSave(step, copies.tensors, plain, self._plan, metric, copies)
 
     def observe(self, pending: PendingSave) -> None:

@@ -67,9 +67,14 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
     return tensors, extra
 
 
-def buffer_names(model: nn.Module) -> frozenset[str]:
-    """Flat names of a module's buffers, which a forward pass may change."""
-    return frozenset(MODEL + plain_name(name) for name, _ in bare(model).named_buffers(remove_duplicate=False))
+def changed_by_updates(collected: Collected) -> set[str]:
+    """Flat names of what an optimizer's update changes: its parameters, its state, averaged weights.
+
+    Others, buffers and the weights of a target network for example, may be written at any time.
+    """
+    groups = collected.optimizer.param_groups if collected.optimizer is not None else []
+    stepped = {MODEL + name for group in groups for name in group["params"]}
+    return {name for name in collected.tensors if name in stepped or not name.startswith(MODEL)}
 
 
 def class_name(optimizer: OptimizerLike) -> str:
