@@ -1,11 +1,20 @@
-"""Loader: microseconds a batch, as ratios from one run; and what a resume costs.
+"""Loader: microseconds a batch against torch's, torchdata's and a bare gather's; what a resume costs.
 
 python -m benchmarks.loader
 PEERS=/path/to/site-packages python -m benchmarks.loader    # with torchdata
 python -m benchmarks.loader --rounds 40                     # longer, for a busy machine
+python -m benchmarks.loader --only elastic resume
 
-All loaders of a table run in turns, a few batches each, so that a busy machine slows all of them alike; the
-figure of each is the median over the rounds, a ratio the median of the ratios of the rounds.
+What is compared runs in turns, a few batches each, so that a busy machine slows all alike; the figure of each is the
+median over the rounds, a ratio the median of the ratios of the rounds.
+
+- overhead: samples fetched one by one, the same dataset and arguments for all loaders. With `state_dict()` at each
+  step, against torch's loader, which has none, and torchdata's with it.
+- whole: what a run uses, batches gathered at once, against torch's and torchdata's loaders of the same data one by one.
+- lists: a dataset whose `__getitems__` returns a list, the same for all loaders; and what parts of a batch take alone.
+- elastic: batches drawn by ElasticSampler, against the seeded sampler of the same kind; both without or both with
+  `state_dict()` at each step.
+- resume: load a state of the start and of 99 % of the samples, until the first batch.
 """
 
 from __future__ import annotations
@@ -31,6 +40,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from benchmarks.results import Table, table
+from benchmarks.sampler import in_turns, ratio
 from benchmarks.timing import seconds
 from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
 from runner.data.datasets import TokenDataset
@@ -39,6 +50,9 @@ from runner.data.order.state_checks import sealed
 
 LENGTH = 2048  # tokens a sample
 TOKENS = 16 << 20
+SHARDS = 8
+
+Make = Callable[[], Any]
 
 
 class Small(Dataset[Any]):
@@ -145,49 +159,64 @@ class Runner:
         return took / batches
 
 
-def table(title: str, makes: dict[str, Callable[[], Any]], batches: int, rounds: int, against: str) -> None:
-    """Print each loader's time and its ratio to that of the loader `against` in the same rounds."""
-    print(f"\n{title}")
-    runners = {}
-    for name, make in makes.items():
-        runners[name] = Runner(make, name.endswith("+ state"))
-        runners[name].spell(batches)
+def compare(makes: dict[str, Make], batches: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a batch of each loader, in each round; its state is asked for if its name ends in `+ state`."""
+    runners = {name: Runner(make, name.endswith("+ state")) for name, make in makes.items()}
+    for runner in runners.values():
+        runner.spell(batches)
     taken: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(rounds):
         order = list(runners) if number % 2 else list(runners)[::-1]
         for name in order:
-            taken[name].append(runners[name].spell(batches))
-    for name, times in taken.items():
-        ratios = [one / other for one, other in zip(times, taken[against], strict=True)]
-        print(f"  {name:<38}{statistics.median(times) * 1e6:9.1f} µs {statistics.median(ratios):8.3f} x {against}")
+            taken[name].append(1e6 * runners[name].spell(batches))
+    return taken
 
 
 def torchdata_loader() -> Any | None:
+    """That of torchdata, if it is there."""
     try:
         return import_module("torchdata.stateful_dataloader").StatefulDataLoader
     except ImportError as error:
-        print(f"({error}: set PEERS to a directory that has torchdata to compare with it)")
+        print(f"  ({error}: set PEERS to a directory that has torchdata to compare with it)")
         return None
 
 
-def per_sample(datasets: dict[str, tuple[Any, int, int]], rounds: int) -> None:
-    """The same dataset and arguments for all loaders: overhead against torch, and torchdata."""
-    peer = torchdata_loader()
+def with_workers(row: str, workers: int) -> str:
+    return f"{row}, {workers} worker{'s' * (workers != 1)}"
+
+
+def per_sample(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
+    """Overhead against torch and torchdata."""
+    found, peer = table("loader", "a batch, fetched one by one"), torchdata_loader()
+    datasets: dict[str, tuple[Any, int, int]] = {
+        "small tensors": (small, 32, 200),
+        f"{LENGTH:,} tokens": (Tokens(tokens), 16, 60),
+    }
     for name, (data, batch_size, batches) in datasets.items():
         for workers in (0, 1, 2):
             kwargs: Any = {"batch_size": batch_size, "shuffle": True, "num_workers": workers}
-            makes: dict[str, Callable[[], Any]] = {
-                "torch": partial(DataLoader, data, **kwargs),
-                "ours": partial(StatefulDataLoader, data, **kwargs),
-                "ours + state": partial(StatefulDataLoader, data, **kwargs),
-            }
+            ours = partial(StatefulDataLoader, data, **kwargs)
+            makes: dict[str, Make] = {"torch": partial(DataLoader, data, **kwargs), "ours": ours, "ours + state": ours}
             if peer is not None:
-                makes["torchdata"] = partial(peer, data, **kwargs)
-                makes["torchdata + state"] = partial(peer, data, **kwargs)
-            table(f"{name}, batch {batch_size}, {workers} workers", makes, batches, rounds, "torch")
+                makes |= dict.fromkeys(("torchdata", "torchdata + state"), partial(peer, data, **kwargs))
+            taken = compare(makes, batches, rounds)
+            add_overhead(found, with_workers(f"{name}, batch of {batch_size}", workers), taken)
 
 
-def gather(tokens: npt.NDArray[np.uint16], batch_size: int) -> Callable[[], Any]:
+def add_overhead(found: Table, row: str, taken: dict[str, list[float]]) -> None:
+    """A loader's own time against that of the others, at which the same dataset is as slow."""
+    found.add(row, "torch", statistics.median(taken["torch"]), "µs")
+    found.add(row, "ours", statistics.median(taken["ours"]), "µs")
+    found.add(row, "ours / torch", ratio(taken["ours"], taken["torch"]), at_most=1.02)
+    with_state = taken["ours + state"]
+    found.add(row, "ours with state_dict() / torch", ratio(with_state, taken["torch"]), at_most=1.05)
+    if "torchdata" in taken:
+        found.add(row, "ours / torchdata", ratio(taken["ours"], taken["torchdata"]), at_most=1)
+        both = ratio(with_state, taken["torchdata + state"])
+        found.add(row, "ours / torchdata, both with state_dict()", both, at_most=1)
+
+
+def gather(tokens: npt.NDArray[np.uint16], batch_size: int) -> Make:
     """A bare gather of numpy into the two int64 arrays of a batch, as a loader."""
     count = (len(tokens) - 1) // LENGTH
     windows = np.lib.stride_tricks.sliding_window_view(tokens, LENGTH + 1)[::LENGTH][:count]
@@ -202,66 +231,93 @@ def gather(tokens: npt.NDArray[np.uint16], batch_size: int) -> Callable[[], Any]
     return Bare
 
 
+def gathered_from(small: Small) -> SmallGathered:
+    gathered = SmallGathered(1)
+    gathered.x, gathered.y = small.x, small.y
+    return gathered
+
+
 def whole_batches(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
-    """What a run uses: whole batches, against torch with the same data one by one."""
-    ours, plain = TokenDataset(tokens, LENGTH), Tokens(tokens)
-    peer = torchdata_loader()
-    for workers in (0, 2):
+    """What a run uses, against the others with the same data one by one."""
+    found, peer = table("loader-whole-batches", "a whole batch"), torchdata_loader()
+    data, plain = TokenDataset(tokens, LENGTH), Tokens(tokens)
+    for workers, goal in ((0, 3.0), (2, 1.5)):
         config = SimpleNamespace(num_workers=workers, pin_memory=False, prefetch_factor=None)
         kwargs: Any = {"batch_size": 16, "shuffle": True, "drop_last": True, "num_workers": workers}
 
-        def make(config: Any = config) -> Any:
-            sampler = DistributedSampler(ours, num_replicas=1, rank=0)
-            return StatefulDataLoader(ours, batch_size=16, sampler=sampler, config=config)
+        def ours(config: Any = config) -> Any:
+            sampler = DistributedSampler(data, num_replicas=1, rank=0)
+            return StatefulDataLoader(data, batch_size=16, sampler=sampler, config=config)
 
-        makes: dict[str, Callable[[], Any]] = {
-            "torch": partial(DataLoader, plain, **kwargs),
-            "ours": make,
-            "ours + state": make,
-            "bare gather": gather(tokens, 16),
-        }
+        makes: dict[str, Make] = {"torch": partial(DataLoader, plain, **kwargs), "ours": ours, "ours + state": ours}
         if peer is not None:
             makes["torchdata"] = partial(peer, plain, **kwargs)
-        table(f"whole batches of {LENGTH} tokens, batch 16, {workers} workers", makes, 60, rounds, "torch")
-        table(f"  the same against a bare gather, {workers} workers", {k: makes[k] for k in ("ours", "bare gather")},
-              60, rounds, "bare gather")  # fmt: skip
-    gathered = SmallGathered(1)
-    gathered.x, gathered.y = small.x, small.y
+        taken = compare(makes, 60, rounds)
+        row = with_workers(f"{LENGTH:,} tokens, batch of 16", workers)
+        add_speeds(found, row, taken, goal)
+        if not workers:
+            taken = compare({"ours": ours, "gather": gather(tokens, 16)}, 60, rounds)
+            found.add(row, "of a bare gather's speed", ratio(taken["gather"], taken["ours"]), at_least=0.8)
     kwargs = {"batch_size": 32, "shuffle": True}
-    makes = {"torch": partial(DataLoader, small, **kwargs), "ours": partial(StatefulDataLoader, gathered, **kwargs)}
-    table("whole batches of small tensors, batch 32, 0 workers", makes, 200, rounds, "torch")
+    mine = partial(StatefulDataLoader, gathered_from(small), **kwargs)
+    makes = {"torch": partial(DataLoader, small, **kwargs), "ours": mine, "ours + state": mine}
+    if peer is not None:
+        makes["torchdata"] = partial(peer, small, **kwargs)
+    add_speeds(found, with_workers("small tensors, batch of 32", 0), compare(makes, 200, rounds), 3)
+
+
+def add_speeds(found: Table, row: str, taken: dict[str, list[float]], goal: float) -> None:
+    """How many times as fast as the others."""
+    for name in ("torch", "ours"):
+        found.add(row, name, statistics.median(taken[name]), "µs")
+    found.add(row, "of torch's speed", ratio(taken["torch"], taken["ours"]), at_least=goal)
+    found.add(
+        row, "of torch's speed, with state_dict()", ratio(taken["torch"], taken["ours + state"]), more_is_better=True
+    )
+    if "torchdata" in taken:
+        found.add(row, "of torchdata's speed", ratio(taken["torchdata"], taken["ours"]), at_least=goal)
 
 
 def lists(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
-    """Where `__getitems__` returns a list: the same dataset for all loaders, and what of a batch is the dataset's."""
-    peer = torchdata_loader() or DataLoader
-    against = "torch" if peer is DataLoader else "torchdata"
+    """Where `__getitems__` returns a list."""
+    found, peer = table("loader-lists", "a batch made of a list"), torchdata_loader()
     tensors, arrays = SmallListed(1), NumpyListed(1)
     tensors.x, tensors.y = small.x, small.y
     arrays.rows, arrays.labels = small.x.numpy(), small.y.numpy()
     arrays.x, arrays.y = small.x, small.y
     datasets: dict[str, tuple[Any, int]] = {
-        "pairs of small tensors": (tensors, 32),
         "dicts of a small array and a number": (arrays, 32),
-        f"dicts of two arrays of {LENGTH} tokens": (TokensListed(tokens), 16),
+        f"dicts of two arrays of {LENGTH:,} tokens": (TokensListed(tokens), 16),
+        "pairs of small tensors": (tensors, 32),
     }
+    loaders = {"torchdata": peer, "torch": DataLoader} if peer is not None else {"torch": DataLoader}
     for name, (data, batch_size) in datasets.items():
-        kwargs: Any = {"batch_size": batch_size, "shuffle": True}
-        makes: dict[str, Callable[[], Any]] = {
-            against: partial(peer, data, **kwargs),
-            "ours": partial(StatefulDataLoader, data, **kwargs),
+        row = f"{name}, batch of {batch_size}"
+        makes: dict[str, Make] = {
+            kind: partial(loader, data, batch_size=batch_size, shuffle=True)
+            for kind, loader in (*loaders.items(), ("ours", StatefulDataLoader))
         }
-        table(f"a list of {name}, batch {batch_size}, 0 workers", makes, 200, rounds, against)
-        order = torch.randperm(len(data))[: 200 * batch_size].reshape(-1, batch_size).tolist()
-        draws = cycle(order)
-        samples = data.__getitems__(order[0])
-        parts: dict[str, Callable[[], Any]] = {
-            "making the list": partial(listed, data, draws),
-            "torch's default_collate": partial(default_collate, samples),
-            "ours": partial(collate_samples, samples),
-        }
-        took = {part: statistics.median(seconds(action) for _ in range(500)) * 1e6 for part, action in parts.items()}
-        print("    alone: " + ", ".join(f"{part} {micro:.1f} µs" for part, micro in took.items()))
+        taken = compare(makes, 200, rounds)
+        for kind, times in taken.items():
+            found.add(row, kind, statistics.median(times), "µs")
+        for kind in loaders:
+            goal = 2 if kind == "torchdata" else None
+            speed = ratio(taken[kind], taken["ours"])
+            found.add(row, f"of {kind}'s speed", speed, at_least=goal, more_is_better=True)
+        add_parts(found, row, data, batch_size)
+
+
+def add_parts(found: Table, row: str, data: Any, batch_size: int) -> None:
+    """What of a batch is the dataset's, and what is collation."""
+    order = torch.randperm(len(data))[: 200 * batch_size].reshape(-1, batch_size).tolist()
+    samples = data.__getitems__(order[0])
+    parts: dict[str, Make] = {
+        "making the list": partial(listed, data, cycle(order)),
+        "torch's default_collate": partial(default_collate, samples),
+        "our collation": partial(collate_samples, samples),
+    }
+    for part, times in in_turns(parts, 500).items():
+        found.add(row, part, 1e6 * statistics.median(times), "µs")
 
 
 def listed(data: Any, draws: Iterator[list[int]]) -> Any:
@@ -271,49 +327,58 @@ def listed(data: Any, draws: Iterator[list[int]]) -> Any:
 
 def elastic(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
     """The elastic sampler against the seeded one of the same kind, with the same datasets."""
-    gathered = SmallGathered(1)
-    gathered.x, gathered.y = small.x, small.y
+    found = table("loader-elastic", "a batch drawn by ElasticSampler")
+    shards = TokenDataset(np.array_split(tokens, SHARDS), LENGTH)
     datasets: dict[str, tuple[Any, int]] = {
-        "small tensors": (small, 32),
-        f"whole batches of {LENGTH} tokens": (TokenDataset(tokens, LENGTH), 16),
-        "whole batches of small tensors": (gathered, 32),
+        "small tensors, batch of 32": (small, 32),
+        f"whole batches of {LENGTH:,} tokens from {SHARDS} shards, batch of 16": (shards, 16),
+        "whole batches of small tensors, batch of 32": (gathered_from(small), 32),
     }
     for name, (data, batch_size) in datasets.items():
         for sources in (1, 4):
-            size = len(data) // sources
-            bounds, weights = [at * size for at in range(sources + 1)], [float(at + 1) for at in range(sources)]
-
-            def seeded(data: Any = data, batch: int = batch_size, bounds: Any = bounds, weights: Any = weights) -> Any:
-                single = len(weights) == 1
-                sampler = DistributedSampler(data, 1, 0) if single else MixtureSampler(bounds, weights, 1, 0)
-                return StatefulDataLoader(data, batch, sampler=sampler)
-
-            def ours(data: Any = data, batch: int = batch_size, size: int = size, weights: Any = weights) -> Any:
-                sizes = {f"source{at}": size for at in range(len(weights))}
-                sampler = ElasticSampler(sizes, weights, num_replicas=1, rank=0, global_batch_size=batch)
-                return StatefulDataLoader(data, batch, sampler=sampler)
-
-            title = f"{name}, batch {batch_size}, {sources} source{'s' * (sources > 1)}"
-            makes: dict[str, Callable[[], Any]] = {"seeded": seeded, "elastic": ours}
-            table(title, makes, 512, rounds, "seeded")
-            with_state = {f"{kind} + state": make for kind, make in makes.items()}
-            table(f"{title}, with state_dict()", with_state, 512, rounds, "seeded + state")
+            row = f"{name}, {sources} source{'s' * (sources > 1)}"
+            seeded, ours = (partial(make, data, batch_size, sources) for make in (seeded_loader, elastic_loader))
+            taken = compare({"seeded": seeded, "elastic": ours}, 512, rounds)
+            found.add(row, "seeded", statistics.median(taken["seeded"]), "µs")
+            found.add(row, "elastic / seeded", ratio(taken["elastic"], taken["seeded"]), at_most=1.1)
+            taken = compare({"seeded + state": seeded, "elastic + state": ours}, 512, rounds)
+            with_state = ratio(taken["elastic + state"], taken["seeded + state"])
+            found.add(row, "elastic / seeded, both with state_dict()", with_state, at_most=1.1)
 
 
-def resume(size: int) -> None:
+def seeded_loader(data: Any, batch_size: int, sources: int) -> Any:
+    size = len(data) // sources
+    bounds, weights = [at * size for at in range(sources + 1)], [at + 1.0 for at in range(sources)]
+    sampler = DistributedSampler(data, 1, 0) if sources == 1 else MixtureSampler(bounds, weights, 1, 0)
+    return StatefulDataLoader(data, batch_size, sampler=sampler)
+
+
+def elastic_loader(data: Any, batch_size: int, sources: int) -> Any:
+    sizes = {f"source{at}": len(data) // sources for at in range(sources)}
+    weights = [at + 1.0 for at in range(sources)]
+    sampler = ElasticSampler(sizes, weights, num_replicas=1, rank=0, global_batch_size=batch_size)
+    return StatefulDataLoader(data, batch_size, sampler=sampler)
+
+
+def resumes(size: int) -> None:
     """Load and first batch, at the start and at 99 % of the samples; the size of the state."""
-    print(f"\nresume among {size:,} samples (load, first batch, state)")
+    found = table("loader-resume", f"a resume among 10^{len(str(size)) - 1} samples")
     data = Numbers(size)
 
     def distributed() -> Any:
         return DistributedSampler(data, num_replicas=1, rank=0)
 
-    def elastic() -> Any:
+    def by_position() -> Any:
         return ElasticSampler({"a": size}, {"a": 1.0}, num_replicas=1, rank=0, seed=0, global_batch_size=32)
 
-    for name, sampler in (("DistributedSampler", distributed), ("ElasticSampler", elastic), ("shuffle=True", None)):
+    samplers: dict[str, tuple[Make | None, int]] = {
+        "DistributedSampler": (distributed, 7),
+        "ElasticSampler": (by_position, 101),
+        "shuffle=True": (None, 7),
+    }
+    for row, (sampler, turns) in samplers.items():
 
-        def make(sampler: Any = sampler) -> Any:
+        def make(sampler: Make | None = sampler) -> Any:
             more = {"shuffle": True} if sampler is None else {"sampler": sampler()}
             return StatefulDataLoader(data, batch_size=32, **more)
 
@@ -321,13 +386,18 @@ def resume(size: int) -> None:
         next(iter(loader))
         state = loader.state_dict()
         states = {part: moved(state, batches, sampler) for part, batches in (("0 %", 1), ("99 %", size * 99 // 3200))}
-        row = f"  {name:<24}"
+        taken: dict[str, list[float]] = {part: [] for part in states}
+        for _ in range(turns):
+            for part, at in states.items():
+                taken[part].append(resume(make(), at))
+        for part, times in taken.items():
+            found.add(row, f"at {part}", 1e3 * statistics.median(times), "ms")
+        found.add(row, "ratio", ratio(taken["99 %"], taken["0 %"]), at_most=1.1)
         for part, at in states.items():
-            row += f"{part:>6} {statistics.median(timed(make, at) for _ in range(3)) * 1e3:9.1f} ms"
-        print(row + "   state " + " / ".join(f"{len(json.dumps(at)):,}" for at in states.values()) + " bytes")
+            found.add(row, f"state at {part}", len(json.dumps(at)), "B")
 
 
-def moved(state: dict[str, Any], batches: int, sampler: Callable[[], Any] | None) -> dict[str, Any]:
+def moved(state: dict[str, Any], batches: int, sampler: Make | None) -> dict[str, Any]:
     """The state after so many batches, without iterating them."""
     made = None if sampler is None else sampler()
     at = {**state, "batches_yielded": batches, "samples_yielded": batches * 32}
@@ -336,18 +406,30 @@ def moved(state: dict[str, Any], batches: int, sampler: Callable[[], Any] | None
     return sealed(at) if "digest" in at else at
 
 
-def timed(make: Callable[[], Any], state: dict[str, Any]) -> float:
-    loader = make()
-    started = time.perf_counter()
-    loader.load_state_dict(state)
-    next(iter(loader))
-    return time.perf_counter() - started
+def resume(loader: Any, state: dict[str, Any]) -> float:
+    """Seconds until the first batch after the state."""
+
+    def load() -> None:
+        loader.load_state_dict(state)
+        next(iter(loader))
+
+    return seconds(load)
+
+
+PARTS: dict[str, Callable[[npt.NDArray[np.uint16], Small, int], None]] = {
+    "overhead": per_sample,
+    "whole": whole_batches,
+    "lists": lists,
+    "elastic": elastic,
+    "resume": lambda tokens, small, rounds: resumes(10**7),
+}
 
 
 def main() -> None:
+    """Take all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["overhead", "whole", "lists", "elastic", "resume"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     if "PEERS" in os.environ:
         sys.path.append(os.environ["PEERS"])
@@ -358,17 +440,9 @@ def main() -> None:
         np.save(path, np.random.default_rng(0).integers(0, 50_000, TOKENS, dtype=np.uint16))
         tokens = np.load(path, mmap_mode="r")
         small = Small()
-        if options.only in (None, "overhead"):
-            data = {"small tensors": (small, 32, 200), f"{LENGTH} tokens": (Tokens(tokens), 16, 60)}
-            per_sample(data, options.rounds)
-        if options.only in (None, "whole"):
-            whole_batches(tokens, small, options.rounds)
-        if options.only in (None, "lists"):
-            lists(tokens, small, options.rounds)
-        if options.only in (None, "elastic"):
-            elastic(tokens, small, options.rounds)
-        if options.only in (None, "resume"):
-            resume(10**7)
+        for name, part in PARTS.items():
+            if name in options.only:
+                part(tokens, small, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,68 @@
-"""Samplers: what the start of an epoch costs, what an index costs, and how peers compare. Ratios from one run.
+"""Samplers: what a start, an index, many changes and the state cost, against torch, other libraries and themselves.
 
 python -m benchmarks.sampler              # up to 10^7 samples where a permutation has to be drawn
-python -m benchmarks.sampler --large      # up to 10^8
+python -m benchmarks.sampler --large      # up to 10^8 (5 GB for torch's sampler)
+python -m benchmarks.sampler --only start micro-batches
 PEERS=/path/to/site-packages python -m benchmarks.sampler    # with torchdata, mosaicml-streaming, grain
+
+What is compared runs in turns in one process; a time is the median over the turns, a ratio the median of the ratios of
+the turns. A sampler is that of one of 8 ranks unless it says otherwise.
+
+- start: until the first index, of an epoch that has to be drawn. Memory is the most that numpy and Python held.
+- mixture: MixtureSampler's start against drawing the permutations that its order is made of.
+- micro-batches: ElasticSampler's next batch as a loader draws it, over several blocks of those that it looks up at
+  once, across segments and excluded ranges; the peer is torch's BatchSampler of its DistributedSampler.
+- elastic: until the first batch of 32, new and at 99 % of the samples.
+- index: one of a batch that is looked up by itself.
+- peers: until the first index, and one of 24,576 that follow, of whatever library can be imported.
+- changes: ElasticSampler with 100,000 excluded ranges or segments, from what the user writes to the first micro-batch
+  of 16; an index of those that follow; what one more of them takes in memory after 32,768 samples, and in the state.
+- ledger: its state after so many steps that it is as large as it gets, and loading it with what it verifies then.
+- inspect: CPU of `python -m runner inspect RUN --step N` in the middle of an epoch; the peer imports torch and draws
+  the epoch's permutation.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
+from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from runner.data.elastic import ElasticSampler
+from runner.data.order.batch_shape import BatchShape
+from runner.data.order.ledger import DataLedger
+from runner.data.order.segments import Segment
+from runner.data.queries.order_record import OrderRecord
 from runner.data.sampler import DistributedSampler, MixtureSampler, permutation
 
-RANKS = 8
+RANKS, RANK = 8, 3
+SPELL = 32_768  # samples, several blocks of those that are looked up at once
+SAMPLES = 10**7  # where micro-batches and changes are measured: more than are drawn
+CHANGES = 100_000
+APART = 1_000  # positions between the segments of `changes`
+CHUNK, DRAWN = 1_024, 24_576  # samples that peers are asked for
+
+Key = TypeVar("Key")
+Action = Callable[[], object]
 
 
 class Sized:
@@ -37,213 +75,368 @@ class Sized:
         return self.size
 
 
-def medians(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turns so that a busy machine slows all of them alike."""
-    taken: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(repeats):
-        for name, action in actions.items():
-            taken[name].append(seconds(action))
-    return {name: statistics.median(times) for name, times in taken.items()}
+def in_turns(actions: Mapping[Key, Action], turns: int) -> dict[Key, list[float]]:
+    """Seconds of each, taken in turns so that a busy machine slows all of them alike."""
+    taken: dict[Key, list[float]] = {key: [] for key in actions}
+    for _ in range(turns):
+        for key, action in actions.items():
+            taken[key].append(seconds(action))
+    return taken
 
 
-def peak(action: Callable[[], object]) -> int:
-    """Bytes that numpy and Python held at most; torch allocates its own, which this does not see."""
+def ratio(mine: list[float], peer: list[float]) -> float:
+    """The median of the ratios of the turns."""
+    return statistics.median(a / b for a, b in zip(mine, peer, strict=True))
+
+
+def memory(action: Action) -> tuple[int, int]:
+    """Bytes held while the result exists, and at most; torch allocates its own, which this does not see."""
     tracemalloc.start()
     kept = action()
-    used = tracemalloc.get_traced_memory()[1]
+    used = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     del kept
     return used
 
 
-def start_of_epoch(n: int, repeats: int) -> None:
-    """Until the first index of one of 8 ranks, against torch.randperm alone."""
-    generator = torch.Generator()
-    ours = DistributedSampler(Sized(n), RANKS, 3)
-    mixed = MixtureSampler([0, n // 4, n // 2, n // 4 * 3, n], [1, 2, 3, 4], RANKS, 3)
-    theirs: TorchSampler[Any] = TorchSampler(Sized(n), RANKS, 3)  # type: ignore[arg-type]
-    took = medians(
-        {
-            "torch.randperm": lambda: torch.randperm(n, generator=generator),
-            "DistributedSampler": lambda: next(iter(ours)),
-            "MixtureSampler of 4": lambda: next(iter(mixed)),
-            "torch DistributedSampler": lambda: next(iter(theirs)),
-        },
-        repeats,
-    )
-    bytes_each = {
-        "DistributedSampler": peak(lambda: iter(ours)) / n,
-        "MixtureSampler of 4": peak(lambda: iter(mixed)) / n,
-    }
-    for name, value in took.items():
-        memory = f"{bytes_each[name]:6.1f} B/sample" if name in bytes_each else ""
-        print(f"{n:>14,}  {name:<26}{value * 1e3:11.2f} ms {value / took['torch.randperm']:8.2f} x randperm {memory}")
+def power(n: int) -> str:
+    return f"10^{len(str(n)) - 1}"
 
 
-def mixture_start(n: int, ranks: int, repeats: int) -> None:
-    """Until the first index of the mixture sampler, against the permutations that its order is made of."""
-    sampler = MixtureSampler([0, n // 4, n // 2, n // 4 * 3, n], [1, 2, 3, 4], ranks, ranks // 2)
-
-    def permutations() -> None:
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            permutation(n // 4, generator)
-        permutation(sampler.num_samples, generator)
-
-    taken = [(seconds(lambda: next(iter(sampler))), seconds(permutations)) for _ in range(repeats)]
-    start, own = (statistics.median(column) * 1e3 for column in zip(*taken, strict=True))
-    ratio = statistics.median(ours / theirs for ours, theirs in taken)
-    print(f"{n:>14,}  {ranks:>6} {start:10.1f} ms {own:10.1f} ms {ratio:8.2f}")
+def named(sources: int) -> str:
+    return f"{sources:,} source{'s' * (sources > 1)}"
 
 
-def micro_batches(sources: int, batch_size: int, segments: int = 0, excluded: int = 0) -> None:
-    """A batch of the elastic sampler as a loader draws it, one of 8 ranks."""
-    sizes = {f"source{i}": 10**9 // sources for i in range(sources)}
-    weights = [i % 7 + 1 for i in range(sources)]
-    mine = ElasticSampler(
-        sizes,
-        weights,
-        global_batch_size=batch_size * RANKS,
-        num_replicas=RANKS,
-        rank=3,
-        segments=[(10_000 * at, {"source0": 1 + at % 3}) for at in range(1, segments + 1)],
-        exclude=[f"source0:{1000 * at}-{1000 * at + 9}" for at in range(excluded)],
-    )
-    batches = mine.iter_batches(batch_size, True)
-    next(batches)
-    spell = 4096 * 8 // batch_size  # several blocks
-    took = statistics.median(seconds(lambda: [next(batches) for _ in range(spell)]) / spell for _ in range(15))
-    print(f"{sources:>18} {batch_size:>6} {segments:>10} {excluded:>10} {took * 1e6:10.2f} µs")
+def torch_sampler(n: int) -> TorchSampler[Any]:
+    return TorchSampler(Sized(n), RANKS, RANK)  # type: ignore[arg-type]
 
 
-def elastic(n: int, sources: int) -> ElasticSampler:
+def mixture(n: int, ranks: int) -> MixtureSampler:
+    return MixtureSampler([0, n // 4, n // 2, n // 4 * 3, n], [1, 2, 3, 4], ranks, ranks // 2)
+
+
+def elastic(n: int, sources: int, **changes: Any) -> ElasticSampler:
     sizes = {f"source{i}": n // sources for i in range(sources)}
-    return ElasticSampler(
-        sizes, [i % 7 + 1 for i in range(sources)], global_batch_size=8 * RANKS, num_replicas=RANKS, rank=3
-    )
+    weights = [i % 7 + 1 for i in range(sources)]
+    return ElasticSampler(sizes, weights, global_batch_size=8 * RANKS, num_replicas=RANKS, rank=RANK, **changes)
 
 
-def start_and_resume(n: int, sources: int) -> None:
-    """Elastic: until the first batch, new and at 99 % of the samples."""
-    state = elastic(n, sources).state_dict_at(n * 99 // 100 // RANKS)
-
-    def resume() -> object:
-        mine = elastic(n, sources)
-        mine.load_state_dict(state)
-        return next(mine.iter_batches(32, True))
-
-    took = medians({"start": lambda: next(elastic(n, sources).iter_batches(32, True)), "resume": resume}, 31)
-    print(
-        f"{n:>18,} {sources:>6} {took['start'] * 1e3:9.2f} ms {took['resume'] * 1e3:9.2f} ms "
-        f"{peak(lambda: elastic(n, sources)) / 1024:9.0f} KiB"
-    )
-
-
-def index_cost(sources: int) -> None:
-    mine = elastic(10**9, sources)
-    row = f"{sources:>18,} "
-    for batch in (256, 1024, 8192):
-        positions = mine.positions(123_456, batch)
-        took = medians({"": lambda positions=positions: mine.indices_at(positions)}, 51)[""]  # type: ignore[misc]
-        row += f"{took / batch * 1e9:10.0f} ns"
-    print(row)
+def starts(large: bool) -> None:
+    """The start of an epoch against torch.randperm alone."""
+    found = table("sampler-start", "start of an epoch, one of 8 ranks")
+    for n, turns in ((10**6, 11), (10**7, 7), (10**8, 3))[: 3 if large else 2]:
+        ours = {"DistributedSampler": DistributedSampler(Sized(n), RANKS, RANK), "MixtureSampler": mixture(n, RANKS)}
+        samplers: dict[str, Any] = {**ours, "torch's DistributedSampler": torch_sampler(n)}
+        first = {name: partial(lambda sampler: next(iter(sampler)), sampler) for name, sampler in samplers.items()}
+        alone = partial(torch.randperm, n, generator=torch.Generator())
+        taken = in_turns({"torch.randperm": alone, **first}, turns)
+        for name, times in taken.items():
+            sources = " of 4 sources" * (name == "MixtureSampler")
+            row = f"{power(n)} samples, {name}{sources}"
+            found.add(row, "time", 1e3 * statistics.median(times), "ms")
+            if name in ours:
+                found.add(row, "ratio to torch.randperm", ratio(times, taken["torch.randperm"]), at_most=1.1)
+                most = memory(partial(iter, ours[name]))[1]
+                found.add(row, "memory, a sample", most / n, "B", at_most=9)
 
 
-def peers(n: int) -> None:
-    """Start, and one index of a long run of them, for whichever peer can be imported."""
-    rows: list[tuple[str, float, float]] = []
-    for measure in (_ours, _ours_of_four, _torch, _torchdata, _streaming, _grain):
-        try:
-            rows.append(measure(n))
-        except ImportError as error:
-            print(f"   ({error})")
-    ours = rows[0]
-    for name, start, index in rows:
-        print(
-            f"{n:>14,}  {name:<36}{start * 1e3:11.3f} ms {start / ours[1]:10.1f} x "
-            f"{index * 1e9:10.0f} ns {index / ours[2]:8.1f} x"
-        )
+def mixture_starts() -> None:
+    """The start of the mixture sampler against the permutations that its order is made of."""
+    found = table("sampler-mixture", "MixtureSampler of 4 sources")
+    for n, ranks in ((10**6, 1), (10**7, 1), (10**7, 8)):
+        sampler = mixture(n, ranks)
+
+        def permutations(n: int = n, sampler: MixtureSampler = sampler) -> None:
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(4):
+                permutation(n // 4, generator)
+            permutation(sampler.num_samples, generator)
+
+        taken = in_turns({"start": partial(lambda one: next(iter(one)), sampler), "own": permutations}, 7)
+        row = f"{power(n)} samples, {ranks} rank{'s' * (ranks > 1)}"
+        found.add(row, "start", 1e3 * statistics.median(taken["start"]), "ms")
+        found.add(row, "its permutations", 1e3 * statistics.median(taken["own"]), "ms")
+        found.add(row, "ratio", ratio(taken["start"], taken["own"]), at_most=1.1)
 
 
-def _ours(n: int) -> tuple[str, float, float]:
-    mine = elastic(n, 1)
-    batches = mine.iter_batches(1024, True)
-    start = medians({"": lambda: next(elastic(n, 1).iter_batches(1, True))}, 21)[""]
-    return "ElasticSampler, batches of 1024", start, medians({"": lambda: next(batches)}, 51)[""] / 1024
+def draw(stream: Iterator[Any], count: int) -> None:
+    for _ in islice(stream, count):
+        pass
 
 
-def _ours_of_four(n: int) -> tuple[str, float, float]:
-    mine = elastic(n, 4)
-    batches = mine.iter_batches(1024, True)
-    start = medians({"": lambda: next(elastic(n, 4).iter_batches(1, True))}, 21)[""]
-    return "ElasticSampler of 4, batches of 1024", start, medians({"": lambda: next(batches)}, 51)[""] / 1024
-
-
-def _drain(make: Callable[[], Any], n: int, name: str) -> tuple[str, float, float]:
-    start = statistics.median(seconds(lambda: next(iter(make()))) for _ in range(3))
-    stream, count = iter(make()), min(n // RANKS - 1, 100_000)
+def spells(sampler: ElasticSampler, batch: int) -> Action:
+    """What draws the next `SPELL` samples in batches."""
+    stream = sampler.iter_batches(batch, True)
     next(stream)
-    return name, start, seconds(lambda: [next(stream) for _ in range(count)]) / count
+    return partial(draw, stream, SPELL // batch)
 
 
-def _torch(n: int) -> tuple[str, float, float]:
-    return _drain(lambda: TorchSampler(Sized(n), RANKS, 3), n, "torch DistributedSampler")  # type: ignore[arg-type]
+def micro_batches() -> None:
+    """A batch of the elastic sampler as a loader draws it."""
+    samples = [f"source0:{10_000 * at}-{10_000 * at + 9}" for at in range(100)]
+    positions = [f"positions:{40_000 * at}-{40_000 * at + 9}" for at in range(100)]
+    segments = [(40_000 * at, {"source0": 1 + at % 3}) for at in range(1, 101)]
+    cases: dict[str, tuple[int, int, dict[str, Any], float | None]] = {
+        "1 source, batch of 16": (1, 16, {}, 2),
+        "4 sources, batch of 16": (4, 16, {}, 5),
+        "4 sources, batch of 16, 100 segments": (4, 16, {"segments": segments}, 5),
+        "4 sources, batch of 16, 100 ranges of samples excluded": (4, 16, {"exclude": samples}, 5),
+        "4 sources, batch of 16, 100 ranges of positions excluded": (4, 16, {"exclude": positions}, 5),
+        "1 source, batch of 32": (1, 32, {}, None),
+        "4 sources, batch of 32": (4, 32, {}, None),
+    }
+    peers = {size: f"torch's BatchSampler, batch of {size}" for size in (16, 32)}
+    actions: dict[str, Action] = {
+        row: spells(elastic(SAMPLES, sources, **changes), size) for row, (sources, size, changes, _) in cases.items()
+    }
+    for size, row in peers.items():
+        actions[row] = partial(draw, iter(BatchSampler(torch_sampler(SAMPLES), size, True)), SPELL // size)
+        actions[row]()  # its start
+    taken = in_turns(actions, 15)
+    found = table("sampler-micro-batches", "a micro-batch of ElasticSampler, one of 8 ranks")
+    for row, (_, size, _, goal) in cases.items():
+        found.add(row, "time", 1e6 * statistics.median(taken[row]) * size / SPELL, "µs", at_most=goal)
+        found.add(row, "ratio to torch's BatchSampler", ratio(taken[row], taken[peers[size]]))
+    for size, row in peers.items():
+        found.add(row, "time", 1e6 * statistics.median(taken[row]) * size / SPELL, "µs")
 
 
-def _torchdata(n: int) -> tuple[str, float, float]:
-    StatefulDistributedSampler = import_module("torchdata.stateful_dataloader.sampler").StatefulDistributedSampler  # noqa: N806
+def elastic_starts() -> None:
+    """Until the first batch of the elastic sampler, new and at 99 % of the samples."""
+    found = table("sampler-elastic", "ElasticSampler")
+    by_samples, by_sources = [(10**exponent, 4) for exponent in range(5, 13)], [(10**9, n) for n in (1, 10, 100, 1_000)]
+    taken: dict[tuple[str, int, int], list[float]] = {}
+    for cases in (by_samples, by_sources):  # apart: one of 1,000 sources leaves the next one no caches
+        actions: dict[tuple[str, int, int], Action] = {}
+        for n, sources in cases:
+            actions["start", n, sources] = partial(first_batch, n, sources)
+            state = elastic(n, sources).state_dict_at(n * 99 // 100 // RANKS)
+            actions["resume", n, sources] = partial(first_batch, n, sources, state)
+        taken |= in_turns(actions, 31)
+    for n, sources in by_samples + by_sources:
+        row, goal = f"{power(n)} samples, {named(sources)}", 1 if sources == 4 else None
+        for what in ("start", "resume"):
+            found.add(row, what, 1e3 * statistics.median(taken[what, n, sources]), "ms", at_most=goal)
+        found.add(row, "memory", memory(partial(elastic, n, sources))[1] / 1024, "KiB")
+    least, most = by_samples[0][0], by_samples[-1][0]
+    for what in ("start", "resume"):
+        times = ratio(taken[what, most, 4], taken[what, least, 4])
+        found.add(f"{power(most)} / {power(least)} samples, 4 sources", what, times)
 
-    return _drain(lambda: StatefulDistributedSampler(Sized(n), RANKS, 3), n, "torchdata StatefulDistributedSampler")
+
+def first_batch(n: int, sources: int, state: dict[str, Any] | None = None) -> object:
+    mine = elastic(n, sources)
+    if state is not None:
+        mine.load_state_dict(state)
+    return next(mine.iter_batches(32, True))
 
 
-def _streaming(n: int) -> tuple[str, float, float]:
-    get_shuffle_py1e = import_module("streaming.base.shuffle.py1e").get_shuffle_py1e
+def index_costs() -> None:
+    """An index of the elastic sampler in batches of several sizes."""
+    found = table("sampler-index", "an index of ElasticSampler")
+    goals = {(1, 1_024): 100.0, (4, 1_024): 250.0}
+    actions: dict[tuple[int, int], Action] = {}
+    for sources in (1, 2, 4, 10, 100, 1_000):
+        mine = elastic(10**9, sources)
+        for size in (256, 1_024, 8_192):
+            actions[sources, size] = partial(mine.indices_at, mine.positions(123_456, size))
+    for (sources, size), times in in_turns(actions, 51).items():
+        each = 1e9 * statistics.median(times) / size
+        found.add(named(sources), f"batches of {size:,}", each, "ns", at_most=goals.get((sources, size)))
 
+
+def changes() -> None:
+    """What 100,000 changes cost, and each of them."""
+    cases = written_changes()
+    made = {row: partial(elastic, SAMPLES, 4, **more) for row, more in cases.items()}
+    starting = {row: partial(lambda make: next(make().iter_batches(16, True)), make) for row, make in made.items()}
+    started = in_turns(starting, 5)
+    taken = in_turns({row: spells(make(), 16) for row, make in made.items()}, 15)
+    held = {row: memory(partial(used, make))[0] for row, make in made.items()}
+    saved = {row: len(json.dumps(make().state_dict())) for row, make in made.items()}
+    found = table("sampler-changes", f"ElasticSampler of 4 sources, {power(SAMPLES)} samples")
+    without = next(iter(cases))
+    for row in cases:
+        goals = {} if row == without else {"start": 50, "index": 1_000}
+        found.add(row, "start", 1e3 * statistics.median(started[row]), "ms", at_most=goals.get("start"))
+        found.add(row, "index", 1e9 * statistics.median(taken[row]) / SPELL, "ns", at_most=goals.get("index"))
+        if goals:
+            found.add(row, "index, ratio to none", ratio(taken[row], taken[without]))
+            for what, sizes in (("memory, each", held), ("state, each", saved)):
+                found.add(row, what, (sizes[row] - sizes[without]) / CHANGES, "B", at_most=50)
+
+
+def written_changes() -> dict[str, dict[str, Any]]:
+    """By row: what a user writes."""
+    samples = [text for number in range(4) for text in ranges(f"source{number}", SAMPLES // 4, CHANGES // 4)]
+    segments = [(APART * at, {"source0": 1 + at % 3}) for at in range(1, CHANGES + 1)]
+    return {
+        "without changes": {},
+        f"{CHANGES:,} ranges of samples excluded": {"exclude": samples},
+        f"{CHANGES:,} ranges of positions excluded": {"exclude": ranges("positions", SAMPLES, CHANGES)},
+        f"{CHANGES:,} segments, one every {APART:,} positions": {"segments": segments},
+    }
+
+
+def ranges(name: str, stop: int, count: int) -> list[str]:
+    """So many exclusions of 1 to 8 below `stop`, anywhere."""
+    numbers = np.random.default_rng(0)
+    starts = np.sort(numbers.choice(stop - 8, count, replace=False)).tolist()
+    return [f"{name}:{at}-{at + more}" for at, more in zip(starts, numbers.integers(0, 8, count).tolist(), strict=True)]
+
+
+def used(make: Callable[[], ElasticSampler]) -> object:
+    """A sampler of which a spell was drawn."""
+    sampler = make()
+    spells(sampler, 16)()
+    return sampler
+
+
+def ledgers() -> None:
+    """The ledger in the train state, by global batch."""
+    sampler = elastic(10**9, 4)
+    full = 70_000  # samples; digests of up to 65,536 are kept
+    positions = np.arange(full)
+    indices = sampler.indices_at(positions)
+    made = {}
+    for size in (1, 8, 32):
+        made[size] = DataLedger(list(sampler.sizes), list(sampler.sizes.values()))
+        for at in range(0, full, size):
+            made[size].consume(indices[at : at + size], positions[at : at + size])
+            made[size].commit(made[size].local())
+
+    def load(ledger: DataLedger, state: dict[str, Any]) -> None:
+        ledger.load_state_dict(state)
+        ledger.verify(sampler.locate)
+
+    saving = in_turns({size: ledger.state_dict for size, ledger in made.items()}, 51)
+    loading = in_turns({size: partial(load, ledger, ledger.state_dict()) for size, ledger in made.items()}, 7)
+    found = table("sampler-ledger", "the ledger in the train state")
+    for size, ledger in made.items():
+        row = f"global batch of {size}"
+        found.add(row, "time in a save", 1e3 * statistics.median(saving[size]), "ms", at_most=0.1)
+        found.add(row, "size", len(json.dumps(ledger.state_dict())) / 1024, "KiB", at_most=64)
+        found.add(row, "loading and verifying", 1e3 * statistics.median(loading[size]), "ms")
+
+
+def child(*arguments: str) -> float:
+    """CPU seconds of Python with these arguments."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def inspections() -> None:
+    """`inspect --step` of seeded runs."""
+    found = table("sampler-inspect", "`runner inspect RUN --step N`")
+    for kind, name in (("distributed", "DistributedSampler"), ("mixture", "MixtureSampler of 4 sources")):
+        for n in (10**6, 10**7):
+            row = f"{name}, {power(n)} samples"
+            with tempfile.TemporaryDirectory() as folder:
+                inspect(found, row, seeded_run(Path(folder), kind, n), n)
+
+
+def seeded_run(run: Path, kind: str, n: int) -> list[str]:
+    """The arguments that ask a new run for a step in the middle of its epoch."""
+    sizes = {f"source{number}": n // 4 for number in range(4)}
+    shape = BatchShape(0, RANKS, 16)
+    segment = Segment(0, {name: number + 1 for number, name in enumerate(sizes)})
+    steps = n // shape.global_batch_size
+    OrderRecord(kind, 0, sizes, steps, (shape,), (segment,)).write(run / "order.json")
+    (run / "status.json").write_text(json.dumps({"step": 0}))
+    return ["-m", "runner", "inspect", str(run), "--step", str(steps // 2)]
+
+
+def inspect(found: Table, row: str, question: list[str], n: int) -> None:
+    imports = "import runner.cli.inspect, runner.data.queries.seeded_orders"
+    with_torch = f"import torch; torch.randperm({n}, generator=torch.Generator().manual_seed(0))"
+    turns = [(child(*question), child("-c", imports), child("-c", with_torch)) for _ in range(5)]
+    ours, alone, peer = ([turn[side] for turn in turns] for side in range(3))
+    found.add(row, "CPU", statistics.median(ours), "s", at_most=0.3)
+    found.add(row, "its imports", statistics.median(alone), "s")
+    found.add(row, "import torch; torch.randperm", statistics.median(peer), "s")
+    found.add(row, "ratio", ratio(ours, peer))
+
+
+def peers() -> None:
+    """Start and index of whichever library can be imported."""
+    found = table("sampler-peers", "a sampler, one of 8 ranks")
+    for n in (10**6, 10**7):
+        makes = {}
+        for name, (library, make, size) in PEERS.items():
+            try:
+                makes[name] = partial(make, import_module(library), n), size
+            except ImportError as error:
+                print(f"  {name}: {error}")
+        starting = in_turns({name: partial(lambda make: next(make()), make) for name, (make, _) in makes.items()}, 5)
+        streams = {name: make() for name, (make, _) in makes.items()}
+        for stream in streams.values():
+            next(stream)
+        spell = {name: partial(draw, stream, DRAWN // makes[name][1]) for name, stream in streams.items()}
+        drawing = in_turns(spell, 4)
+        for name in makes:
+            row = f"{power(n)} samples, {name}"
+            found.add(row, "start", 1e3 * statistics.median(starting[name]), "ms")
+            found.add(row, "index", 1e9 * statistics.median(drawing[name]) / DRAWN, "ns")
+
+
+def _shuffled(streaming: Any, n: int) -> Iterator[Any]:
     shards = np.full(max(1, n // 10_000), min(n, 10_000), np.int64)
-    start = seconds(lambda: get_shuffle_py1e(shards, 1, 0, 0, 160_000))
-    return "mosaicml-streaming py1e", start, 0.0
+    return iter(streaming.get_shuffle_py1e(shards, 1, 0, 0, 160_000))
 
 
-def _grain(n: int) -> tuple[str, float, float]:
-    grain = import_module("grain")
+def _grain(grain: Any, n: int) -> Iterator[Any]:
+    return map(grain.MapDataset.range(n).seed(0).shuffle().__getitem__, range(n))
 
-    def make() -> Any:
-        return grain.MapDataset.range(n).seed(0).shuffle()
 
-    start = statistics.median(seconds(lambda: make()[0]) for _ in range(5))
-    made = make()
-    return "grain MapDataset.shuffle", start, seconds(lambda: [made[i] for i in range(20_000)]) / 20_000
+# By name: a module, what makes an iterator with it and the number of samples, and how many samples each item is.
+PEERS: dict[str, tuple[str, Callable[[Any, int], Iterator[Any]], int]] = {
+    f"ElasticSampler, batches of {CHUNK:,}": (
+        "runner",
+        lambda module, n: elastic(n, 1).iter_batches(CHUNK, True),
+        CHUNK,
+    ),
+    f"ElasticSampler of 4 sources, batches of {CHUNK:,}": (
+        "runner",
+        lambda module, n: elastic(n, 4).iter_batches(CHUNK, True),
+        CHUNK,
+    ),
+    "torch's DistributedSampler": ("torch", lambda module, n: iter(torch_sampler(n)), 1),
+    "torchdata's StatefulDistributedSampler": (
+        "torchdata.stateful_dataloader.sampler",
+        lambda module, n: iter(module.StatefulDistributedSampler(Sized(n), RANKS, RANK)),
+        1,
+    ),
+    "mosaicml-streaming's py1e": ("streaming.base.shuffle.py1e", _shuffled, 1),
+    "grain's MapDataset.shuffle": ("grain", _grain, 1),
+}
+
+PARTS: dict[str, Callable[[], None]] = {
+    "mixture": mixture_starts,
+    "micro-batches": micro_batches,
+    "elastic": elastic_starts,
+    "index": index_costs,
+    "peers": peers,
+    "changes": changes,
+    "ledger": ledgers,
+    "inspect": inspections,
+}
 
 
 def main() -> None:
+    """Take all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", action="store_true", help="10^8 samples too (5 GB for torch's sampler)")
-    large = parser.parse_args().large
+    parser.add_argument("--large", action="store_true", help="10^8 samples too, where a permutation has to be drawn")
+    parser.add_argument("--only", nargs="+", choices=["start", *PARTS], default=["start", *PARTS])
+    options = parser.parse_args()
     if "PEERS" in os.environ:
         sys.path.append(os.environ["PEERS"])
-    print("Start of an epoch, one of 8 ranks\n       samples  sampler")
-    for n, repeats in ((10**6, 11), (10**7, 3), (10**8, 1))[: 3 if large else 2]:
-        start_of_epoch(n, repeats)
-    print("\nMixtureSampler of 4: start against its own permutations")
-    print("       samples   ranks         start  permutations   ratio")
-    for n, ranks in ((10**6, 1), (10**7, 1), (10**7, 8)):
-        mixture_start(n, ranks, 7)
-    print("\nElastic: a micro-batch\n           sources  batch   segments   excluded")
-    for sources, batch_size in ((1, 16), (4, 16), (1, 32), (4, 32)):
-        micro_batches(sources, batch_size)
-    micro_batches(4, 16, segments=100)
-    micro_batches(4, 16, excluded=100)
-    print("\nElastic: start and resume\n           samples sources     start       resume       memory")
-    for exponent in (5, 6, 7, 8, 9, 10, 11, 12):
-        start_and_resume(10**exponent, 4)
-    for sources in (1, 10, 100, 1000):
-        start_and_resume(10**9, sources)
-    print("\nElastic: one index, in batches of\n           sources         256          1024          8192")
-    for sources in (1, 2, 4, 10, 100, 1000):
-        index_cost(sources)
-    print("\nPeers: start, and one index\n       samples  sampler")
-    for n in (10**6, 10**7):
-        peers(n)
+    if "start" in options.only:
+        starts(options.large)
+    for name, part in PARTS.items():
+        if name in options.only:
+            part()
 
 
 if __name__ == "__main__":
