@@ -66,8 +66,8 @@ class Figure:
     def goal(self) -> str:
         """The goal in words, or nothing."""
         if self.at_least is not None:
-            return f"at least {self.at_least:g}"
-        return "" if self.at_most is None else f"at most {self.at_most:g}"
+            return f"at least {self.at_least:g} {self.unit}".rstrip()
+        return "" if self.at_most is None else f"at most {self.at_most:g} {self.unit}".rstrip()
 
     @property
     def text(self) -> str:
@@ -102,16 +102,16 @@ class Table:
         rows = list(dict.fromkeys(figure.row for figure in self.figures))
         columns = list(dict.fromkeys(figure.column for figure in self.figures))
         cells = {(figure.row, figure.column): figure for figure in self.figures}
-        goals = {row: {f.goal for f in self.figures if f.row == row and f.goal} for row in rows}
-        with_goals = [*columns, "goal"] if any(goals.values()) else columns
-        lines = [[self.heading, *with_goals], ["---"] * (1 + len(with_goals))]
+        goals = {row: {f.goal for f in self.figures if f.row == row} for row in rows}
+        # One column for the goals of whole rows; where figures of a row differ in it, each has its own beside it.
+        shared = all(len(found) == 1 for found in goals.values()) and any(map(any, goals.values()))
+        lines = [[self.heading, *columns, *(["goal"] if shared else [])]]
+        lines.append(["---"] * len(lines[0]))
         for row in rows:
             found = [cells.get((row, column)) for column in columns]
-            several = len(goals[row]) > 1
-            line = [row, *("" if f is None else f.text + (f" ({f.goal})" if several and f.goal else "") for f in found)]
-            if with_goals is not columns:
-                line.append("" if several else "".join(goals[row]))
-            lines.append(line)
+            aside = ["" if f is None or shared or not f.goal else f" ({f.goal})" for f in found]
+            texts = ["" if f is None else f.text + goal for f, goal in zip(found, aside, strict=True)]
+            lines.append([row, *texts, *(goals[row] if shared else ())])
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -29,14 +29,26 @@ def test_the_docs_have_the_figures_that_were_measured() -> None:
 def test_a_table_says_its_goals_and_which_are_missed() -> None:
     table = Table("a", "size")
     table.add("10 MB", "stall", 1.31, at_most=1.3)
-    table.add("10 MB", "time", 0.0021, "s")
+    table.add("10 MB", "time", 0.0021, "s", at_most=1)
     table.add("500 MB", "stall", 0.214, at_most=0.25)
     table.add("500 MB", "speed", 2.5, at_least=2)
     assert table.markdown() == (
-        "| size | stall | time | speed | goal |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| 10 MB | 1.31 **missed** | 0.002 s |  | at most 1.3 |\n"
-        "| 500 MB | 0.21 (at most 0.25) |  | 2.50 (at least 2) |  |\n"
+        "| size | stall | time | speed |\n"
+        "| --- | --- | --- | --- |\n"
+        "| 10 MB | 1.31 **missed** (at most 1.3) | 0.002 s (at most 1 s) |  |\n"
+        "| 500 MB | 0.21 (at most 0.25) |  | 2.50 (at least 2) |\n"
+    )
+
+
+def test_goals_of_whole_rows_are_a_column() -> None:
+    table = Table("a", "size")
+    table.add("10 MB", "stall", 1.31, at_most=1.3)
+    table.add("500 MB", "stall", 2.5, "s")
+    assert table.markdown() == (
+        "| size | stall | goal |\n"
+        "| --- | --- | --- |\n"
+        "| 10 MB | 1.31 **missed** | at most 1.3 |\n"
+        "| 500 MB | 2.50 s |  |\n"
     )
 
 
@@ -86,4 +98,4 @@ def test_an_unknown_benchmark_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 
     with pytest.raises(SystemExit):
         main(["lood"])
-    assert "no benchmark lood; there are start, loop" in capsys.readouterr().err
+    assert "no benchmark lood; there are start, sweep" in capsys.readouterr().err
