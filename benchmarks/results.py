@@ -182,13 +182,11 @@ def keep(tables: Iterable[Table], accept: bool, file: Path | None = None) -> lis
 
 
 def with_figures(page: str, entries: dict[str, dict[str, Any]]) -> str:
-    """The page with each of its tables made anew.
-
-    Raises:
-        KeyError: the page names a table that was never measured.
-    """
+    """The page with each of its tables made anew; those that were never measured stay as they are."""
 
     def fill(place: re.Match[str]) -> str:
+        if place[2] not in entries:
+            return place[0]
         entry = entries[place[2]]
         return f"{place[1]}\n{read(entry, place[2]).markdown()}\n{entry['date']}: {entry['machine']}.\n\n{place[3]}"
 
