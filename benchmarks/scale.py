@@ -5,6 +5,7 @@
 - What ranks tell each other in every step (stop flags, digest and counts by source) is summed by real processes.
 - One look of a rank at the signs of life of all others, in a real store of torch's: what it costs that rank, and the
   process which serves the store to all of them.
+- The index of a checkpoint, made of the parts of simulated ranks, each of which has a part of every tensor.
 - A small model is saved and loaded by up to 64 real ranks, which have a 64th of it each: files, bytes, fsyncs, and what
   rank 0 gathers.
 """
@@ -34,7 +35,8 @@ from torch.multiprocessing.spawn import spawn, start_processes
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from launch.rendezvous import free_port
-from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint import TrainStateManager, build_train_state, layout
+from runner.checkpoint.manifest import FileRecord, Manifest
 from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger
 from runner.system import files
@@ -47,6 +49,8 @@ SAMPLES, EACH = 10**12, 8
 RANKS = (8, 1_000, 10_000)
 SOURCES = (4, 1_000)
 STEPS, TURNS = 20, 15
+TENSORS = 900
+"""Of a model of 300 parameters with AdamW."""
 
 
 def sampler(ranks: int, rank: int, sources: int, position: int) -> ElasticSampler:
@@ -154,6 +158,29 @@ def look(found: Table, ranks: int) -> None:
     del server
 
 
+def index_of(found: Table, ranks: int) -> None:
+    """The index of a model with `TENSORS` tensors, the optimizer's included, sharded over so many ranks."""
+    each = 4096 // ranks + 1
+    parts = [
+        [
+            layout.Part(
+                f"model.layers.{number}.weight", torch.float32, (each * ranks, 64), (each * rank, 0), (each, 64)
+            )
+            for number in range(TENSORS)
+        ]
+        for rank in range(ranks)
+    ]
+    made: list[bytes] = []
+    making = seconds(lambda: made.append(layout.index(parts)))
+    record = FileRecord(2**40, "")
+    manifest = Manifest(1, {layout.file_name(rank): record for rank in range(ranks)}, world_size=ranks)
+    reading = seconds(lambda: layout.entries(made[0], manifest))
+    row = f"{ranks:,} ranks"
+    found.add(row, "index", len(made[0]) / 1e6, "MB")
+    found.add(row, "made by rank 0 in", making, "s")
+    found.add(row, "read by every rank in", reading, "s")
+
+
 class Counted:
     """What this process did while it was in force: fsyncs, and bytes that others sent to it."""
 
@@ -241,6 +268,9 @@ def main() -> None:
     for sources in SOURCES:
         for ranks in RANKS:
             every_rank(found, ranks, sources)
+    found = table("scale-index", f"a model of {TENSORS} tensors")
+    for ranks in (8, 64, 1_000):
+        index_of(found, ranks)
     found = table("scale-watch", "signs of life")
     for ranks in (10, 100, 1_000, 10_000):
         look(found, ranks)
