@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from runner.data.datasets import DataError, TokenDataset, Tokens, expand
+from runner.system import processes
 
 
 class TokenShards(TokenDataset):
@@ -70,15 +72,34 @@ def token_type(dtype: str | None) -> np.dtype[Any] | None:
 
 
 def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
-    """Open a `.npy` or `.bin` file of tokens as a read-only memory map of shape (n,).
+    """Open a `.npy` or `.bin` file of tokens as a read-only memory map of shape (n,), which keeps the file open.
 
     Args:
         path: the file.
         dtype: required for `.bin`; None or the same for `.npy`.
 
     Raises:
-        DataError: the file is missing or truncated, or its dtype is unknown or another one.
+        DataError: the file is missing or truncated, or its dtype is unknown or another one; or no more files may be
+            open, although the limit was raised as far as it may be.
     """
+    try:
+        return _open(path, dtype)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    processes.allow_more_open_files()
+    try:
+        return _open(path, dtype)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise DataError(
+            f"{path}: a process may have {processes.open_files_limit():,} files open, and each shard is one: raise the "
+            "limit (ulimit -Hn), or merge shards"
+        ) from error
+
+
+def _open(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if path.suffix == ".npy":
@@ -100,6 +121,8 @@ def _open_npy(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise
         raise DataError(
             f"{path}: not a complete .npy file ({path.stat().st_size} bytes; {error}): copy it again"
         ) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,24 @@ def test_bin_and_npy_shards_hold_the_same_samples(tmp_path: Path) -> None:
         TokenShards(tmp_path / "big.bin", 8, dtype=">u2"),
     ):
         assert same(plain[5], other[5])
+
+
+def test_there_may_be_more_shards_than_files_may_be_open_at_first(tmp_path: Path) -> None:
+    """Many systems begin with a limit of 1,024, which a process may raise; 10^12 tokens are more shards."""
+    for number in range(200):
+        np.save(tmp_path / f"{number:03}.npy", np.arange(20, dtype=np.uint16))
+    code = (
+        "import resource, sys; from runner.data.shards import TokenShards\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
+        "print(len(TokenShards(sys.argv[1], 8)))"
+    )
+
+    def opened(limit: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, str(tmp_path), str(limit)]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert opened(1000).stdout == "400\n"
+    assert "a process may have 150 files open, and each shard is one: raise the limit" in opened(150).stderr
 
 
 def test_shards_by_folder_glob_and_list_in_a_fixed_order(tmp_path: Path) -> None:
