@@ -380,7 +380,9 @@ class Exclusions(Sequence[Exclusion]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Exclusions):
             return NotImplemented
-        if len(self) != len(other) or len(self._keys["row"]) != len(other._keys["row"]):
+        if self is other or len(self) != len(other) or not len(self):
+            return len(self) == len(other)
+        if len(self._keys["row"]) != len(other._keys["row"]):
             return False
         return all(map(np.array_equal, self._comparable(), other._comparable()))
 
@@ -419,6 +421,8 @@ class Exclusions(Sequence[Exclusion]):
         Raises:
             ValueError: it is not what `to_json` gives.
         """
+        if value == _NO_EXCLUSIONS:
+            return cls()
         names = [str(name) for name in value["sources"]]
         rows = dict(zip(_ROWS, unpack_columns(value["rows"], len(_ROWS)), strict=True))
         keys = dict(zip(_KEYS, unpack_columns(value["keys"], len(_KEYS)), strict=True))
@@ -451,6 +455,9 @@ def _check_bounds(first: I64, length: I64) -> None:
     for column in (first, length):
         if len(column) and (column.min() < 0 or column.max() > LARGEST):
             raise ValueError("a range with numbers outside 0 to 2^62")
+
+
+_NO_EXCLUSIONS = Exclusions().to_json()
 
 
 def check_selections(selections: Selections, at: int, sizes: Mapping[str, int]) -> None:

@@ -128,6 +128,8 @@ class Segments(Sequence[Segment]):
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
             raise SamplerError(f"segments {values!r}: it must be a list of segments")
         values = list(values)
+        if not values:
+            return cls.of([base])
         made = cls._of_pairs(values, base) or cls.of([as_segment(value, base) for value in values])
         twice = np.flatnonzero(made.start[1:] == made.start[:-1])
         if twice.size:
@@ -241,14 +243,16 @@ class Segments(Sequence[Segment]):
         place = np.minimum(np.searchsorted(two.start, one.start), max(0, len(two) - 1))
         if not len(two):
             return self
-        same = np.ones(len(self), bool)
-        for mine, theirs in zip(one._all_columns(), two._all_columns(), strict=True):
-            same &= (mine == theirs[place]) | (np.isnan(mine) & np.isnan(theirs[place]))
-        return self.select(~same)
+        return self.select(~one._is_equal(two.select(place)))
 
-    def _all_columns(self) -> list[NDArray[Any]]:
-        caps = np.full_like(self.weights, np.nan) if self.caps is None else self.caps
-        return [self.start, self.temperature, *self.weights.T, *caps.T]
+    def _is_equal(self, other: Segments) -> NDArray[np.bool_]:
+        """Whether each is equal to that of the other ones, as many of the same sources."""
+        same: NDArray[np.bool_] = (self.start == other.start) & (self.temperature == other.temperature)
+        for mine, theirs in ((self.weights, other.weights), (self.caps, other.caps)):
+            if mine is not theirs:
+                one, two = (np.full((1, 1), np.nan) if each is None else each for each in (mine, theirs))
+                same &= ((one == two) | (np.isnan(one) & np.isnan(two))).all(axis=1)
+        return same
 
     def _over(self, names: Sequence[str]) -> Segments:
         """The same with columns for more sources."""
@@ -280,7 +284,10 @@ class Segments(Sequence[Segment]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segments):
             return NotImplemented
-        return self is other or (len(self) == len(other) and not len(self.without(other)))
+        if self is other or len(self) != len(other):
+            return self is other
+        names = sorted({*self.names, *other.names})
+        return bool(self._over(names)._is_equal(other._over(names)).all())
 
     __hash__ = None  # type: ignore[assignment]
 

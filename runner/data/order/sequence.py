@@ -68,7 +68,7 @@ class ElasticSequence:
         self.shuffle = shuffle
         self.sizes, self.seed = dict(sizes), seed
         self.segments = Segments.of(segments)
-        self.exclusions = exclusions or Exclusions()
+        self.exclusions = Exclusions() if exclusions is None else exclusions
         if not self.segments or self.segments.start[0] != 0:
             raise SamplerError("the first segment must start at position 0")
         self.segments.check(sizes)
@@ -92,14 +92,7 @@ class ElasticSequence:
 
     def share_bound(self, name: str) -> float:
         """Upper bound on |samples of this source - share * slots| within any span."""
-        return max(
-            (
-                span.mixture.share_bound(int(np.flatnonzero(span.sources == self._id[name])[0]))
-                for span in self.spans
-                if self._id[name] in span.sources
-            ),
-            default=0.0,
-        )
+        return max(table.share_bound(self._id[name]) for table in self.spans.tables())
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
         """Source id of each position, and how many samples the source has given before.
@@ -114,10 +107,10 @@ class ElasticSequence:
         if lowest < 0 or highest >= self.spans.stop:
             raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {self.spans.stop - 1}")
         ids, numbers = np.empty_like(positions), np.empty_like(positions)
-        for span, chosen in self.spans.of(positions):
+        for table, chosen in self.spans.of(positions):
             if isinstance(chosen, slice):
-                return self._numbers_in(span, positions)
-            ids[chosen], numbers[chosen] = self._numbers_in(span, positions[chosen])
+                return table.numbers(positions)
+            ids[chosen], numbers[chosen] = table.numbers(positions[chosen])
         return ids, numbers
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
@@ -142,25 +135,20 @@ class ElasticSequence:
         positions = np.full(numbers.shape, -1, np.int64)
         for source in np.unique(ids).tolist():
             mine = np.flatnonzero(ids == source)
-            for span, chosen in self.spans.of_numbers(source, numbers[mine]):
-                here = mine[chosen]
-                here = here[(numbers[here] >= span.begin[source]) & (numbers[here] < span.end[source])]
-                if here.size:
-                    member = np.full(len(here), np.searchsorted(span.sources, source))
-                    slots = span.mixture.find(member, (numbers[here] - span.begin[source]).astype(np.uint64))
-                    found = slots.astype(np.int64) + span.start
-                    positions[here] = np.where(found < span.stop, found, np.int64(-1))
+            for table, chosen in self.spans.of_numbers(source, numbers[mine]):
+                positions[mine[chosen]] = table.find(source, numbers[mine[chosen]])
         return positions
 
     def numbers_at(self, position: int) -> I64:
         """Samples consumed from each source, by id, in the first `position` positions."""
-        return self.span_at(position).numbers_at(position)
+        found: I64 = self.spans.table_at(position).numbers_at(np.array([position]))[0]
+        return found
 
     def many_numbers_at(self, positions: I64) -> I64:
         """The same for each position, int64 of shape (count, sources)."""
         found = np.empty((len(positions), len(self.names)), np.int64)
-        for span, chosen in self.spans.of(positions):
-            found[chosen] = span.many_numbers_at(positions[chosen])
+        for table, chosen in self.spans.of(positions):
+            found[chosen] = table.numbers_at(positions[chosen])
         return found
 
     def consumed_at(self, position: int) -> dict[str, int]:
@@ -224,16 +212,6 @@ class ElasticSequence:
     def span_at(self, position: int) -> Span:
         """The span that contains `position`, or the last one."""
         return self.spans.at(position)
-
-    def _numbers_in(self, span: Span, positions: I64) -> tuple[I64, I64]:
-        member, counted = span.mixture.locate((positions - span.start).view(np.uint64))
-        if len(span.sources) == 1:
-            source = int(span.sources[0])
-            return np.full(len(positions), source), counted.view(np.int64) + span.begin[source]
-        ids = member if len(span.sources) == len(self.names) else span.sources[member]
-        numbers = span.begin[ids]
-        numbers += counted.view(np.int64)
-        return ids, numbers
 
     def _epochs_and_offsets(self, ids: I64, numbers: I64) -> tuple[I64, I64]:
         if not self._has_exclusions:
