@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusion_texts import POSITIONS, Selection, parse_selections
 from runner.data.order.packed import pack_columns, unpack_columns
 from runner.data.order.ranges import Ranges, narrow, rest_of
 from runner.data.order.state_checks import LARGEST
@@ -29,43 +30,10 @@ I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Parts = tuple[str, I64, I64]
 
-POSITIONS = "positions"
 _NEVER = -1  # in the column `until`
 _SHOWN = 10  # in a message
-_DIGITS = 18  # of numbers that are below 2^62
 _ROWS = ("source", "at", "until", "planned", "first", "last")
 _KEYS = ("row", "source", "first", "stop")
-
-
-class Selection(NamedTuple):
-    """The samples `first` to `last`, inclusive, of a source, or, if `source` is "positions", those at positions."""
-
-    source: str
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        """As a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
-        return f"{self.source}:{self.first}" + ("" if self.first == self.last else f"-{self.last}")
-
-    @classmethod
-    def parse(cls, text: str) -> Selection:
-        """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`; both ends are inclusive.
-
-        Raises:
-            SamplerError: the text has none of these forms.
-        """
-        name, colon, bounds = text.rpartition(":")
-        name = name if colon else POSITIONS
-        start, dash, end = bounds.partition("-")
-        if not (name and start.isdecimal() and (end.isdecimal() if dash else True)):
-            raise SamplerError(
-                f"exclude {text!r}: expected SOURCE:INDEX, SOURCE:FIRST-LAST or positions:FIRST-LAST (inclusive)"
-            )
-        first, last = int(start), int(end or start)
-        if first > last:
-            raise SamplerError(f"exclude {text!r}: {first} comes after {last}; write the smaller one first")
-        return cls(name, first, last)
 
 
 class Selections:
@@ -90,11 +58,8 @@ class Selections:
             raise SamplerError(
                 f"exclude {texts!r}: it must be a list of texts such as 'code:10-20' or 'positions:500-599'"
             )
-        by_source: dict[str, list[str]] = {}
-        for text in map(str, texts):
-            name, colon, bounds = text.rpartition(":")
-            by_source.setdefault(name if colon else POSITIONS, []).append(bounds)
-        return cls({source: _parsed(source, bounds) for source, bounds in by_source.items()})
+        texts = list(texts)
+        return cls(parse_selections(texts if set(map(type, texts)) <= {str} else list(map(str, texts))))
 
     @property
     def parts(self) -> dict[str, Ranges]:
@@ -141,38 +106,6 @@ class Selections:
             _check_bounds(first, length)
             parts[str(name)] = Ranges.of(first, first + length)
         return cls(parts)
-
-
-def _parsed(source: str, bounds: list[str]) -> Ranges:
-    """`10`, `10-20` and so on; 100,000 of them at once.
-
-    Raises:
-        SamplerError: one of them has neither form.
-    """
-    numbers = _numbers("\n".join(bounds), len(bounds)) if source else None
-    if numbers is not None and (numbers[0] <= numbers[1]).all():
-        return Ranges.of(*numbers)
-    ones = [Selection.parse(f"{source}:{each}") for each in bounds]
-    for one in ones:
-        if one.last > LARGEST:
-            raise SamplerError(f"exclude '{one}': numbers must be at most 2^62 ({LARGEST})")
-    return Ranges.of(np.array([one.first for one in ones]), np.array([one.last for one in ones]))
-
-
-def _numbers(lines: str, count: int) -> tuple[I64, I64] | None:
-    """The first and last of `count` lines such as `10` and `10-20`; None if one has another form, or many digits."""
-    text = np.frombuffer(f"{lines}\n".encode(errors="replace"), np.uint8)
-    separators = np.flatnonzero((text < ord("0")) | (text > ord("9")))
-    ends = text[separators] == ord("\n")
-    digits = np.diff(separators, prepend=-1) - 1
-    if ends.sum() != count or not (ends | (text[separators] == ord("-"))).all():
-        return None
-    last = np.flatnonzero(ends)
-    first = np.concatenate([[0], last[:-1] + 1])
-    if digits.min() < 1 or digits.max() > _DIGITS or (last - first).max() > 1:
-        return None
-    numbers = np.fromstring(lines.replace("-", " "), np.int64, sep=" ")
-    return numbers[first], numbers[last]
 
 
 def listed(selections: Iterable[Selection], count: int) -> str:
@@ -314,7 +247,8 @@ class Exclusions(Sequence[Exclusion]):
         until = self._rows["until"]
         in_force = (self._rows["at"] <= position) & ((until == _NEVER) | (until > position))
         rows = in_force & (self._rows["source"] == code)
-        keys = (self._keys["source"] == code) & in_force[self._keys["row"]]
+        keys = self._keys["source"] == code
+        keys &= True if in_force.all() else in_force[self._keys["row"]]
         samples = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
         return samples, Ranges.of(self._keys["first"][keys], self._keys["stop"][keys].astype(np.int64) - 1)
 

@@ -202,7 +202,8 @@ class Interleave:
                 nodes = slice(1 << level, 2 << level)
                 before, _ = _split(totals, _Nodes(self._steps[of, nodes], self._node_keys[of, nodes]))
                 totals = np.stack([before, totals - before], axis=2).reshape(len(totals), -1)
-            counts[part] = totals[np.arange(len(totals))[:, None], self._leaf[of] - self._width]
+            leaf = self._leaf[of] - self._width
+            counts[part] = totals[:, leaf] if isinstance(of, int) else np.take_along_axis(totals, leaf, axis=1)
         return counts
 
     def find(self, source: IDS, number: U64, mixture: int | IDS = 0) -> U64:

@@ -139,46 +139,43 @@ class Segments(Sequence[Segment]):
     @classmethod
     def _of_pairs(cls, values: list[Any], base: Segment) -> Segments | None:
         """Many pairs (start, weights) at once; None if there are other forms, or there is anything to be refused."""
-        if not values or not all(type(one) is tuple and len(one) == 2 and type(one[1]) is dict for one in values):
+        if set(map(type, values)) != {tuple} or set(map(len, values)) != {2}:
             return None
-        weights = [one[1] for one in values]
-        if any(one.keys() - base.weights.keys() for one in weights):
+        start, weights = [one[0] for one in values], [one[1] for one in values]
+        changed = set().union(*weights) if set(map(type, weights)) == {dict} else {None}
+        if not changed <= base.weights.keys():
             return None
-        count = len(values)
-        made = cls._of_columns(
-            [one[0] for one in values], [base.temperature] * count, weights, [base.max_epochs] * count, base.weights
-        )
-        if made is None or not made._is_valid():
+        ones = cls.of([base]).select(np.zeros(len(values), np.int64))
+        begins, held = _column(start, int), ones.weights
+        for name in changed:
+            default = base.weights[name]
+            column = _column([one.get(name, default) for one in weights])
+            if column is None or np.isnan(column).any():
+                return None
+            held[:, ones.names.index(name)] = column
+        if begins is None or not 0 <= begins.min() <= begins.max() <= MAX_SIZE:
             return None
-        return made.select(np.argsort(made.start, kind="stable"))
+        made = cls(ones.names, begins, ones.temperature, held, ones.caps)
+        return made.select(np.argsort(begins, kind="stable")) if made._is_valid() else None
 
     @classmethod
     def _of_columns(
-        cls,
-        start: list[Any],
-        temperature: list[Any],
-        weights: list[Mapping[str, Any]],
-        caps: list[Mapping[str, Any]],
-        base: Mapping[str, Any] = MappingProxyType({}),
+        cls, start: list[Any], temperature: list[Any], weights: list[Mapping[str, Any]], caps: list[Mapping[str, Any]]
     ) -> Segments | None:
-        """None if a value is no Python number, or NaN. `base`: weights of the sources that a segment does not name."""
-        names = sorted({*base}.union(*weights, *(caps if any(caps) else ())))
-        of_weights = [[one.get(name, base.get(name, math.nan)) for one in weights] for name in names]
-        of_caps = [[one.get(name, math.nan) for one in caps] for name in names] if any(caps) else []
-        if set(map(type, start)) - {int} or not all(0 <= one <= MAX_SIZE for one in start):
+        """None if a value is no Python number, or NaN."""
+        names = sorted(set().union(*weights, *caps))
+        begins, heat = _column(start, int), _column(temperature)
+        tables: list[F64 | None] = []
+        for mappings in (weights, caps):
+            columns = [_column([one.get(name, math.nan) for one in mappings]) for name in names]
+            numbers = [column for column in columns if column is not None]
+            table = np.array(numbers, np.float64).reshape(len(names), len(start)).T if len(numbers) == len(names) else None
+            if table is None or np.isnan(table).sum() != table.size - sum(map(len, mappings)):
+                return None  # or somebody has written NaN
+            tables.append(table)
+        if begins is None or heat is None or not ((begins >= 0) & (begins <= MAX_SIZE)).all():
             return None
-        if any(set(map(type, column)) - {int, float} for column in (temperature, *of_weights, *of_caps)):
-            return None
-        shape = len(names), len(start)
-        try:
-            held = np.array(of_weights, np.float64).reshape(shape).T
-            capped = np.array(of_caps, np.float64).reshape(shape).T if of_caps else None
-            absent = 0 if base else held.size - sum(map(len, weights)), held.size - sum(map(len, caps))
-            if np.isnan(held).sum() != absent[0] or (capped is not None and np.isnan(capped).sum() != absent[1]):
-                return None  # somebody has written NaN
-            return cls(names, np.array(start, np.int64), np.array(temperature, np.float64), held, capped)
-        except OverflowError:  # an integer that no float holds
-            return None
+        return cls(names, begins, heat, tables[0], tables[1])
 
     def _is_valid(self) -> bool:
         weights, absent = self.weights, np.isnan(self.weights)
@@ -336,6 +333,16 @@ class Segments(Sequence[Segment]):
         if not made._is_valid():
             raise ValueError("a segment has a weight, temperature or cap that is none")
         return made
+
+
+def _column(values: Sequence[Any], *kinds: type) -> NDArray[Any] | None:
+    """Numbers of Python, or of one kind of them, as float64 or int64; None if there are others, or too large ones."""
+    if set(map(type, values)) - set(kinds or (int, float)):
+        return None
+    try:
+        return np.array(values, np.int64 if int in kinds else np.float64)
+    except OverflowError:
+        return None
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:

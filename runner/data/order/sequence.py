@@ -31,6 +31,7 @@ VERSION = 1
 
 I64 = NDArray[np.int64]
 
+_CHUNK = 1 << 12  # ranges whose keys are looked up together, so that the working arrays stay in cache
 _LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
 
 
@@ -148,6 +149,8 @@ class ElasticSequence:
         """The same for each position, int64 of shape (count, sources)."""
         found = np.empty((len(positions), len(self.names)), np.int64)
         for table, chosen in self.spans.of(positions):
+            if isinstance(chosen, slice):
+                return table.numbers_at(positions)
             found[chosen] = table.numbers_at(positions[chosen])
         return found
 
@@ -174,13 +177,20 @@ class ElasticSequence:
             first[last >= _LAST_EXCLUDED].tolist(), last[last >= _LAST_EXCLUDED].tolist(), strict=True
         ):
             raise SamplerError(f"positions {low} to {high}: positions to exclude must be below 2^61")
-        begin, end = self.many_numbers_at(first), self.many_numbers_at(last + 1)
-        found = {}
-        for i, stream in enumerate(self._streams):
-            ranges = np.flatnonzero(begin[:, i] < end[:, i])
-            if ranges.size:
-                found[stream.name] = ranges, stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
-        return found
+        found: list[list[tuple[I64, I64, I64]]] = [[] for _ in self._streams]
+        for start in range(0, len(first), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            begin, end = self.many_numbers_at(first[part]), self.many_numbers_at(last[part] + 1)
+            for i in np.flatnonzero((begin < end).any(axis=0)).tolist():
+                stream, ranges = self._streams[i], np.flatnonzero(begin[:, i] < end[:, i])
+                keys = stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
+                found[i].append((start + ranges, *keys))
+        return {
+            name: (np.concatenate(ranges), np.concatenate(begins), np.concatenate(stops))
+            for name, parts in zip(self.names, found, strict=True)
+            if parts
+            for ranges, begins, stops in [zip(*parts, strict=True)]
+        }
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""

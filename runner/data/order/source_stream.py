@@ -79,13 +79,14 @@ class _Kept:
     """
 
     def __init__(self, samples: KeptSamples, key: int, keys: Ranges) -> None:
-        self.samples, size = samples, max(1, samples.size)
-        self.first = int(self._among(np.array([key]), size)[0])
-        bounds = self._among(np.stack([keys.first, keys.last + 1]).reshape(-1), size) - self.first
-        self.gaps = _Gaps(*bounds.reshape(2, -1))
+        self.samples = samples
+        self.first = int(self._among(np.array([key]))[0])
+        self.gaps = _Gaps(self._among(keys.first) - self.first, self._among(keys.last + 1) - self.first)
 
-    def _among(self, keys: I64, size: int) -> I64:
-        epochs, offsets = np.divmod(keys, size)
+    def _among(self, keys: I64) -> I64:
+        if not len(self.samples.excluded):
+            return keys
+        epochs, offsets = np.divmod(keys, self.samples.size)
         return _times(epochs, self.samples.left) + self.samples.before(epochs, offsets)[0]
 
     def nth(self, numbers: I64) -> tuple[I64, I64]:
@@ -118,6 +119,7 @@ class SourceStream:
         self._eras = [_Era(0, 0, _nothing)]
         self._numbers = np.zeros(1, np.int64)  # of the eras
         self._cache: dict[int, _Kept] = {}  # by era
+        self._latest: dict[int, tuple[Ranges, Ranges]] = {}  # what is left out in the last era, until it is looked up
         self.has_exclusions = False  # then numbers and keys are equal
 
     def leave_out(self, number: int, left_out: LeftOut) -> None:
@@ -149,7 +151,9 @@ class SourceStream:
             self._eras.pop()
         self._eras.append(_Era(number, key, left_out))
         self._numbers = np.array([era.number for era in self._eras])
-        self._cache.pop(len(self._eras) - 1, None)
+        latest = len(self._eras) - 1
+        self._cache.pop(latest, None)
+        self._latest = {latest: (samples, keys)}
         self.has_exclusions = True
 
     def _kept(self, era: int) -> _Kept:
@@ -157,7 +161,7 @@ class SourceStream:
         if kept is None:
             while len(self._cache) >= _CACHED_ERAS:
                 del self._cache[next(iter(self._cache))]
-            samples, keys = self._eras[era].left_out()
+            samples, keys = self._latest.pop(era, None) or self._eras[era].left_out()
             key = self._eras[era].key
             same = (one.samples for one in self._cache.values() if one.samples.excluded == samples)
             left = next(same, None) or KeptSamples(self.size, samples, self._permute)
@@ -177,6 +181,8 @@ class SourceStream:
 
     def end_keys(self, numbers: I64) -> I64:
         """The same of each number, int64 of shape (count,)."""
+        if not self.has_exclusions:
+            return numbers
         last = self._eras[-1]
         keys: I64 = np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
         return keys
@@ -187,6 +193,8 @@ class SourceStream:
 
     def keys_of(self, numbers: I64) -> I64:
         """The key of each sample, int64 of shape (count,)."""
+        if not self.has_exclusions:
+            return numbers
         epochs, offsets = self.epochs_and_offsets(numbers)
         return epochs * self.size + offsets
 

@@ -122,10 +122,13 @@ class SpanTable:
     def numbers_at(self, positions: I64) -> I64:
         """How many samples each source has given before each position, int64 of shape (count, sources)."""
         rows = self._rows_of(positions)
-        numbers: I64 = self.begin[np.broadcast_to(rows, positions.shape)]
+        numbers = np.repeat(self.begin[rows : rows + 1], len(positions), 0) if isinstance(rows, int) else self.begin[rows]
         for of, chosen, sources, mixtures, place in self._parts(rows):
             counts = mixtures.counts(positions[chosen] - self.start[of], place)
-            numbers[np.arange(len(positions))[chosen, None], sources] += counts
+            if isinstance(chosen, slice) and len(sources) == numbers.shape[1]:
+                numbers += counts
+            else:
+                numbers[np.arange(len(positions))[chosen, None], sources] += counts
         numbers[positions >= self.start[-1]] = self.begin[-1]
         return numbers
 
