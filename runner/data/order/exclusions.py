@@ -1,4 +1,4 @@
-"""Samples to leave out: what a user writes, sets of it, and what a run records.
+"""Samples to leave out: sets of them, and what a run records.
 
 A range of *positions* names the samples that stand there in the order that the user looked at. What stands at
 consecutive positions is a range of consecutive keys of each source, so it is recorded as such, and left out wherever
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.order.exclusion_texts import POSITIONS, Selection, parse_selections
 from runner.data.order.packed import pack_columns, unpack_columns
-from runner.data.order.ranges import Ranges, narrow, rest_of
+from runner.data.order.ranges import NarrowRanges, Ranges, narrow, rest_of
 from runner.data.order.state_checks import LARGEST
 from runner.data.order.weights import SamplerError
 from runner.errors import nearest
@@ -32,8 +32,8 @@ Parts = tuple[str, I64, I64]
 
 _NEVER = -1  # in the column `until`
 _SHOWN = 10  # in a message
-_ROWS = ("source", "at", "until", "planned", "first", "last")
-_KEYS = ("row", "source", "first", "stop")
+_ROWS = ("source", "at", "until", "planned", "first", "more")
+_KEYS = ("row", "source", "first", "size")
 
 
 class Selections:
@@ -45,7 +45,7 @@ class Selections:
 
     def __init__(self, parts: Mapping[str, Ranges]) -> None:
         kept = {source: parts[source] for source in sorted(parts) if len(parts[source])}
-        self._columns = {source: (narrow(part.first), narrow(part.last)) for source, part in kept.items()}
+        self._narrow = {source: NarrowRanges(part) for source, part in kept.items()}
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Selections:
@@ -64,10 +64,10 @@ class Selections:
     @property
     def parts(self) -> dict[str, Ranges]:
         """By source, or "positions", sorted."""
-        return {source: Ranges.of(*columns) for source, columns in self._columns.items()}
+        return {source: part.widened() for source, part in self._narrow.items()}
 
     def __len__(self) -> int:
-        return sum(len(first) for first, _ in self._columns.values())
+        return sum(map(len, self._narrow.values()))
 
     def __iter__(self) -> Iterator[Selection]:
         return (Selection(source, *bounds) for source, part in self.parts.items() for bounds in part)
@@ -139,8 +139,8 @@ class Exclusions(Sequence[Exclusion]):
 
     Args:
         names: the sources; numbers of sources are indices into them.
-        rows: columns `source`, `at`, `until` (-1: not withdrawn), `planned`, `first` and `last`.
-        keys: of the exclusions by position, one entry for each source: columns `row`, `source`, `first` and `stop`.
+        rows: columns `source`, `at`, `until` (-1: not withdrawn), `planned`, `first`, and `more`: how many follow that.
+        keys: of the exclusions by position, one entry for each source: columns `row`, `source`, `first` and `size`.
     """
 
     def __init__(
@@ -181,12 +181,12 @@ class Exclusions(Sequence[Exclusion]):
                 first, last = np.maximum(starts, at)[ahead], stops[ahead]
                 keys = dict(key_ranges(first, last))
             names = (source, *keys)
-            rows = {"first": first, "last": last, "source": np.zeros_like(first), "at": np.full_like(first, at)}
+            rows = {"first": first, "more": last - first, "source": np.zeros_like(first), "at": np.full_like(first, at)}
             rows |= {"until": np.full_like(first, _NEVER), "planned": np.full_like(first, planned)}
-            entries = {
-                name: np.concatenate([each[i] for each in keys.values()] or [np.zeros(0, np.int64)])
-                for i, name in enumerate(("row", "first", "stop"))
-            }
+            row, begin, stop = (
+                np.concatenate([each[i] for each in keys.values()] or [np.zeros(0, np.int64)]) for i in range(3)
+            )
+            entries = {"row": row, "first": begin, "size": stop - begin}
             entries["source"] = np.repeat(np.arange(1, len(names)), [len(each[0]) for each in keys.values()])
             made = made.joined(cls(names, rows, entries))
         return made
@@ -249,8 +249,13 @@ class Exclusions(Sequence[Exclusion]):
         rows = in_force & (self._rows["source"] == code)
         keys = self._keys["source"] == code
         keys &= True if in_force.all() else in_force[self._keys["row"]]
-        samples = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
-        return samples, Ranges.of(self._keys["first"][keys], self._keys["stop"][keys].astype(np.int64) - 1)
+        first = self._keys["first"][keys].astype(np.int64)
+        return Ranges.of(*self._bounds(rows)), Ranges.of(first, first + self._keys["size"][keys] - 1)
+
+    def _bounds(self, rows: Flags) -> tuple[I64, I64]:
+        """The first samples or positions of these rows, and the last ones."""
+        first = self._rows["first"][rows].astype(np.int64)
+        return first, first + self._rows["more"][rows]
 
     def places(self) -> I64:
         """The positions at which exclusions are made, and the first samples or positions of each."""
@@ -258,8 +263,8 @@ class Exclusions(Sequence[Exclusion]):
 
     def selections(self) -> Iterator[Selection]:
         """What each one leaves out."""
-        rows = zip(*(self._rows[name].tolist() for name in ("source", "first", "last")), strict=True)
-        return (Selection(self.names[source], first, last) for source, first, last in rows)
+        rows = zip(*(self._rows[name].tolist() for name in ("source", "first", "more")), strict=True)
+        return (Selection(self.names[source], first, first + more) for source, first, more in rows)
 
     def samples_in_force(self) -> Selections:
         """The samples, not positions, that have not returned."""
@@ -268,7 +273,7 @@ class Exclusions(Sequence[Exclusion]):
         for code in np.unique(self._rows["source"][held]).tolist():
             if self.names[code] != POSITIONS:
                 rows = held & (self._rows["source"] == code)
-                parts[self.names[code]] = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
+                parts[self.names[code]] = Ranges.of(*self._bounds(rows))
         return Selections(parts)
 
     def withdrawn(self, removed: Selections, position: int) -> tuple[Exclusions, list[Parts], list[Parts]]:
@@ -285,7 +290,7 @@ class Exclusions(Sequence[Exclusion]):
                 continue
             rows = (self._rows["source"] == self.names.index(source)) & (self._rows["until"] == _NEVER)
             rows &= self._rows["planned"] == 1
-            first, last = (self._rows[name][rows].astype(np.int64) for name in ("first", "last"))
+            first, last = self._bounds(rows)
             is_touched = part.touches(first, last)
             touched[np.flatnonzero(rows)[is_touched]] = True
             rest[source == POSITIONS].append((source, *rest_of(first[is_touched], last[is_touched], part)[:2]))
@@ -302,11 +307,11 @@ class Exclusions(Sequence[Exclusion]):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = {name: int(column[index]) for name, column in self._rows.items()}
         keys = np.flatnonzero(self._keys["row"] == index % len(self))
-        entries = zip(*(self._keys[name][keys].tolist() for name in ("source", "first", "stop")), strict=True)
+        entries = zip(*(self._keys[name][keys].tolist() for name in ("source", "first", "size")), strict=True)
         return Exclusion(
             row["at"],
-            Selection(self.names[row["source"]], row["first"], row["last"]),
-            {self.names[source]: (first, stop) for source, first, stop in entries},
+            Selection(self.names[row["source"]], row["first"], row["first"] + row["more"]),
+            {self.names[source]: (first, first + size) for source, first, size in entries},
             None if row["until"] == _NEVER else row["until"],
             bool(row["planned"]),
         )
@@ -339,9 +344,9 @@ class Exclusions(Sequence[Exclusion]):
 
     @cached_property
     def _packed(self) -> dict[str, Any]:
-        rows = {**self._rows, "last": self._rows["last"].astype(np.int64) - self._rows["first"]}
-        keys = {**self._keys, "stop": self._keys["stop"].astype(np.int64) - self._keys["first"]}
-        packed = {"rows": pack_columns(list(rows.values())), "keys": pack_columns(list(keys.values()))}
+        packed = {
+            name: pack_columns(list(each.values())) for name, each in (("rows", self._rows), ("keys", self._keys))
+        }
         return {"count": len(self), "sources": list(self.names), **packed}
 
     def to_json(self) -> dict[str, Any]:
@@ -360,8 +365,8 @@ class Exclusions(Sequence[Exclusion]):
         names = [str(name) for name in value["sources"]]
         rows = dict(zip(_ROWS, unpack_columns(value["rows"], len(_ROWS)), strict=True))
         keys = dict(zip(_KEYS, unpack_columns(value["keys"], len(_KEYS)), strict=True))
-        _check_bounds(rows["first"], rows["last"])
-        _check_bounds(keys["first"], keys["stop"])
+        _check_bounds(rows["first"], rows["more"])
+        _check_bounds(keys["first"], keys["size"])
         limits = {
             "source": (0, len(names) - 1),
             "at": (0, LARGEST),
@@ -375,8 +380,6 @@ class Exclusions(Sequence[Exclusion]):
                 raise ValueError(f"{name} of an exclusion is not from {lowest} to {highest}")
         if value["count"] != len(rows["at"]) or len(set(names)) < len(names):
             raise ValueError(f"{value['count']} exclusions of {len(names)} sources")
-        rows["last"] += rows["first"]
-        keys["stop"] += keys["first"]
         return cls(names, rows, keys)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -142,7 +141,9 @@ class Segments(Sequence[Segment]):
         if set(map(type, values)) != {tuple} or set(map(len, values)) != {2}:
             return None
         start, weights = [one[0] for one in values], [one[1] for one in values]
-        changed = set().union(*weights) if set(map(type, weights)) == {dict} else {None}
+        if set(map(type, weights)) != {dict}:
+            return None
+        changed: set[str] = set().union(*weights)
         if not changed <= base.weights.keys():
             return None
         ones = cls.of([base]).select(np.zeros(len(values), np.int64))
@@ -165,17 +166,10 @@ class Segments(Sequence[Segment]):
         """None if a value is no Python number, or NaN."""
         names = sorted(set().union(*weights, *caps))
         begins, heat = _column(start, int), _column(temperature)
-        tables: list[F64 | None] = []
-        for mappings in (weights, caps):
-            columns = [_column([one.get(name, math.nan) for one in mappings]) for name in names]
-            numbers = [column for column in columns if column is not None]
-            table = np.array(numbers, np.float64).reshape(len(names), len(start)).T if len(numbers) == len(names) else None
-            if table is None or np.isnan(table).sum() != table.size - sum(map(len, mappings)):
-                return None  # or somebody has written NaN
-            tables.append(table)
-        if begins is None or heat is None or not ((begins >= 0) & (begins <= MAX_SIZE)).all():
+        held, capped = _table(weights, names), _table(caps, names)
+        if begins is None or heat is None or held is None or capped is None:
             return None
-        return cls(names, begins, heat, tables[0], tables[1])
+        return cls(names, begins, heat, held, capped) if ((begins >= 0) & (begins <= MAX_SIZE)).all() else None
 
     def _is_valid(self) -> bool:
         weights, absent = self.weights, np.isnan(self.weights)
@@ -343,6 +337,19 @@ def _column(values: Sequence[Any], *kinds: type) -> NDArray[Any] | None:
         return np.array(values, np.int64 if int in kinds else np.float64)
     except OverflowError:
         return None
+
+
+def _table(mappings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F64 | None:
+    """Their values as float64 of shape (mappings, names), NaN where there is none; None if one is no number."""
+    columns = []
+    for name in names:
+        column = _column([one.get(name, math.nan) for one in mappings])
+        if column is None:
+            return None
+        columns.append(column)
+    table = np.array(columns, np.float64).reshape(len(names), len(mappings)).T
+    absent = table.size - sum(map(len, mappings))
+    return table if np.isnan(table).sum() == absent else None  # or somebody has written NaN
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from runner.data.order.hashing import derive, stream_key
 from runner.data.order.kept_samples import KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
-from runner.data.order.ranges import Ranges
+from runner.data.order.ranges import Ranges, narrow, search
 from runner.data.order.weights import SamplerError
 
 I64 = NDArray[np.int64]
@@ -34,22 +34,24 @@ class _Gaps:
     def __init__(self, starts: I64, stops: I64) -> None:
         lengths = stops - starts
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        self._skipped = np.concatenate([[0], np.cumsum(lengths)])  # by the ranges before each, and by all
-        self._kept = starts - self._skipped[:-1]  # integers that are not left out, before each range
+        skipped = np.concatenate([[0], np.cumsum(lengths)])
+        self._skipped = narrow(skipped)  # by the ranges before each, and by all
+        self._kept = narrow(starts - skipped[:-1])  # integers that are not left out, before each range
 
     def nth(self, numbers: I64) -> I64:
         """The `number`-th integer, from 0, that is not left out."""
         if not len(self._kept):
             return numbers
-        result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
+        result: I64 = numbers + self._skipped[search(self._kept, numbers, "right")]
         return result
 
     def before(self, values: I64) -> tuple[I64, NDArray[np.bool_]]:
         """How many integers before each value are not left out, and whether the value itself is left out."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
-        gap = np.searchsorted(self._kept + self._skipped[:-1], values, side="right") - 1
-        stop = self._kept[gap] + self._skipped[gap + 1]
+        starts = self._kept + self._skipped[:-1].astype(np.int64)
+        gap = np.searchsorted(starts, values, side="right") - 1
+        stop = self._kept[gap] + self._skipped[gap + 1].astype(np.int64)
         inside = (gap >= 0) & (values < stop)
         return np.where(inside, self._kept[gap], values - self._skipped[gap + 1]), inside
 
@@ -84,7 +86,7 @@ class _Kept:
         self.gaps = _Gaps(self._among(keys.first) - self.first, self._among(keys.last + 1) - self.first)
 
     def _among(self, keys: I64) -> I64:
-        if not len(self.samples.excluded):
+        if self.samples.left == self.samples.size:
             return keys
         epochs, offsets = np.divmod(keys, self.samples.size)
         return _times(epochs, self.samples.left) + self.samples.before(epochs, offsets)[0]
@@ -161,9 +163,9 @@ class SourceStream:
         if kept is None:
             while len(self._cache) >= _CACHED_ERAS:
                 del self._cache[next(iter(self._cache))]
-            samples, keys = self._latest.pop(era, None) or self._eras[era].left_out()
+            samples, keys = self._latest.pop(era) if era in self._latest else self._eras[era].left_out()
             key = self._eras[era].key
-            same = (one.samples for one in self._cache.values() if one.samples.excluded == samples)
+            same = (one.samples for one in self._cache.values() if one.samples.leaves_out(samples))
             left = next(same, None) or KeptSamples(self.size, samples, self._permute)
             kept = self._cache[era] = _Kept(left, key, keys.from_on(key))
         return kept

@@ -6,9 +6,10 @@ time: a run that has changed its weights 100,000 times starts as fast as one tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,14 @@ _TABLES = 4  # kept as they were resolved
 
 I64 = NDArray[np.int64]
 Chosen = I64 | slice
-Quanta = Callable[[int, int], I64]
+
+
+class Quanta(Protocol):
+    """Shares, times 2^44, of every source of the order, 0 for those that are not drawn."""
+
+    def __getitem__(self, rows: slice) -> I64:
+        """Of some spans that may begin, int64 of shape (spans, sources)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,9 @@ class SpanTable:
     def numbers_at(self, positions: I64) -> I64:
         """How many samples each source has given before each position, int64 of shape (count, sources)."""
         rows = self._rows_of(positions)
-        numbers = np.repeat(self.begin[rows : rows + 1], len(positions), 0) if isinstance(rows, int) else self.begin[rows]
+        numbers = (
+            np.repeat(self.begin[rows : rows + 1], len(positions), 0) if isinstance(rows, int) else self.begin[rows]
+        )
         for of, chosen, sources, mixtures, place in self._parts(rows):
             counts = mixtures.counts(positions[chosen] - self.start[of], place)
             if isinstance(chosen, slice) and len(sources) == numbers.shape[1]:
@@ -183,8 +193,7 @@ class Spans:
         seed: of the order.
         names: of the sources of the order, sorted.
         starts: where a span may begin, sorted; the first is 0.
-        quanta: returns what `SpanTable` takes, from one of the starts up to another one. A span continues where they
-            stay the same.
+        quanta: from each of the starts on. A span continues where they stay the same.
         stop: one past the last position; 2^62 in an endless order.
     """
 
@@ -252,7 +261,7 @@ class Spans:
     def _resolve(self, number: int) -> SpanTable:
         first, last = number * self._size, min((number + 1) * self._size, len(self._starts))
         low, high = max(0, first - 1), min(last + 1, len(self._starts))  # with one more on both sides
-        quanta = self._quanta(low, high)
+        quanta = self._quanta[low:high]
         is_new = np.append((quanta[1:] != quanta[:-1]).any(axis=1), True)  # of each but the first, and after the last
         kept = np.append(0, np.flatnonzero(is_new[first - low : last - low - 1]) + 1)
         start, begin = self._first_span[number]
@@ -283,7 +292,7 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Segments, exc
             raise SamplerError(f"exclude: unknown source {name!r}")
     if segments.caps is not None:
         return SpanResolver(seed, streams).resolve(segments, exclusions)
-    spans = Spans(seed, list(known), segments.start, _quanta_of(segments, known))
+    spans = Spans(seed, list(known), segments.start, _SegmentQuanta(segments, known))
     for at in exclusions.changes() if len(exclusions) else ():
         numbers = spans.table_at(at).numbers_at(np.array([at]))[0]
         for name in exclusions.changed_at(at):
@@ -291,15 +300,22 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Segments, exc
     return spans
 
 
-def _quanta_of(segments: Segments, known: Mapping[str, int]) -> Quanta:
-    """What returns the shares, times 2^44, in some of the segments, of every source of the order."""
-    columns = np.array([i for i, name in enumerate(segments.names) if name in known], np.int64)
-    sources = np.array([known[segments.names[i]] for i in columns.tolist()], np.int64)
+class _SegmentQuanta:
+    """What the weights and temperatures of segments without caps come to.
 
-    def quanta(first: int, last: int) -> I64:
-        weights = segments.weights[first:last][:, columns]
+    Args:
+        segments: the segments.
+        known: the sources of the order, numbered.
+    """
+
+    def __init__(self, segments: Segments, known: Mapping[str, int]) -> None:
+        self._segments, self._count = segments, len(known)
+        self._columns = np.array([i for i, name in enumerate(segments.names) if name in known], np.int64)
+        self._sources = np.array([known[segments.names[i]] for i in self._columns.tolist()], np.int64)
+
+    def __getitem__(self, rows: slice) -> I64:
+        weights, temperature = self._segments.weights[rows][:, self._columns], self._segments.temperature[rows]
         weights = np.where(weights > 0, weights, 0.0)
-        temperature = segments.temperature[first:last]
         with np.errstate(over="ignore"):
             total = np.add.accumulate(weights, axis=1)[:, -1]  # one after another, as `shares` adds them
         plain = (temperature == 1) & np.isfinite(total)
@@ -308,11 +324,9 @@ def _quanta_of(segments: Segments, known: Mapping[str, int]) -> Quanta:
         for row in np.flatnonzero(~plain).tolist():
             drawn = np.flatnonzero(weights[row])
             values[row, drawn] = shares(weights[row, drawn].tolist(), float(temperature[row]))
-        found = np.zeros((last - first, len(known)), np.int64)
-        found[:, sources] = np.where(weights > 0, np.maximum(1, np.rint(values * _QUANTUM)), 0)
-        return found
-
-    return quanta
+        quanta = np.zeros((len(weights), self._count), np.int64)
+        quanta[:, self._sources] = np.where(weights > 0, np.maximum(1, np.rint(values * _QUANTUM)), 0)
+        return quanta
 
 
 @dataclass(frozen=True)
@@ -367,7 +381,7 @@ class SpanResolver:
         quanta = np.zeros((len(starts), len(self._streams)), np.int64)
         for row, one in zip(quanta, self._begun, strict=True):
             row[one.sources] = one.quanta
-        return Spans(self._seed, list(self._id), starts, lambda first, last: quanta[first:last], stop)
+        return Spans(self._seed, list(self._id), starts, quanta, stop)
 
     def _exclude(self, at: int, exclusions: Exclusions) -> None:
         """Let the exclusions act that are made or withdrawn at this position."""
