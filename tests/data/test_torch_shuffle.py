@@ -105,8 +105,8 @@ def test_an_epoch_is_that_of_the_samplers(
     order = seeded_order(record, seeded_position_at(record, 0))
     drawn = [list(sampler) for sampler in samplers]
     for rank, expected in enumerate(drawn):
-        assert order.indices(rank, 0, len(expected)).tolist() == expected
-        assert order.indices(rank, 3, 5).tolist() == expected[3:8]
+        assert order.indices([rank], 0, len(expected))[0].tolist() == expected
+        assert order.indices([rank], 3, 5)[0].tolist() == expected[3:8]
     for index in range(sum(sizes)):
         expected_times = [(rank, i) for rank, one in enumerate(drawn) for i, found in enumerate(one) if found == index]
         assert sorted(order.times(index)) == expected_times

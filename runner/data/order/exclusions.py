@@ -1,4 +1,4 @@
-"""Samples to leave out: what a user writes, sets of it, and what a run records.
+"""Samples to leave out: sets of them, and what a run records.
 
 A range of *positions* names the samples that stand there in the order that the user looked at. What stands at
 consecutive positions is a range of consecutive keys of each source, so it is recorded as such, and left out wherever
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusion_texts import POSITIONS, Selection, parse_selections
 from runner.data.order.packed import pack_columns, unpack_columns
-from runner.data.order.ranges import Ranges, narrow, rest_of
+from runner.data.order.ranges import NarrowRanges, Ranges, narrow, rest_of
 from runner.data.order.state_checks import LARGEST
 from runner.data.order.weights import SamplerError
 from runner.errors import nearest
@@ -29,43 +30,10 @@ I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Parts = tuple[str, I64, I64]
 
-POSITIONS = "positions"
 _NEVER = -1  # in the column `until`
 _SHOWN = 10  # in a message
-_DIGITS = 18  # of numbers that are below 2^62
-_ROWS = ("source", "at", "until", "planned", "first", "last")
-_KEYS = ("row", "source", "first", "stop")
-
-
-class Selection(NamedTuple):
-    """The samples `first` to `last`, inclusive, of a source, or, if `source` is "positions", those at positions."""
-
-    source: str
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        """As a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
-        return f"{self.source}:{self.first}" + ("" if self.first == self.last else f"-{self.last}")
-
-    @classmethod
-    def parse(cls, text: str) -> Selection:
-        """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`; both ends are inclusive.
-
-        Raises:
-            SamplerError: the text has none of these forms.
-        """
-        name, colon, bounds = text.rpartition(":")
-        name = name if colon else POSITIONS
-        start, dash, end = bounds.partition("-")
-        if not (name and start.isdecimal() and (end.isdecimal() if dash else True)):
-            raise SamplerError(
-                f"exclude {text!r}: expected SOURCE:INDEX, SOURCE:FIRST-LAST or positions:FIRST-LAST (inclusive)"
-            )
-        first, last = int(start), int(end or start)
-        if first > last:
-            raise SamplerError(f"exclude {text!r}: {first} comes after {last}; write the smaller one first")
-        return cls(name, first, last)
+_ROWS = ("source", "at", "until", "planned", "first", "more")
+_KEYS = ("row", "source", "first", "size")
 
 
 class Selections:
@@ -77,7 +45,7 @@ class Selections:
 
     def __init__(self, parts: Mapping[str, Ranges]) -> None:
         kept = {source: parts[source] for source in sorted(parts) if len(parts[source])}
-        self._columns = {source: (narrow(part.first), narrow(part.last)) for source, part in kept.items()}
+        self._narrow = {source: NarrowRanges(part) for source, part in kept.items()}
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Selections:
@@ -90,19 +58,16 @@ class Selections:
             raise SamplerError(
                 f"exclude {texts!r}: it must be a list of texts such as 'code:10-20' or 'positions:500-599'"
             )
-        by_source: dict[str, list[str]] = {}
-        for text in map(str, texts):
-            name, colon, bounds = text.rpartition(":")
-            by_source.setdefault(name if colon else POSITIONS, []).append(bounds)
-        return cls({source: _parsed(source, bounds) for source, bounds in by_source.items()})
+        texts = list(texts)
+        return cls(parse_selections(texts if set(map(type, texts)) <= {str} else list(map(str, texts))))
 
     @property
     def parts(self) -> dict[str, Ranges]:
         """By source, or "positions", sorted."""
-        return {source: Ranges.of(*columns) for source, columns in self._columns.items()}
+        return {source: part.widened() for source, part in self._narrow.items()}
 
     def __len__(self) -> int:
-        return sum(len(first) for first, _ in self._columns.values())
+        return sum(map(len, self._narrow.values()))
 
     def __iter__(self) -> Iterator[Selection]:
         return (Selection(source, *bounds) for source, part in self.parts.items() for bounds in part)
@@ -143,38 +108,6 @@ class Selections:
         return cls(parts)
 
 
-def _parsed(source: str, bounds: list[str]) -> Ranges:
-    """`10`, `10-20` and so on; 100,000 of them at once.
-
-    Raises:
-        SamplerError: one of them has neither form.
-    """
-    numbers = _numbers("\n".join(bounds), len(bounds)) if source else None
-    if numbers is not None and (numbers[0] <= numbers[1]).all():
-        return Ranges.of(*numbers)
-    ones = [Selection.parse(f"{source}:{each}") for each in bounds]
-    for one in ones:
-        if one.last > LARGEST:
-            raise SamplerError(f"exclude '{one}': numbers must be at most 2^62 ({LARGEST})")
-    return Ranges.of(np.array([one.first for one in ones]), np.array([one.last for one in ones]))
-
-
-def _numbers(lines: str, count: int) -> tuple[I64, I64] | None:
-    """The first and last of `count` lines such as `10` and `10-20`; None if one has another form, or many digits."""
-    text = np.frombuffer(f"{lines}\n".encode(errors="replace"), np.uint8)
-    separators = np.flatnonzero((text < ord("0")) | (text > ord("9")))
-    ends = text[separators] == ord("\n")
-    digits = np.diff(separators, prepend=-1) - 1
-    if ends.sum() != count or not (ends | (text[separators] == ord("-"))).all():
-        return None
-    last = np.flatnonzero(ends)
-    first = np.concatenate([[0], last[:-1] + 1])
-    if digits.min() < 1 or digits.max() > _DIGITS or (last - first).max() > 1:
-        return None
-    numbers = np.fromstring(lines.replace("-", " "), np.int64, sep=" ")
-    return numbers[first], numbers[last]
-
-
 def listed(selections: Iterable[Selection], count: int) -> str:
     """The first of them, for a message, and how many there are."""
     texts = ", ".join(map(str, islice(selections, _SHOWN))) or "nothing"
@@ -206,8 +139,8 @@ class Exclusions(Sequence[Exclusion]):
 
     Args:
         names: the sources; numbers of sources are indices into them.
-        rows: columns `source`, `at`, `until` (-1: not withdrawn), `planned`, `first` and `last`.
-        keys: of the exclusions by position, one entry for each source: columns `row`, `source`, `first` and `stop`.
+        rows: columns `source`, `at`, `until` (-1: not withdrawn), `planned`, `first`, and `more`: how many follow that.
+        keys: of the exclusions by position, one entry for each source: columns `row`, `source`, `first` and `size`.
     """
 
     def __init__(
@@ -248,12 +181,12 @@ class Exclusions(Sequence[Exclusion]):
                 first, last = np.maximum(starts, at)[ahead], stops[ahead]
                 keys = dict(key_ranges(first, last))
             names = (source, *keys)
-            rows = {"first": first, "last": last, "source": np.zeros_like(first), "at": np.full_like(first, at)}
+            rows = {"first": first, "more": last - first, "source": np.zeros_like(first), "at": np.full_like(first, at)}
             rows |= {"until": np.full_like(first, _NEVER), "planned": np.full_like(first, planned)}
-            entries = {
-                name: np.concatenate([each[i] for each in keys.values()] or [np.zeros(0, np.int64)])
-                for i, name in enumerate(("row", "first", "stop"))
-            }
+            row, begin, stop = (
+                np.concatenate([each[i] for each in keys.values()] or [np.zeros(0, np.int64)]) for i in range(3)
+            )
+            entries = {"row": row, "first": begin, "size": stop - begin}
             entries["source"] = np.repeat(np.arange(1, len(names)), [len(each[0]) for each in keys.values()])
             made = made.joined(cls(names, rows, entries))
         return made
@@ -314,9 +247,15 @@ class Exclusions(Sequence[Exclusion]):
         until = self._rows["until"]
         in_force = (self._rows["at"] <= position) & ((until == _NEVER) | (until > position))
         rows = in_force & (self._rows["source"] == code)
-        keys = (self._keys["source"] == code) & in_force[self._keys["row"]]
-        samples = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
-        return samples, Ranges.of(self._keys["first"][keys], self._keys["stop"][keys].astype(np.int64) - 1)
+        keys = self._keys["source"] == code
+        keys &= True if in_force.all() else in_force[self._keys["row"]]
+        first = self._keys["first"][keys].astype(np.int64)
+        return Ranges.of(*self._bounds(rows)), Ranges.of(first, first + self._keys["size"][keys] - 1)
+
+    def _bounds(self, rows: Flags) -> tuple[I64, I64]:
+        """The first samples or positions of these rows, and the last ones."""
+        first = self._rows["first"][rows].astype(np.int64)
+        return first, first + self._rows["more"][rows]
 
     def places(self) -> I64:
         """The positions at which exclusions are made, and the first samples or positions of each."""
@@ -324,8 +263,8 @@ class Exclusions(Sequence[Exclusion]):
 
     def selections(self) -> Iterator[Selection]:
         """What each one leaves out."""
-        rows = zip(*(self._rows[name].tolist() for name in ("source", "first", "last")), strict=True)
-        return (Selection(self.names[source], first, last) for source, first, last in rows)
+        rows = zip(*(self._rows[name].tolist() for name in ("source", "first", "more")), strict=True)
+        return (Selection(self.names[source], first, first + more) for source, first, more in rows)
 
     def samples_in_force(self) -> Selections:
         """The samples, not positions, that have not returned."""
@@ -334,7 +273,7 @@ class Exclusions(Sequence[Exclusion]):
         for code in np.unique(self._rows["source"][held]).tolist():
             if self.names[code] != POSITIONS:
                 rows = held & (self._rows["source"] == code)
-                parts[self.names[code]] = Ranges.of(self._rows["first"][rows], self._rows["last"][rows])
+                parts[self.names[code]] = Ranges.of(*self._bounds(rows))
         return Selections(parts)
 
     def withdrawn(self, removed: Selections, position: int) -> tuple[Exclusions, list[Parts], list[Parts]]:
@@ -351,7 +290,7 @@ class Exclusions(Sequence[Exclusion]):
                 continue
             rows = (self._rows["source"] == self.names.index(source)) & (self._rows["until"] == _NEVER)
             rows &= self._rows["planned"] == 1
-            first, last = (self._rows[name][rows].astype(np.int64) for name in ("first", "last"))
+            first, last = self._bounds(rows)
             is_touched = part.touches(first, last)
             touched[np.flatnonzero(rows)[is_touched]] = True
             rest[source == POSITIONS].append((source, *rest_of(first[is_touched], last[is_touched], part)[:2]))
@@ -368,11 +307,11 @@ class Exclusions(Sequence[Exclusion]):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = {name: int(column[index]) for name, column in self._rows.items()}
         keys = np.flatnonzero(self._keys["row"] == index % len(self))
-        entries = zip(*(self._keys[name][keys].tolist() for name in ("source", "first", "stop")), strict=True)
+        entries = zip(*(self._keys[name][keys].tolist() for name in ("source", "first", "size")), strict=True)
         return Exclusion(
             row["at"],
-            Selection(self.names[row["source"]], row["first"], row["last"]),
-            {self.names[source]: (first, stop) for source, first, stop in entries},
+            Selection(self.names[row["source"]], row["first"], row["first"] + row["more"]),
+            {self.names[source]: (first, first + size) for source, first, size in entries},
             None if row["until"] == _NEVER else row["until"],
             bool(row["planned"]),
         )
@@ -380,7 +319,9 @@ class Exclusions(Sequence[Exclusion]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Exclusions):
             return NotImplemented
-        if len(self) != len(other) or len(self._keys["row"]) != len(other._keys["row"]):
+        if self is other or len(self) != len(other) or not len(self):
+            return len(self) == len(other)
+        if len(self._keys["row"]) != len(other._keys["row"]):
             return False
         return all(map(np.array_equal, self._comparable(), other._comparable()))
 
@@ -403,9 +344,9 @@ class Exclusions(Sequence[Exclusion]):
 
     @cached_property
     def _packed(self) -> dict[str, Any]:
-        rows = {**self._rows, "last": self._rows["last"].astype(np.int64) - self._rows["first"]}
-        keys = {**self._keys, "stop": self._keys["stop"].astype(np.int64) - self._keys["first"]}
-        packed = {"rows": pack_columns(list(rows.values())), "keys": pack_columns(list(keys.values()))}
+        packed = {
+            name: pack_columns(list(each.values())) for name, each in (("rows", self._rows), ("keys", self._keys))
+        }
         return {"count": len(self), "sources": list(self.names), **packed}
 
     def to_json(self) -> dict[str, Any]:
@@ -419,11 +360,13 @@ class Exclusions(Sequence[Exclusion]):
         Raises:
             ValueError: it is not what `to_json` gives.
         """
+        if value == _NO_EXCLUSIONS:
+            return cls()
         names = [str(name) for name in value["sources"]]
         rows = dict(zip(_ROWS, unpack_columns(value["rows"], len(_ROWS)), strict=True))
         keys = dict(zip(_KEYS, unpack_columns(value["keys"], len(_KEYS)), strict=True))
-        _check_bounds(rows["first"], rows["last"])
-        _check_bounds(keys["first"], keys["stop"])
+        _check_bounds(rows["first"], rows["more"])
+        _check_bounds(keys["first"], keys["size"])
         limits = {
             "source": (0, len(names) - 1),
             "at": (0, LARGEST),
@@ -437,8 +380,6 @@ class Exclusions(Sequence[Exclusion]):
                 raise ValueError(f"{name} of an exclusion is not from {lowest} to {highest}")
         if value["count"] != len(rows["at"]) or len(set(names)) < len(names):
             raise ValueError(f"{value['count']} exclusions of {len(names)} sources")
-        rows["last"] += rows["first"]
-        keys["stop"] += keys["first"]
         return cls(names, rows, keys)
 
 
@@ -451,6 +392,9 @@ def _check_bounds(first: I64, length: I64) -> None:
     for column in (first, length):
         if len(column) and (column.min() < 0 or column.max() > LARGEST):
             raise ValueError("a range with numbers outside 0 to 2^62")
+
+
+_NO_EXCLUSIONS = Exclusions().to_json()
 
 
 def check_selections(selections: Selections, at: int, sizes: Mapping[str, int]) -> None:

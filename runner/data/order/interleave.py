@@ -23,8 +23,8 @@ Does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class _Nodes:
     step: np.uint64 | U64  # points per pair of slots, 2 f <= 1, times 2^62
     key: np.uint64 | U64
 
-    def take(self, nodes: IDS) -> _Nodes:
+    def take(self, nodes: int | IDS) -> _Nodes:
         return _Nodes(self.step[nodes], self.key[nodes])  # type: ignore[index]
 
 
@@ -106,65 +106,64 @@ def _split(x: U64, node: _Nodes) -> tuple[U64, NDArray[np.bool_]]:
 
 
 class Interleave:
-    """A mixture of sources at constant shares.
+    """Mixtures of equally many sources, each at constant shares: what is asked of many at once costs as for one.
+
+    A `mixture` is a number, or one for each of the slots or samples.
 
     Args:
-        quanta: share of each source, as positive integers relative to their sum.
-        key: key of the random stream that chooses the slots.
+        quanta: share of each source in each mixture, as positive integers relative to their sum, which is below 2^62;
+            int64 of shape (mixtures, sources).
+        keys: of the random streams that choose the slots of each mixture, uint64 of shape (mixtures,).
     """
 
-    def __init__(self, quanta: Sequence[int], key: int) -> None:
-        self.size, self.key = len(quanta), key
+    def __init__(self, quanta: IDS, keys: U64) -> None:
+        self.keys, (count, self.size) = keys, quanta.shape
         self.depth = (self.size - 1).bit_length()
-        width = 1 << self.depth
+        self._width = width = 1 << self.depth
         # Heap order: root 1, children 2k (lighter) and 2k + 1 (heavier). All leaves are at `depth`: a leaf that the
-        # balanced tree has one level higher is extended by a node that passes everything to its heavier child.
-        self._leaf_source = np.zeros(width, np.int64)
-        self._source_leaf = np.zeros(self.size, np.int64)
-        self._bounds = [0.0] * self.size
-        steps = np.ones(2 * width, np.uint64)
-        self._inner = np.zeros(2 * width, bool)
-        self._build(1, list(range(self.size)), list(quanta), steps, 0.0)
-        self._nodes = _Nodes(steps, derive(key, np.arange(2 * width)))
-        self._levels = [
-            (self._nodes.take(np.arange(1 << level, 2 << level)), self._inner[1 << level : 2 << level])
-            for level in range(self.depth)
-        ]
-        root = self._nodes
-        self._root = _Nodes(root.step[1], root.key[1])  # type: ignore[index]
+        # balanced tree has one level higher is extended by a node of step 0, which passes everything to its heavier
+        # child.
+        first, middle, last, leaves = _halves(self.size)
+        sums = np.zeros((count, self.size + 1), np.uint64)
+        np.cumsum(quanta, axis=1, out=sums[:, 1:].view(np.int64))
+        between = sums[:, middle]
+        one, two = between - sums[:, first], sums[:, last] - between
+        swapped = one > two
+        node = np.ones((count, 2 * width), np.int64)  # in heap order, of the nodes as the sources are listed
+        for level in range(self.depth):
+            parent, child = (node[:, 1 << at : 2 << at] for at in (level, level + 1))
+            child[:, ::2] = 2 * parent + swapped[:, (1 << level) - 1 : (2 << level) - 1]
+            child[:, 1::2] = 4 * parent + 1 - child[:, ::2]
+        mixtures = np.arange(count)[:, None]
+        self._steps = np.zeros((count, 2 * width), np.uint64)
+        step = np.maximum(_fraction(np.minimum(one, two), one + two), _ONE)
+        self._steps[mixtures, node[:, 1:width]] = np.where(two, step, np.uint64(0))
+        self._leaf = node[:, width + leaves]  # of each source
+        self._source = np.zeros((count, 2 * width), np.int64)
+        self._source[mixtures, self._leaf] = np.arange(self.size)
+        self._node_keys = derive(keys[:, None], np.arange(2 * width))
+        self._nodes = _Nodes(self._steps.reshape(-1), self._node_keys.reshape(-1))
 
-    def _build(self, node: int, ids: list[int], quanta: list[int], steps: U64, bound: float) -> None:
-        if len(ids) == 1:
-            while node < len(self._leaf_source):
-                node = 2 * node + 1
-            leaf = node - len(self._leaf_source)
-            self._leaf_source[leaf] = ids[0]
-            self._source_leaf[ids[0]] = leaf
-            self._bounds[ids[0]] = bound
-            return
-        half = (len(ids) + 1) // 2
-        first, second = ids[:half], ids[half:]
-        sums = sum(quanta[i] for i in first), sum(quanta[i] for i in second)
-        if sums[0] > sums[1]:
-            first, second = second, first
-        step = max(1, (min(sums) << BITS + 1) // (sums[0] + sums[1]))
-        steps[node] = step
-        self._inner[node] = True
-        fraction = step / (2 << BITS)
-        # Before an even slot the count is exact but for the fractional part of a multiple of 2 f, which is rounded.
-        error = 1 - math.gcd(step, 1 << BITS) / (1 << BITS) + fraction
-        self._build(2 * node, first, quanta, steps, error + fraction * bound)
-        self._build(2 * node + 1, second, quanta, steps, error + (1 - fraction) * bound)
-
-    def share_bound(self, source: int) -> float:
+    def share_bound(self, source: int, mixture: int = 0) -> float:
         """Upper bound on |count - share * slots| of this source after any number of slots."""
-        return self._bounds[source]
+        leaf, bound = int(self._leaf[mixture, source]), 0.0
+        for below in reversed(range(self.depth)):
+            child = leaf >> below
+            step = int(self._steps[mixture, child // 2])
+            if step:
+                fraction = step / (2 << BITS)
+                # Before an even slot the count is exact but for the fractional part of a multiple of 2 f, which is
+                # rounded.
+                error = 1 - math.gcd(step, 1 << BITS) / (1 << BITS) + fraction
+                bound = error + (1 - fraction if child % 2 else fraction) * bound
+        return bound
 
-    def locate(self, x: U64) -> tuple[IDS, U64]:
+    def locate(self, x: U64, mixture: int | IDS = 0) -> tuple[IDS, U64]:
         """Source of each slot, and the number of the sample within that source.
 
         Args:
             x: slots, uint64 of shape (count,), below 2^62.
+            mixture: of the slots, or of each.
 
         Returns:
             Sources (int64) and numbers (uint64), both of shape (count,).
@@ -172,86 +171,69 @@ class Interleave:
         if self.depth == 0:
             return np.zeros(len(x), np.int64), x
         if len(x) > _CHUNK:
-            parts = [self.locate(x[first : first + _CHUNK]) for first in range(0, len(x), _CHUNK)]
+            chunks = [slice(first, first + _CHUNK) for first in range(0, len(x), _CHUNK)]
+            parts = [self.locate(x[one], mixture if isinstance(mixture, int) else mixture[one]) for one in chunks]
             return np.concatenate([ids for ids, _ in parts]), np.concatenate([numbers for _, numbers in parts])
-        node = None
-        for nodes, inner in self._levels:
-            current = self._root if node is None else nodes.take(node)
-            before, lighter = _split(x, current)
-            rest = x - before
-            if not inner.all():
-                passes = ~inner if node is None else ~inner[node]
-                lighter &= ~passes
-                rest = np.where(passes, x, rest)
-            x = np.where(lighter, before, rest)
-            heavier = (~lighter).view(np.int8)
-            node = heavier.astype(np.int64) if node is None else 2 * node + heavier
-        return self._leaf_source[node], x
+        root = 2 * self._width * mixture
+        node: int | IDS = 1
+        for _ in range(self.depth):
+            before, lighter = _split(x, self._nodes.take(root + node))
+            x = np.where(lighter, before, x - before)
+            node = 2 * node + ~lighter
+        return self._source.reshape(-1)[root + node], x
 
-    def counts(self, x: int) -> NDArray[np.int64]:
-        """How many of the first x slots belong to each source, int64 of shape (sources,)."""
-        totals = np.array([x], np.uint64)
-        for nodes, inner in self._levels:
-            before, _ = _split(totals, nodes)
-            lighter = np.where(inner, before, np.uint64(0))
-            totals = np.stack([lighter, totals - lighter], axis=1).reshape(-1)
-        return totals.astype(np.int64)[self._source_leaf]
+    def counts(self, x: IDS, mixture: int | IDS = 0) -> IDS:
+        """How many of the first slots belong to each source.
 
-    def many_counts(self, x: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same for each x, int64 of shape (count, sources)."""
+        Args:
+            x: how many slots, int64 of shape (count,).
+            mixture: of all, or of each x.
+
+        Returns:
+            int64 of shape (count, sources).
+        """
         counts = np.empty((len(x), self.size), np.int64)
-        for first in range(0, len(x), _CHUNK):
-            totals = x[first : first + _CHUNK, None].astype(np.uint64)
-            for nodes, inner in self._levels:
-                before, _ = _split(totals, nodes)
-                lighter = np.where(inner, before, np.uint64(0))
-                totals = np.stack([lighter, totals - lighter], axis=2).reshape(len(totals), -1)
-            counts[first : first + _CHUNK] = totals.astype(np.int64)[:, self._source_leaf]
+        rows = max(1, 4 * _CHUNK // self._width)
+        for first in range(0, len(x), rows):
+            part = slice(first, first + rows)
+            of = mixture if isinstance(mixture, int) else mixture[part]
+            totals = x[part, None].astype(np.uint64)
+            for level in range(self.depth):
+                nodes = slice(1 << level, 2 << level)
+                before, _ = _split(totals, _Nodes(self._steps[of, nodes], self._node_keys[of, nodes]))
+                totals = np.stack([before, totals - before], axis=2).reshape(len(totals), -1)
+            leaf = self._leaf[of] - self._width
+            counts[part] = totals[:, leaf] if isinstance(of, int) else np.take_along_axis(totals, leaf, axis=1)
         return counts
 
-    def find(self, source: IDS, number: U64) -> U64:
+    def find(self, source: IDS, number: U64, mixture: int | IDS = 0) -> U64:
         """The slot of sample `number` of each source, the inverse of `locate`; 2^62 if all lower slots come before."""
-        node = self._source_leaf[source]
+        node, root = self._leaf[mixture, source], 2 * self._width * mixture
         x = number.copy()
-        for nodes, inner in reversed(self._levels):
+        for _ in range(self.depth):
             lighter = node % 2 == 0
             node = node // 2
-            active = np.flatnonzero(inner[node])
+            parent = self._nodes.take(root + node)
+            active = np.flatnonzero(parent.step)
             if active.size:
-                x[active] = _slot_in_parent(x[active], nodes.take(node[active]), lighter[active])
+                x[active] = _slot_in_parent(x[active], parent.take(active), lighter[active])
         return x
 
 
-def counts_of_many(quanta: NDArray[np.int64], keys: U64, x: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many of the first slots of each of many mixtures belong to each source: `Interleave.counts`, all at once.
-
-    Args:
-        quanta: shares in each mixture, positive, below 2^62 in all, of shape (mixtures, sources).
-        keys: of the mixtures.
-        x: of each mixture, how many slots.
+@lru_cache(maxsize=64)
+def _halves(size: int) -> tuple[IDS, IDS, IDS, IDS]:
+    """The balanced tree over so many sources.
 
     Returns:
-        int64 of shape (mixtures, sources).
+        Of each inner node, level by level, the first source below it, the first below its second child, and one past
+        the last; and of each source its leaf.
     """
-    counts = np.empty(quanta.shape, np.int64)
-    sums = np.concatenate([np.zeros((len(quanta), 1), np.int64), np.cumsum(quanta, axis=1)], axis=1).view(np.uint64)
-
-    def divide(first: int, last: int, node: IDS, slots: U64) -> None:
-        """Of the sources `first` to `last` - 1, below these nodes; `slots` reach them."""
-        if last - first == 1:
-            counts[:, first] = slots
-            return
-        middle = first + (last - first + 1) // 2
-        one, two = sums[:, middle] - sums[:, first], sums[:, last] - sums[:, middle]
-        step = np.maximum(_fraction(np.minimum(one, two), one + two), _ONE)
-        before, _ = _split(slots, _Nodes(step, derive(keys, node)))
-        swapped = one > two
-        of_first = np.where(swapped, slots - before, before)
-        divide(first, middle, 2 * node + swapped, of_first)
-        divide(middle, last, 2 * node + ~swapped, slots - of_first)
-
-    divide(0, quanta.shape[1], np.ones(len(quanta), np.int64), x.astype(np.uint64))
-    return counts
+    bounds, levels = np.array([0, size]), [np.zeros((3, 0), np.int64)]
+    for _ in range((size - 1).bit_length()):
+        middle = (bounds[:-1] + bounds[1:] + 1) // 2
+        levels.append(np.stack([bounds[:-1], middle, bounds[1:]]))
+        bounds = np.append(np.stack([bounds[:-1], middle], axis=1), size)
+    return *np.concatenate(levels, axis=1), np.flatnonzero(bounds[:-1] < bounds[1:])
 
 
 def _fraction(part: U64, whole: U64) -> U64:

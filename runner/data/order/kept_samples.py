@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.ranges import Ranges
+from runner.data.order.ranges import NarrowRanges, Ranges, narrow, search
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -36,14 +36,19 @@ class KeptSamples:
     """
 
     def __init__(self, size: int, excluded: Ranges, permute: Permute) -> None:
-        self.size, self.excluded, self.left = size, excluded, size - excluded.total
+        self.size, self.left = size, size - excluded.total
+        self._excluded = NarrowRanges(excluded)
         self._permute = permute
         self._epochs: dict[int, _Sorted | _Blocks] = {}
+
+    def leaves_out(self, samples: Ranges) -> bool:
+        """Whether these are the samples that are left out."""
+        return self._excluded.widened() == samples
 
     def locate(self, keys: I64) -> tuple[I64, I64]:
         """Epoch and offset of each, by its key among those that are left."""
         epochs, ranks = np.divmod(keys, np.int64(self.left))
-        if not len(self.excluded):
+        if self.left == self.size:
             return epochs, ranks
         offsets = np.empty_like(ranks)
         for epoch, chosen in _by_epoch(epochs):
@@ -52,7 +57,7 @@ class KeptSamples:
 
     def before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
         """How many of each epoch are left before an offset, and whether the sample there is excluded."""
-        if not len(self.excluded):
+        if self.left == self.size:
             return offsets, np.zeros(len(offsets), bool)
         ranks, gone = np.empty_like(offsets), np.empty(len(offsets), bool)
         for epoch, chosen in _by_epoch(epochs):
@@ -64,8 +69,8 @@ class KeptSamples:
             while len(self._epochs) >= _CACHED_EPOCHS:
                 del self._epochs[next(iter(self._epochs))]
 
-            kind = _Sorted if self.excluded.total <= _FEW else _Blocks
-            self._epochs[epoch] = kind(self.size, self.excluded, partial(self._permute, epoch))
+            kind = _Sorted if self.size - self.left <= _FEW else _Blocks
+            self._epochs[epoch] = kind(self.size, self._excluded.widened(), partial(self._permute, epoch))
         return self._epochs[epoch]
 
 
@@ -86,10 +91,10 @@ class _Sorted:
     def __init__(self, size: int, excluded: Ranges, permute: Callable[[I64, bool], I64]) -> None:
         parts = [permute(samples, True) for samples in excluded.pieces(_FEW)]
         offsets: I64 = np.sort(np.concatenate(parts))
-        self._ranks: I64 = offsets - np.arange(len(offsets), dtype=np.int64)
+        self._ranks = narrow(offsets - np.arange(len(offsets), dtype=np.int64))
 
     def nth(self, ranks: I64) -> I64:
-        return ranks + np.searchsorted(self._ranks, ranks, side="right")
+        return ranks + search(self._ranks, ranks, "right")
 
     def before(self, offsets: I64) -> tuple[I64, Flags]:
         excluded = self._ranks + np.arange(len(self._ranks))

@@ -94,7 +94,7 @@ class OrderPlan:
             SamplerError: an invalid exclusion.
         """
         if saved == self:
-            return self.segments if segments == self.segments else segments, exclusions
+            return self.segments if segments in (saved.segments, self.segments) else segments, exclusions
         before, now = (plan.segments.at(position) for plan in (saved, self))
         later = self.segments.select(self.segments.start > position)
         if replace(before, start=now.start) == now:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,11 +116,33 @@ def rest_of(first: I64, last: I64, removed: Ranges) -> tuple[I64, I64, I64]:
 
 
 def narrow(values: NDArray[Any]) -> NDArray[Any]:
-    """The same integers in the smallest type that holds them."""
+    """The same integers in the smallest type that holds them, and smaller and larger ones; once if all are equal."""
     if not values.size:
         return values.astype(np.int8)
     lowest, highest = int(values.min()), int(values.max())
     fits = (
-        kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= lowest <= highest <= np.iinfo(kind).max
+        kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min < lowest <= highest < np.iinfo(kind).max
     )
-    return values.astype(next(fits, np.int64))
+    kind = next(fits, np.int64)
+    return values.astype(kind) if lowest < highest else np.broadcast_to(kind(lowest), values.shape)
+
+
+def search(column: NDArray[Any], values: I64, side: Literal["left", "right"] = "left") -> NDArray[np.intp]:
+    """np.searchsorted of a `narrow` column, which numpy would widen at every call."""
+    limits = np.iinfo(column.dtype)
+    return np.searchsorted(column, np.clip(values, limits.min, limits.max).astype(column.dtype), side=side)
+
+
+class NarrowRanges:
+    """Ranges in as few bytes as hold them."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._first, self._more = narrow(ranges.first), narrow(ranges.last - ranges.first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def widened(self) -> Ranges:
+        """The ranges."""
+        first = self._first.astype(np.int64)
+        return Ranges(first, first + self._more)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -128,6 +127,8 @@ class Segments(Sequence[Segment]):
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
             raise SamplerError(f"segments {values!r}: it must be a list of segments")
         values = list(values)
+        if not values:
+            return cls.of([base])
         made = cls._of_pairs(values, base) or cls.of([as_segment(value, base) for value in values])
         twice = np.flatnonzero(made.start[1:] == made.start[:-1])
         if twice.size:
@@ -137,46 +138,38 @@ class Segments(Sequence[Segment]):
     @classmethod
     def _of_pairs(cls, values: list[Any], base: Segment) -> Segments | None:
         """Many pairs (start, weights) at once; None if there are other forms, or there is anything to be refused."""
-        if not values or not all(type(one) is tuple and len(one) == 2 and type(one[1]) is dict for one in values):
+        if set(map(type, values)) != {tuple} or set(map(len, values)) != {2}:
             return None
-        weights = [one[1] for one in values]
-        if any(one.keys() - base.weights.keys() for one in weights):
+        start, weights = [one[0] for one in values], [one[1] for one in values]
+        if set(map(type, weights)) != {dict}:
             return None
-        count = len(values)
-        made = cls._of_columns(
-            [one[0] for one in values], [base.temperature] * count, weights, [base.max_epochs] * count, base.weights
-        )
-        if made is None or not made._is_valid():
+        changed: set[str] = set().union(*weights)
+        if not changed <= base.weights.keys():
             return None
-        return made.select(np.argsort(made.start, kind="stable"))
+        ones = cls.of([base]).select(np.zeros(len(values), np.int64))
+        begins, held = _column(start, int), ones.weights
+        for name in changed:
+            default = base.weights[name]
+            column = _column([one.get(name, default) for one in weights])
+            if column is None or np.isnan(column).any():
+                return None
+            held[:, ones.names.index(name)] = column
+        if begins is None or not 0 <= begins.min() <= begins.max() <= MAX_SIZE:
+            return None
+        made = cls(ones.names, begins, ones.temperature, held, ones.caps)
+        return made.select(np.argsort(begins, kind="stable")) if made._is_valid() else None
 
     @classmethod
     def _of_columns(
-        cls,
-        start: list[Any],
-        temperature: list[Any],
-        weights: list[Mapping[str, Any]],
-        caps: list[Mapping[str, Any]],
-        base: Mapping[str, Any] = MappingProxyType({}),
+        cls, start: list[Any], temperature: list[Any], weights: list[Mapping[str, Any]], caps: list[Mapping[str, Any]]
     ) -> Segments | None:
-        """None if a value is no Python number, or NaN. `base`: weights of the sources that a segment does not name."""
-        names = sorted({*base}.union(*weights, *(caps if any(caps) else ())))
-        of_weights = [[one.get(name, base.get(name, math.nan)) for one in weights] for name in names]
-        of_caps = [[one.get(name, math.nan) for one in caps] for name in names] if any(caps) else []
-        if set(map(type, start)) - {int} or not all(0 <= one <= MAX_SIZE for one in start):
+        """None if a value is no Python number, or NaN."""
+        names = sorted(set().union(*weights, *caps))
+        begins, heat = _column(start, int), _column(temperature)
+        held, capped = _table(weights, names), _table(caps, names)
+        if begins is None or heat is None or held is None or capped is None:
             return None
-        if any(set(map(type, column)) - {int, float} for column in (temperature, *of_weights, *of_caps)):
-            return None
-        shape = len(names), len(start)
-        try:
-            held = np.array(of_weights, np.float64).reshape(shape).T
-            capped = np.array(of_caps, np.float64).reshape(shape).T if of_caps else None
-            absent = 0 if base else held.size - sum(map(len, weights)), held.size - sum(map(len, caps))
-            if np.isnan(held).sum() != absent[0] or (capped is not None and np.isnan(capped).sum() != absent[1]):
-                return None  # somebody has written NaN
-            return cls(names, np.array(start, np.int64), np.array(temperature, np.float64), held, capped)
-        except OverflowError:  # an integer that no float holds
-            return None
+        return cls(names, begins, heat, held, capped) if ((begins >= 0) & (begins <= MAX_SIZE)).all() else None
 
     def _is_valid(self) -> bool:
         weights, absent = self.weights, np.isnan(self.weights)
@@ -241,14 +234,16 @@ class Segments(Sequence[Segment]):
         place = np.minimum(np.searchsorted(two.start, one.start), max(0, len(two) - 1))
         if not len(two):
             return self
-        same = np.ones(len(self), bool)
-        for mine, theirs in zip(one._all_columns(), two._all_columns(), strict=True):
-            same &= (mine == theirs[place]) | (np.isnan(mine) & np.isnan(theirs[place]))
-        return self.select(~same)
+        return self.select(~one._is_equal(two.select(place)))
 
-    def _all_columns(self) -> list[NDArray[Any]]:
-        caps = np.full_like(self.weights, np.nan) if self.caps is None else self.caps
-        return [self.start, self.temperature, *self.weights.T, *caps.T]
+    def _is_equal(self, other: Segments) -> NDArray[np.bool_]:
+        """Whether each is equal to that of the other ones, as many of the same sources."""
+        same: NDArray[np.bool_] = (self.start == other.start) & (self.temperature == other.temperature)
+        for mine, theirs in ((self.weights, other.weights), (self.caps, other.caps)):
+            if mine is not theirs:
+                one, two = (np.full((1, 1), np.nan) if each is None else each for each in (mine, theirs))
+                same &= ((one == two) | (np.isnan(one) & np.isnan(two))).all(axis=1)
+        return same
 
     def _over(self, names: Sequence[str]) -> Segments:
         """The same with columns for more sources."""
@@ -280,7 +275,10 @@ class Segments(Sequence[Segment]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segments):
             return NotImplemented
-        return self is other or (len(self) == len(other) and not len(self.without(other)))
+        if self is other or len(self) != len(other):
+            return self is other
+        names = sorted({*self.names, *other.names})
+        return bool(self._over(names)._is_equal(other._over(names)).all())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -329,6 +327,29 @@ class Segments(Sequence[Segment]):
         if not made._is_valid():
             raise ValueError("a segment has a weight, temperature or cap that is none")
         return made
+
+
+def _column(values: Sequence[Any], *kinds: type) -> NDArray[Any] | None:
+    """Numbers of Python, or of one kind of them, as float64 or int64; None if there are others, or too large ones."""
+    if set(map(type, values)) - set(kinds or (int, float)):
+        return None
+    try:
+        return np.array(values, np.int64 if int in kinds else np.float64)
+    except OverflowError:
+        return None
+
+
+def _table(mappings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F64 | None:
+    """Their values as float64 of shape (mappings, names), NaN where there is none; None if one is no number."""
+    columns = []
+    for name in names:
+        column = _column([one.get(name, math.nan) for one in mappings])
+        if column is None:
+            return None
+        columns.append(column)
+    table = np.array(columns, np.float64).reshape(len(names), len(mappings)).T
+    absent = table.size - sum(map(len, mappings))
+    return table if np.isnan(table).sum() == absent else None  # or somebody has written NaN
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -31,6 +31,7 @@ VERSION = 1
 
 I64 = NDArray[np.int64]
 
+_CHUNK = 1 << 12  # ranges whose keys are looked up together, so that the working arrays stay in cache
 _LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
 
 
@@ -68,7 +69,7 @@ class ElasticSequence:
         self.shuffle = shuffle
         self.sizes, self.seed = dict(sizes), seed
         self.segments = Segments.of(segments)
-        self.exclusions = exclusions or Exclusions()
+        self.exclusions = Exclusions() if exclusions is None else exclusions
         if not self.segments or self.segments.start[0] != 0:
             raise SamplerError("the first segment must start at position 0")
         self.segments.check(sizes)
@@ -92,14 +93,7 @@ class ElasticSequence:
 
     def share_bound(self, name: str) -> float:
         """Upper bound on |samples of this source - share * slots| within any span."""
-        return max(
-            (
-                span.mixture.share_bound(int(np.flatnonzero(span.sources == self._id[name])[0]))
-                for span in self.spans
-                if self._id[name] in span.sources
-            ),
-            default=0.0,
-        )
+        return max(table.share_bound(self._id[name]) for table in self.spans.tables())
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
         """Source id of each position, and how many samples the source has given before.
@@ -114,10 +108,10 @@ class ElasticSequence:
         if lowest < 0 or highest >= self.spans.stop:
             raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {self.spans.stop - 1}")
         ids, numbers = np.empty_like(positions), np.empty_like(positions)
-        for span, chosen in self.spans.of(positions):
+        for table, chosen in self.spans.of(positions):
             if isinstance(chosen, slice):
-                return self._numbers_in(span, positions)
-            ids[chosen], numbers[chosen] = self._numbers_in(span, positions[chosen])
+                return table.numbers(positions)
+            ids[chosen], numbers[chosen] = table.numbers(positions[chosen])
         return ids, numbers
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
@@ -142,25 +136,22 @@ class ElasticSequence:
         positions = np.full(numbers.shape, -1, np.int64)
         for source in np.unique(ids).tolist():
             mine = np.flatnonzero(ids == source)
-            for span, chosen in self.spans.of_numbers(source, numbers[mine]):
-                here = mine[chosen]
-                here = here[(numbers[here] >= span.begin[source]) & (numbers[here] < span.end[source])]
-                if here.size:
-                    member = np.full(len(here), np.searchsorted(span.sources, source))
-                    slots = span.mixture.find(member, (numbers[here] - span.begin[source]).astype(np.uint64))
-                    found = slots.astype(np.int64) + span.start
-                    positions[here] = np.where(found < span.stop, found, np.int64(-1))
+            for table, chosen in self.spans.of_numbers(source, numbers[mine]):
+                positions[mine[chosen]] = table.find(source, numbers[mine[chosen]])
         return positions
 
     def numbers_at(self, position: int) -> I64:
         """Samples consumed from each source, by id, in the first `position` positions."""
-        return self.span_at(position).numbers_at(position)
+        found: I64 = self.spans.table_at(position).numbers_at(np.array([position]))[0]
+        return found
 
     def many_numbers_at(self, positions: I64) -> I64:
         """The same for each position, int64 of shape (count, sources)."""
         found = np.empty((len(positions), len(self.names)), np.int64)
-        for span, chosen in self.spans.of(positions):
-            found[chosen] = span.many_numbers_at(positions[chosen])
+        for table, chosen in self.spans.of(positions):
+            if isinstance(chosen, slice):
+                return table.numbers_at(positions)
+            found[chosen] = table.numbers_at(positions[chosen])
         return found
 
     def consumed_at(self, position: int) -> dict[str, int]:
@@ -186,13 +177,20 @@ class ElasticSequence:
             first[last >= _LAST_EXCLUDED].tolist(), last[last >= _LAST_EXCLUDED].tolist(), strict=True
         ):
             raise SamplerError(f"positions {low} to {high}: positions to exclude must be below 2^61")
-        begin, end = self.many_numbers_at(first), self.many_numbers_at(last + 1)
-        found = {}
-        for i, stream in enumerate(self._streams):
-            ranges = np.flatnonzero(begin[:, i] < end[:, i])
-            if ranges.size:
-                found[stream.name] = ranges, stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
-        return found
+        found: list[list[tuple[I64, I64, I64]]] = [[] for _ in self._streams]
+        for start in range(0, len(first), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            begin, end = self.many_numbers_at(first[part]), self.many_numbers_at(last[part] + 1)
+            for i in np.flatnonzero((begin < end).any(axis=0)).tolist():
+                stream, ranges = self._streams[i], np.flatnonzero(begin[:, i] < end[:, i])
+                keys = stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
+                found[i].append((start + ranges, *keys))
+        return {
+            name: (np.concatenate(ranges), np.concatenate(begins), np.concatenate(stops))
+            for name, parts in zip(self.names, found, strict=True)
+            if parts
+            for ranges, begins, stops in [zip(*parts, strict=True)]
+        }
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""
@@ -224,16 +222,6 @@ class ElasticSequence:
     def span_at(self, position: int) -> Span:
         """The span that contains `position`, or the last one."""
         return self.spans.at(position)
-
-    def _numbers_in(self, span: Span, positions: I64) -> tuple[I64, I64]:
-        member, counted = span.mixture.locate((positions - span.start).view(np.uint64))
-        if len(span.sources) == 1:
-            source = int(span.sources[0])
-            return np.full(len(positions), source), counted.view(np.int64) + span.begin[source]
-        ids = member if len(span.sources) == len(self.names) else span.sources[member]
-        numbers = span.begin[ids]
-        numbers += counted.view(np.int64)
-        return ids, numbers
 
     def _epochs_and_offsets(self, ids: I64, numbers: I64) -> tuple[I64, I64]:
         if not self._has_exclusions:

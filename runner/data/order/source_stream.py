@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from runner.data.order.hashing import derive, stream_key
 from runner.data.order.kept_samples import KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
-from runner.data.order.ranges import Ranges
+from runner.data.order.ranges import Ranges, narrow, search
 from runner.data.order.weights import SamplerError
 
 I64 = NDArray[np.int64]
@@ -34,22 +34,24 @@ class _Gaps:
     def __init__(self, starts: I64, stops: I64) -> None:
         lengths = stops - starts
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        self._skipped = np.concatenate([[0], np.cumsum(lengths)])  # by the ranges before each, and by all
-        self._kept = starts - self._skipped[:-1]  # integers that are not left out, before each range
+        skipped = np.concatenate([[0], np.cumsum(lengths)])
+        self._skipped = narrow(skipped)  # by the ranges before each, and by all
+        self._kept = narrow(starts - skipped[:-1])  # integers that are not left out, before each range
 
     def nth(self, numbers: I64) -> I64:
         """The `number`-th integer, from 0, that is not left out."""
         if not len(self._kept):
             return numbers
-        result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
+        result: I64 = numbers + self._skipped[search(self._kept, numbers, "right")]
         return result
 
     def before(self, values: I64) -> tuple[I64, NDArray[np.bool_]]:
         """How many integers before each value are not left out, and whether the value itself is left out."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
-        gap = np.searchsorted(self._kept + self._skipped[:-1], values, side="right") - 1
-        stop = self._kept[gap] + self._skipped[gap + 1]
+        starts = self._kept + self._skipped[:-1].astype(np.int64)
+        gap = np.searchsorted(starts, values, side="right") - 1
+        stop = self._kept[gap] + self._skipped[gap + 1].astype(np.int64)
         inside = (gap >= 0) & (values < stop)
         return np.where(inside, self._kept[gap], values - self._skipped[gap + 1]), inside
 
@@ -79,13 +81,14 @@ class _Kept:
     """
 
     def __init__(self, samples: KeptSamples, key: int, keys: Ranges) -> None:
-        self.samples, size = samples, max(1, samples.size)
-        self.first = int(self._among(np.array([key]), size)[0])
-        bounds = self._among(np.stack([keys.first, keys.last + 1]).reshape(-1), size) - self.first
-        self.gaps = _Gaps(*bounds.reshape(2, -1))
+        self.samples = samples
+        self.first = int(self._among(np.array([key]))[0])
+        self.gaps = _Gaps(self._among(keys.first) - self.first, self._among(keys.last + 1) - self.first)
 
-    def _among(self, keys: I64, size: int) -> I64:
-        epochs, offsets = np.divmod(keys, size)
+    def _among(self, keys: I64) -> I64:
+        if self.samples.left == self.samples.size:
+            return keys
+        epochs, offsets = np.divmod(keys, self.samples.size)
         return _times(epochs, self.samples.left) + self.samples.before(epochs, offsets)[0]
 
     def nth(self, numbers: I64) -> tuple[I64, I64]:
@@ -118,6 +121,7 @@ class SourceStream:
         self._eras = [_Era(0, 0, _nothing)]
         self._numbers = np.zeros(1, np.int64)  # of the eras
         self._cache: dict[int, _Kept] = {}  # by era
+        self._latest: dict[int, tuple[Ranges, Ranges]] = {}  # what is left out in the last era, until it is looked up
         self.has_exclusions = False  # then numbers and keys are equal
 
     def leave_out(self, number: int, left_out: LeftOut) -> None:
@@ -149,7 +153,9 @@ class SourceStream:
             self._eras.pop()
         self._eras.append(_Era(number, key, left_out))
         self._numbers = np.array([era.number for era in self._eras])
-        self._cache.pop(len(self._eras) - 1, None)
+        latest = len(self._eras) - 1
+        self._cache.pop(latest, None)
+        self._latest = {latest: (samples, keys)}
         self.has_exclusions = True
 
     def _kept(self, era: int) -> _Kept:
@@ -157,9 +163,9 @@ class SourceStream:
         if kept is None:
             while len(self._cache) >= _CACHED_ERAS:
                 del self._cache[next(iter(self._cache))]
-            samples, keys = self._eras[era].left_out()
+            samples, keys = self._latest.pop(era) if era in self._latest else self._eras[era].left_out()
             key = self._eras[era].key
-            same = (one.samples for one in self._cache.values() if one.samples.excluded == samples)
+            same = (one.samples for one in self._cache.values() if one.samples.leaves_out(samples))
             left = next(same, None) or KeptSamples(self.size, samples, self._permute)
             kept = self._cache[era] = _Kept(left, key, keys.from_on(key))
         return kept
@@ -177,6 +183,8 @@ class SourceStream:
 
     def end_keys(self, numbers: I64) -> I64:
         """The same of each number, int64 of shape (count,)."""
+        if not self.has_exclusions:
+            return numbers
         last = self._eras[-1]
         keys: I64 = np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
         return keys
@@ -187,6 +195,8 @@ class SourceStream:
 
     def keys_of(self, numbers: I64) -> I64:
         """The key of each sample, int64 of shape (count,)."""
+        if not self.has_exclusions:
+            return numbers
         epochs, offsets = self.epochs_and_offsets(numbers)
         return epochs * self.size + offsets
 

@@ -240,7 +240,7 @@ def _range_inputs(order: ElasticSequence, first: int, last: int) -> tuple[Any, .
     """
     span, begin, end = order.span_at(first), order.numbers_at(first), order.numbers_at(last)
     streams = [order.stream(source).inputs(int(begin[source]), int(end[source])) for source in span.sources.tolist()]
-    return streams, span.quanta, span.mixture.key, span.start
+    return streams, span.quanta, span.key, span.start
 
 
 def _first_mismatch(orders: tuple[ElasticSequence, ElasticSequence], positions: I64) -> int | None:

@@ -5,6 +5,7 @@ What `runner.data.sampler` draws as arrays stands here as arithmetic; tests hold
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
@@ -23,8 +24,8 @@ I64 = NDArray[np.int64]
 class SeededOrder(Protocol):
     """One epoch of all ranks."""
 
-    def indices(self, rank: int, first: int, count: int) -> I64:
-        """Dataset indices of the samples `first` to `first` + `count` - 1 of a rank, fewer at the end of the epoch."""
+    def indices(self, ranks: Sequence[int], first: int, count: int) -> list[I64]:
+        """Dataset indices of `count` samples of each rank from `first` on, fewer at the end of the epoch."""
         ...
 
     def times(self, index: int) -> list[tuple[int, int]]:
@@ -85,13 +86,13 @@ class _Stride:
     def __init__(self, permutation: TorchPermutation | None, size: int, ranks: int, samples: int) -> None:
         self.permutation, self.size, self.ranks, self.samples = permutation, size, ranks, samples
 
-    def indices(self, rank: int, first: int, count: int) -> I64:
-        return self.of(rank, np.arange(first, min(first + count, self.samples)))
+    def indices(self, ranks: Sequence[int], first: int, count: int) -> list[I64]:
+        return list(self.of(ranks, np.arange(first, min(first + count, self.samples))))
 
-    def of(self, rank: int, numbers: I64) -> I64:
-        """The sample of each number of a rank; beyond the end they begin again."""
-        places = (rank + numbers * self.ranks) % max(1, self.size)
-        return places if self.permutation is None else self.permutation.at(places)
+    def of(self, ranks: Sequence[int], numbers: I64) -> I64:
+        """The sample of each number of each rank, of shape (ranks, count); beyond the end they begin again."""
+        places = (np.array(ranks)[:, None] + numbers * self.ranks) % max(1, self.size)
+        return places if self.permutation is None else self.permutation.at(places.reshape(-1)).reshape(places.shape)
 
     def times(self, index: int) -> list[tuple[int, int]]:
         place = index if self.permutation is None else self.permutation.place_of(index)
@@ -106,17 +107,17 @@ class _Mixture:
         self.ends = list(accumulate(counts))
         self.offsets = list(accumulate((part.size for part in parts), initial=0))
 
-    def indices(self, rank: int, first: int, count: int) -> I64:
+    def indices(self, ranks: Sequence[int], first: int, count: int) -> list[I64]:
         places = np.arange(first, min(first + count, self.ends[-1]))
         if self.permutation is not None:
             places = self.permutation.at(places)
-        found = np.empty(len(places), np.int64)
+        found = np.empty((len(ranks), len(places)), np.int64)
         source_of = np.searchsorted(self.ends, places, side="right")
         for source in np.unique(source_of).tolist():
             chosen, part = source_of == source, self.parts[source]
             begin = self.ends[source] - self.counts[source]
-            found[chosen] = part.of(rank, (places[chosen] - begin) % part.samples) + self.offsets[source]
-        return found
+            found[:, chosen] = part.of(ranks, (places[chosen] - begin) % part.samples) + self.offsets[source]
+        return list(found)
 
     def times(self, index: int) -> list[tuple[int, int]]:
         source = int(np.searchsorted(self.offsets, index, side="right")) - 1

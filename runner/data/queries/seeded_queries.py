@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,10 @@ class _Drawn:
     def __init__(self, record: OrderRecord, at: SeededPosition) -> None:
         self._record, self._at = record, at
 
-    def indices(self, rank: int, first: int, count: int) -> I64:
+    def indices(self, ranks: Sequence[int], first: int, count: int) -> list[I64]:
+        return [self._batch(rank, first, count) for rank in ranks]
+
+    def _batch(self, rank: int, first: int, count: int) -> I64:
         sampler = self._sampler(rank)
         sampler.set_skip(first)
         batch: I64 = next(sampler.iter_batches(count, False))
@@ -84,8 +88,9 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
     for micro_batch in range(shape.grad_accum_steps):
         current = start.after(micro_batch)
         order = _order(record, current)
-        for rank in range(shape.world_size):
-            batch = order.indices(rank, current.batches * shape.batch_size, shape.batch_size)
+        ranks = range(shape.world_size)
+        batches = order.indices(ranks, current.batches * shape.batch_size, shape.batch_size)
+        for rank, batch in zip(ranks, batches, strict=True):
             chosen = np.flatnonzero((offsets // per_micro_batch == micro_batch) & (offsets % shape.world_size == rank))
             indices[chosen[: len(batch)]], epochs[chosen] = batch, current.epoch
     ends = np.cumsum(list(record.sizes.values()))
