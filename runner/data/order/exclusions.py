@@ -32,6 +32,7 @@ Parts = tuple[str, I64, I64]
 
 _NEVER = -1  # in the column `until`
 _SHOWN = 10  # in a message
+_NONE: NDArray[Any] = np.zeros(0, np.int8)
 _ROWS = ("source", "at", "until", "planned", "first", "more")
 _KEYS = ("row", "source", "first", "size")
 
@@ -146,10 +147,9 @@ class Exclusions(Sequence[Exclusion]):
     def __init__(
         self, names: Sequence[str] = (), rows: Mapping[str, I64] | None = None, keys: Mapping[str, I64] | None = None
     ) -> None:
-        none = np.zeros(0, np.int64)
         self.names = tuple(names)
-        self._rows = {name: narrow((rows or {}).get(name, none)) for name in _ROWS}
-        self._keys = {name: narrow((keys or {}).get(name, none)) for name in _KEYS}
+        self._rows: dict[str, NDArray[Any]] = {name: narrow(rows[name]) if rows else _NONE for name in _ROWS}
+        self._keys: dict[str, NDArray[Any]] = {name: narrow(keys[name]) if keys else _NONE for name in _KEYS}
 
     @classmethod
     def make(
