@@ -115,6 +115,9 @@ def _parsed_together(texts: Sequence[str]) -> dict[str, tuple[I64, I64]] | None:
 def _named(text: Bytes, starts: I64, ends: I64) -> dict[str, NDArray[np.bool_]]:
     """The names between, and which of them each is; "positions" for one that ends before it starts."""
     sizes = ends - starts
+    before = text[starts[0] - 1 : ends[0] + 1].tobytes()  # what separates the texts, with the name
+    if (sizes == sizes[0]).all() and text.tobytes().count(before) == len(starts):
+        return {before[1:-1].decode(errors="surrogatepass"): np.ones(len(starts), bool)}
     differs = np.append(True, sizes[1:] != sizes[:-1])
     for done in range(0, int(sizes.max()), _WORD):
         words = _words(text, ends - done, sizes - done)

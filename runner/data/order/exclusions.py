@@ -32,6 +32,7 @@ Parts = tuple[str, I64, I64]
 
 _NEVER = -1  # in the column `until`
 _SHOWN = 10  # in a message
+_NONE: NDArray[Any] = np.zeros(0, np.int8)
 _ROWS = ("source", "at", "until", "planned", "first", "more")
 _KEYS = ("row", "source", "first", "size")
 
@@ -146,10 +147,9 @@ class Exclusions(Sequence[Exclusion]):
     def __init__(
         self, names: Sequence[str] = (), rows: Mapping[str, I64] | None = None, keys: Mapping[str, I64] | None = None
     ) -> None:
-        none = np.zeros(0, np.int64)
         self.names = tuple(names)
-        self._rows = {name: narrow((rows or {}).get(name, none)) for name in _ROWS}
-        self._keys = {name: narrow((keys or {}).get(name, none)) for name in _KEYS}
+        self._rows: dict[str, NDArray[Any]] = {name: narrow(rows[name]) if rows else _NONE for name in _ROWS}
+        self._keys: dict[str, NDArray[Any]] = {name: narrow(keys[name]) if keys else _NONE for name in _KEYS}
 
     @classmethod
     def make(
@@ -230,14 +230,18 @@ class Exclusions(Sequence[Exclusion]):
 
     def sources(self) -> set[str]:
         """The sources whose samples are left out."""
-        codes = np.union1d(self._rows["source"], self._keys["source"]).tolist()
-        return {self.names[code] for code in codes} - {POSITIONS}
+        return self._named(self._rows["source"], self._keys["source"])
 
     def changed_at(self, position: int) -> list[str]:
         """The sources of the exclusions that are made or withdrawn at a position, sorted."""
         rows = (self._rows["at"] == position) | (self._rows["until"] == position)
-        codes = np.union1d(self._rows["source"][rows], self._keys["source"][rows[self._keys["row"]]]).tolist()
-        return sorted({self.names[code] for code in codes} - {POSITIONS})
+        keys = slice(None) if rows.all() else rows[self._keys["row"]]
+        return sorted(self._named(self._rows["source"][rows], self._keys["source"][keys]))
+
+    def _named(self, *codes: NDArray[Any]) -> set[str]:
+        """The sources with these numbers."""
+        counts = sum(np.bincount(each, minlength=len(self.names)) for each in codes)
+        return {self.names[code] for code in np.flatnonzero(counts).tolist()} - {POSITIONS}
 
     def left_out(self, source: str, position: int) -> tuple[Ranges, Ranges]:
         """The samples and the keys of a source that are left out at a position."""

@@ -14,6 +14,7 @@ Flags = NDArray[np.bool_]
 
 _NONE = np.zeros(0, np.int64)
 _LARGEST = np.int64(1 << 62)
+_TOTALLED = 16  # values of which the total is kept as a whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +132,21 @@ def search(column: NDArray[Any], values: I64, side: Literal["left", "right"] = "
     """np.searchsorted of a `narrow` column, which numpy would widen at every call."""
     limits = np.iinfo(column.dtype)
     return np.searchsorted(column, np.clip(values, limits.min, limits.max).astype(column.dtype), side=side)
+
+
+class RunningTotals:
+    """How much the values before each place come to, for each value and for all: a byte each, if they are small."""
+
+    def __init__(self, values: I64) -> None:
+        totals = np.concatenate([[0], np.cumsum(values)])
+        before = totals[::_TOTALLED]
+        self._before = narrow(before)
+        self._since = narrow(totals - np.repeat(before, _TOTALLED)[: len(totals)])
+
+    def __getitem__(self, places: NDArray[np.intp]) -> I64:
+        totals: I64 = self._before[places // _TOTALLED].astype(np.int64)
+        totals += self._since[places]
+        return totals
 
 
 class NarrowRanges:

@@ -172,13 +172,11 @@ class Segments(Sequence[Segment]):
         return cls(names, begins, heat, held, capped) if ((begins >= 0) & (begins <= MAX_SIZE)).all() else None
 
     def _is_valid(self) -> bool:
-        weights, absent = self.weights, np.isnan(self.weights)
-        caps = np.zeros(0) if self.caps is None else self.caps[~np.isnan(self.caps)]
-        numbers = np.concatenate([weights[~absent], caps])
+        tables = (self.weights,) if self.caps is None else (self.weights, self.caps)
         return bool(
-            (np.isfinite(numbers) & (numbers >= 0)).all()
-            and (np.isfinite(self.temperature) & (self.temperature > 0)).all()
-            and (np.where(absent, 0, weights) > 0).any(axis=1).all()
+            all((((table >= 0) & (table < np.inf)) | np.isnan(table)).all() for table in tables)
+            and ((self.temperature > 0) & (self.temperature < np.inf)).all()
+            and (self.weights > 0).any(axis=1).all()
         )
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -341,15 +339,13 @@ def _column(values: Sequence[Any], *kinds: type) -> NDArray[Any] | None:
 
 def _table(mappings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F64 | None:
     """Their values as float64 of shape (mappings, names), NaN where there is none; None if one is no number."""
-    columns = []
-    for name in names:
-        column = _column([one.get(name, math.nan) for one in mappings])
-        if column is None:
-            return None
-        columns.append(column)
-    table = np.array(columns, np.float64).reshape(len(names), len(mappings)).T
-    absent = table.size - sum(map(len, mappings))
-    return table if np.isnan(table).sum() == absent else None  # or somebody has written NaN
+    if not any(mappings):
+        return np.full((len(mappings), len(names)), np.nan)
+    values = _column([one.get(name, math.nan) for name in names for one in mappings])
+    absent = len(names) * len(mappings) - sum(map(len, mappings))
+    if values is None or np.isnan(values).sum() != absent:
+        return None  # or somebody has written NaN
+    return values.reshape(len(names), len(mappings)).T
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:

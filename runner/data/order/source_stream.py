@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from runner.data.order.hashing import derive, stream_key
 from runner.data.order.kept_samples import KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
-from runner.data.order.ranges import Ranges, narrow, search
+from runner.data.order.ranges import Ranges, RunningTotals, narrow, search
 from runner.data.order.weights import SamplerError
 
 I64 = NDArray[np.int64]
@@ -34,9 +34,8 @@ class _Gaps:
     def __init__(self, starts: I64, stops: I64) -> None:
         lengths = stops - starts
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        skipped = np.concatenate([[0], np.cumsum(lengths)])
-        self._skipped = narrow(skipped)  # by the ranges before each, and by all
-        self._kept = narrow(starts - skipped[:-1])  # integers that are not left out, before each range
+        self._skipped = RunningTotals(lengths)
+        self._kept = narrow(starts - self._skipped[np.arange(len(starts))])  # not left out, before each range
 
     def nth(self, numbers: I64) -> I64:
         """The `number`-th integer, from 0, that is not left out."""
@@ -49,9 +48,9 @@ class _Gaps:
         """How many integers before each value are not left out, and whether the value itself is left out."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
-        starts = self._kept + self._skipped[:-1].astype(np.int64)
+        starts = self._kept + self._skipped[np.arange(len(self._kept))]
         gap = np.searchsorted(starts, values, side="right") - 1
-        stop = self._kept[gap] + self._skipped[gap + 1].astype(np.int64)
+        stop = self._kept[gap] + self._skipped[gap + 1]
         inside = (gap >= 0) & (values < stop)
         return np.where(inside, self._kept[gap], values - self._skipped[gap + 1]), inside
 
