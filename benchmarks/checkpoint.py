@@ -2,7 +2,8 @@
 
 Each ratio is taken in one run, in turns, against the plainest thing that moves the same bytes; of each thing
 the least disturbed turn counts. The stall is what `save` and `finish_copy` take, between which there is a forward and
-backward pass of `ROWS` rows. The steps with and without a save are whole ones, and their medians count.
+backward pass of `ROWS` rows. The steps with and without a save are whole ones on one thread, the default of `run.threads`, and
+their medians count.
 `python -m benchmarks.checkpoint cpu` compares the processor's time instead of the clock's, on a machine that is busy
 with other work.
 """
@@ -143,9 +144,12 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
             for name, value in row.items():
                 times.setdefault(name, []).append(value)
     without, saving = [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as `run.threads`: a core is left for what is done in the background
     for _ in range(turns):
         without.append(state.train(None))
         saving.append(state.train(manager))
+    torch.set_num_threads(threads)
     column = f"{state.bytes / 1e6:.0f} MB"
     report(column, size, {name: min(values) for name, values in times.items()})
     report_steps(column, without, saving)

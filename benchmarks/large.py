@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -74,14 +73,15 @@ def checksum(some: list[torch.Tensor]) -> int:
     return sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 
-def resident() -> int:
+def resident(which: str = "VmRSS") -> int:
     """Bytes of memory that this process has now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+    return int(line.split()[1]) * 1024
 
 
 def peak() -> int:
-    """The most that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most that this process has had; getrusage also counts that of the process which started it."""
+    return resident("VmHWM")
 
 
 def work(phase: str, gigabytes: float, folder: Path) -> dict[str, Any]:
