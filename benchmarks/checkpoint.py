@@ -2,8 +2,8 @@
 
 Each ratio is taken in one run, in turns, against the plainest thing that moves the same bytes; of each thing
 the least disturbed turn counts. The stall is what `save` and `finish_copy` take, between which there is a forward and
-backward pass of `ROWS` rows. The steps with and without a save are whole ones on one thread, the default of `run.threads`, and
-their medians count.
+backward pass of `ROWS` rows. The steps with and without a save are whole ones on one thread, the default of
+`run.threads`, and their medians count.
 `python -m benchmarks.checkpoint cpu` compares the processor's time instead of the clock's, on a machine that is busy
 with other work.
 """
