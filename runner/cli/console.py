@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PROGRAM = "python -m runner"
 MAX_INTERVAL_S = 86_400.0
-# Work on many things tells how far it is after so many seconds, then at this interval: on a terminal, and elsewhere.
+# Work on many things tells how far it is: on a terminal after a second and then often, elsewhere at this interval.
 FIRST_PROGRESS_S, LIVE_PROGRESS_S, PROGRESS_S = 1.0, 0.2, 10.0
 PIPED_WIDTH = 1000  # columns where no terminal sets them: names and paths are never truncated in a file
 
@@ -86,14 +86,14 @@ def say(message: str) -> None:
 
 
 def counted(items: Collection[T], doing: str) -> Iterator[T]:
-    """`items`, one by one; once that takes more than a second, standard error tells how many are done.
+    """`items`, one by one; once that takes long, standard error tells how many are done.
 
     Args:
         items: what there is to do.
         doing: what is done with them, and what they are: `composing jobs`.
     """
     live, told, since = sys.stderr.isatty(), False, clock.monotonic()
-    wait_s = FIRST_PROGRESS_S
+    wait_s = FIRST_PROGRESS_S if live else PROGRESS_S
     try:
         for done, item in enumerate(items):
             if clock.monotonic() - since > wait_s and int(os.environ.get("RANK", "0")) == 0:

@@ -272,9 +272,9 @@ def test_a_run_directory_that_cannot_be_created_is_one_error_line(
 def test_a_signal_before_a_submission_starts_nothing(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = Composer.jobs
 
-    def interrupted(self: Composer, overrides: Any) -> Any:
+    def interrupted(self: Composer, *arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return jobs(self, overrides)
+        return jobs(self, *arguments)
 
     monkeypatch.setattr(Composer, "jobs", interrupted)
     assert run("-m", "seed=1,2") == ExitStatus.INTERRUPTED
