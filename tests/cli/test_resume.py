@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -208,11 +209,8 @@ def test_the_other_ranks_end_when_torchrun_stops_them(
 class Resumed(Run):
     """An attempt that is made by `runner resume`."""
 
-    def command(self) -> list[str]:
-        launch = [sys.executable]
-        if self.ranks > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        return [*launch, "-m", "runner", "resume", str(self.path), *self.overrides]
+    def words(self) -> list[str]:
+        return ["resume", str(self.path), *self.overrides]
 
 
 @pytest.mark.slow
@@ -241,8 +239,11 @@ def test_a_killed_run_is_resumed_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_resumes_a_run_with_more_ranks(tmp_path: Path) -> None:
     overrides = [*TINY, "sampler=elastic", "train.global_batch_size=8", "train.batch_size=4", "train.device=cpu"]
-    Run(tmp_path / "run", [*overrides, "train.steps=4"]).finish()
-    resumed = Resumed(tmp_path / "run", ["train.steps=8"], ranks=2)
+    resumed = Run(tmp_path / "run", [*overrides, "train.steps=4"])
     resumed.finish()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "runner", "resume", str(resumed.path), "train.steps=8"]
+    done = subprocess.run(command, cwd=ROOT, env=Run.environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert [record["step"] for record in resumed.records() if "loss" in record] == list(range(1, 9))
     assert resumed.status()["state"] == "finished"

@@ -79,9 +79,12 @@ class Run:
 
     def start(self) -> zygote.Forked:
         """Start an attempt in the background."""
-        words = [*self.overrides, f"run.dir={self.path}"]
-        self.process = zygote.start(words, {**self.environment(), **self.env}, ROOT, self.ranks)
+        self.process = zygote.start(self.words(), {**self.environment(), **self.env}, ROOT, self.ranks)
         return self.process
+
+    def words(self) -> list[str]:
+        """The arguments of the command."""
+        return [*self.overrides, f"run.dir={self.path}"]
 
     @staticmethod
     def environment() -> dict[str, str]:
