@@ -114,7 +114,7 @@ def shown(made: Composed) -> tuple[object, ...]:
     return made.text, made.run_dir, made.overrides, made.config, repr(made.plain)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(keys=SWEEPS)
 @pytest.mark.slow
 def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
