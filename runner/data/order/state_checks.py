@@ -9,7 +9,6 @@ Does not import torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
+import xxhash
 
 LARGEST = 2**62  # of any count or position in a state
 _SHOWN = 80  # characters of a value in a message
@@ -204,7 +204,7 @@ def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
         for name, value in state.items()
         if name != key
     }
-    return hashlib.blake2b(_text_of(content), digest_size=8).hexdigest()
+    return xxhash.xxh3_64_hexdigest(_text_of(content))
 
 
 def _text_of(content: Mapping[str, Any]) -> bytes:
