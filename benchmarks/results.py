@@ -57,7 +57,9 @@ class Figure:
 
     @property
     def shown(self) -> str:
-        """The value in three digits or more."""
+        """The value in three digits or more; what is counted, whole."""
+        if self.unit and self.value.is_integer():
+            return f"{self.value:,.0f}"
         size = abs(self.value)
         decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or not size else 3
         return f"{self.value:,.{decimals}f}"

@@ -249,7 +249,7 @@ def checkpoints(found: Table, ranks: int) -> None:
         arguments = ranks, free_port(), Path(folder), results
         start_processes(saving, arguments, ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
     count, size, fsyncs, gathered, took, loading = results.get()
-    row = f"{ranks} ranks"
+    row = f"{ranks} rank{'s' * (ranks > 1)}"
     found.add(row, "files", count, "files")
     found.add(row, "size", size / 1e6, "MB")
     found.add(row, "fsyncs", fsyncs, "fsyncs")
