@@ -163,7 +163,8 @@ class SourceStream:
         return cached(self._cache, era, _CACHED_ERAS, partial(self._kept_in, era))
 
     def _kept_in(self, era: int) -> _Kept:
-        samples, keys = self._latest.pop(era, None) or self._eras[era].left_out()
+        found = self._latest.pop(era, None)
+        samples, keys = self._eras[era].left_out() if found is None else found
         key = self._eras[era].key
         same = (one.samples for one in list(self._cache.values()) if one.samples.leaves_out(samples))
         left = next(same, None) or KeptSamples(self.size, samples, self._permute)
