@@ -53,8 +53,8 @@ def assert_equal(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout)
         assert found.requires_grad == expected.requires_grad
-        assert found.is_contiguous() == expected.is_contiguous()
-        assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+        assert found.is_sparse or found.is_contiguous() == expected.is_contiguous()
+        assert torch.equal(found.to_dense().nan_to_num(7), expected.to_dense().nan_to_num(7))
     elif isinstance(expected, dict):
         assert list(found) == list(expected)
         for key in expected:
@@ -63,6 +63,8 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(found, expected)
     else:
         assert found == expected
 
