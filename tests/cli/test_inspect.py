@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -319,6 +320,17 @@ def test_weights_that_the_sampler_would_refuse_are_errors_for_every_kind() -> No
     made = seeded("distributed")
     with pytest.raises(RecordError, match="has neither weights nor a temperature"):
         resume_plan(made, 10, parse_overrides(made, ["sampler.weights.code=2"]))
+
+
+@pytest.mark.parametrize("start", ["Infinity", "NaN", "1e400", "-1", "null", "[]"])
+def test_a_damaged_record_is_one_line(tmp_path: Path, start: str) -> None:
+    path = tmp_path / "order.json"
+    record().write(path)
+    text = path.read_text()
+    path.write_text(re.sub(r'("start": ?)\d+', rf"\g<1>{start}", text, count=1))
+    assert path.read_text() != text
+    with pytest.raises(RecordError, match=r"\A.*not a record of a data order.*\Z"):
+        OrderRecord.read(path)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

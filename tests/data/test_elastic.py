@@ -663,6 +663,14 @@ def test_a_cap_of_a_part_of_an_epoch_gives_all_of_that_part() -> None:
     assert ElasticSampler({"a": 3}, [1], max_epochs=1e300, global_batch_size=1, num_replicas=1).order.total is None
 
 
+def test_a_segment_after_the_last_position_changes_nothing() -> None:
+    arguments: dict[str, Any] = {"sizes": {"a": 5, "b": 7}, "weights": [1, 1]}
+    without, mine = sampler(arguments), sampler(arguments, segments=[(2**62, {"a": 7})])
+    located = mine.locate(np.arange(100))
+    assert all(map(np.array_equal, located, without.locate(np.arange(100))))
+    assert mine.find(*located).tolist() == list(range(100))
+
+
 @pytest.mark.parametrize("exclude", [[], ["a:1", "b:7"], ["30-40"]])
 def test_find_is_minus_one_for_whatever_is_never_consumed(exclude: list[str]) -> None:
     arguments: dict[str, Any] = {"global_batch_size": 1, "num_replicas": 1, "exclude": exclude}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,56 @@ def test_what_is_left_of_each_epoch_is_counted(
             assert ranks[i * size : (i + 1) * size].tolist() == [sum(kept[:offset]) for offset in range(size)]
 
 
+@pytest.mark.parametrize(
+    ("size", "gone", "position"),
+    [
+        (2**62, f"0-{2**62 - 10}", 10**6),  # a few are left
+        (10**9, "100000-999999999", 10**6),
+        (10**15, "0-199999", 10**14),  # of a source so large that blocks of it could not be counted
+        (10**12, "0-999999", 10**6),
+    ],
+)
+def test_sources_of_any_size_are_looked_up_anywhere(size: int, gone: str, position: int) -> None:
+    """However many samples are excluded, if few are, or few are left."""
+    mine = make(sizes={"a": size}, weights=[1], exclude=[f"a:{gone}"])
+    positions = np.arange(position, position + 500)
+    _, index, epochs = mine.locate(positions)
+    first, last = map(int, gone.split("-"))
+    assert not ((index >= first) & (index <= last)).any()
+    left = size - (last - first + 1)
+    assert epochs.tolist() == (positions // left).tolist()
+    for epoch in np.unique(epochs).tolist():
+        assert len(set(index[epochs == epoch].tolist())) == (epochs == epoch).sum()
+    assert np.array_equal(mine.find("a", index, epochs), positions)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sizes": {"a": 300_000, "b": 700}, "exclude": ["a:0-200000"]},
+        {"segments": [(7 * i, {"a": 1 + i % 3}) for i in range(1, 2000)]},
+        {"exclude": ["a:0-9"], "segments": [(500 * i, {"b": i}) for i in range(1, 9)], "max_epochs": {"a": 3}},
+    ],
+)
+def test_two_threads_may_look_up_samples_at_once(changes: dict[str, Any]) -> None:
+    """A loader that prefetches looks up keys in its thread while the training looks up indices."""
+    blocks = [np.arange(first, first + 512) for first in range(0, 60_000, 512)]
+    alone = make(**changes)
+    expected = [alone.indices_at(block).tolist() for block in blocks]
+    keys = [alone.order.sample_keys(block).tolist() for block in blocks]
+    for _ in range(3):
+        mine, start = make(**changes), Barrier(2)
+
+        def look_up(what: Any, start: Barrier = start) -> list[Any]:
+            start.wait()
+            return [what(block).tolist() for block in blocks]
+
+        with ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(look_up, what) for what in (mine.indices_at, mine.order.sample_keys)]
+            assert found[0].result() == expected
+            assert found[1].result() == keys
+
+
 @given(st.lists(st.lists(st.integers(-(2**62), 2**62), min_size=3, max_size=3), max_size=20))
 def test_columns_are_the_same_after_packing(rows: list[list[int]]) -> None:
     columns = np.array(rows, np.int64).reshape(-1, 3).T
@@ -196,6 +248,12 @@ def test_a_call_for_each_of_many_exclusions_means_the_same_as_one_for_all() -> N
 def test_one_wrong_text_among_others_is_named(texts: list[str], message: str) -> None:
     with pytest.raises(SamplerError, match=message):
         make(exclude=texts)
+
+
+def test_a_source_has_given_nothing_before_its_first_sample() -> None:
+    mine = make(exclude=["a:1"])
+    mine.exclude(["a:2"], position=100)
+    assert mine.order.keys_at(0) == {"a": 0, "b": 0}
 
 
 def test_numbers_may_be_written_in_any_digits() -> None:

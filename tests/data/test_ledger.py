@@ -111,6 +111,23 @@ def test_a_digest_is_of_one_epoch() -> None:
     assert one.verify(mine.locate, since=42) == 18  # steps that begin at 42, 48, 54; the one at 36 is in both epochs
 
 
+@pytest.mark.parametrize("epoch", [1, 42, 250, 300])
+def test_a_ledger_of_many_short_epochs_is_small_and_loads(epoch: int) -> None:
+    """Only the epoch that is under way can be recomputed, so that the digests of earlier ones are not kept."""
+    mine, one = sampler(), ledger()
+    count = 800 if epoch == 1 else 300
+    positions = np.arange(epoch * count)
+    indices = mine.indices_at(positions)
+    for first in range(0, len(positions), epoch):
+        part = slice(first, first + epoch)
+        one.consume(indices[part], positions[part])
+        one.commit(one.local(), since=first)
+    again = ledger()
+    again.load_state_dict(one.state_dict())
+    assert again.verify(mine.locate, since=len(positions) - epoch) == epoch
+    assert len(one.state_dict()["anchors"]) < 100
+
+
 @pytest.mark.parametrize("damage", ["", "x", "=", "AAAA", "\u00e9", pack_rows(np.ones((2, 4), np.uint64))])
 def test_damaged_anchors_are_refused_in_one_line(damage: str) -> None:
     positions = np.arange(60)

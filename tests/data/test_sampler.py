@@ -15,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from resume import assert_resumes_exactly
 
+from runner.data.elastic import ElasticSampler
 from runner.data.order.weights import SamplerError, SamplerStateError
 from runner.data.sampler import DistributedSampler, MixtureSampler
 
@@ -128,6 +129,18 @@ def test_rounding_is_corrected_in_descending_order_of_share() -> None:
     assert MixtureSampler([0, 2, 4, 7], [1, 1, 1], 1, 0).counts == [3, 2, 2]  # 2.33 each: one more
     assert MixtureSampler([0, 2, 4, 6], [3, 3, 2], 1, 0).counts == [2, 2, 2]  # 2.25, 2.25, 1.5
     assert MixtureSampler([0, 5, 10], [3, 1], 1, 0).counts == [8, 2]  # 7.5 and 2.5, halves to even
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_temperature_near_zero_leaves_the_largest_weights(temperature: float, scale: float) -> None:
+    mine = MixtureSampler([0, 10, 20, 30], [2 * scale, scale, 2 * scale], 1, 0, temperature=temperature)
+    assert mine.counts == [15, 0, 15]
+    sizes = {"a": 10, "b": 10, "c": 10}
+    elastic = ElasticSampler(
+        sizes, [2 * scale, scale, 2 * scale], temperature=temperature, global_batch_size=1, num_replicas=1
+    )
+    assert elastic.order.shares_at(0) == pytest.approx({"a": 0.5, "b": 0, "c": 0.5})
 
 
 def test_a_weight_of_zero_draws_nothing_at_any_temperature_and_does_not_affect_other_sources() -> None:

@@ -3,12 +3,13 @@
 Columns of numpy arrays are written into one new tensor (which `resize_` cannot enlarge), where torch makes a tensor of
 each array first. A worker process does not allocate shared memory, which a batch that travels as bytes (`ipc`) does not
 need. Everything unusual is left to torch's function: other types, samples that do not agree, and all samples if
-somebody has changed its registry of types.
+somebody has changed its registry of types. Arrays with negative strides, which torch refuses, are copied like others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -52,14 +53,14 @@ def _tensors(samples: Sequence[Any], first: torch.Tensor) -> Any:
 
 def _arrays(samples: Sequence[Any], first: np.ndarray) -> Any:
     dtype, shape = _DTYPES.get(first.dtype), first.shape
-    if dtype is None or not shape or set(map(type, samples)) != {type(first)} or len(set(map(len, samples))) > 1:
+    if dtype is None or not shape or set(map(type, samples)) != {type(first)}:
         return _torchs(samples)
     merged = torch.empty((len(samples), *shape), dtype=dtype)
-    try:
-        np.concatenate(samples, out=merged.numpy().reshape(-1, *shape[1:]), casting="no")
-    except (TypeError, ValueError):  # another dtype or shape
-        return _torchs(samples)
-    return merged
+    with suppress(TypeError, ValueError):  # another dtype or shape, or none
+        if len(set(map(len, samples))) == 1:
+            np.concatenate(samples, out=merged.numpy().reshape(-1, *shape[1:]), casting="no")
+            return merged
+    return _torchs(samples)
 
 
 def _numbers(dtype: type[np.generic], kind: type) -> Callable[[Sequence[Any], Any], Any]:

@@ -1,25 +1,30 @@
 """The samples of a source that are not excluded: their places in each epoch, counted without those that are.
 
-An epoch is a permutation, so a range of samples is scattered over it. Of a few samples the places are sorted, once an
-epoch. Of many, the epoch is looked at in blocks, from its beginning on or where it is asked for, so that neither time
-nor memory grows with the number of excluded samples. Does not import torch.
+An epoch is a permutation, so a range of samples is scattered over it. If a few samples are excluded, or a few are left,
+their places are sorted, once an epoch. Otherwise the epoch is looked at in blocks, from its beginning on or where it is
+asked for, so that neither time nor memory grows with the number of excluded samples.
+
+A thread that prefetches may look up samples at the same time as the training: what is kept of an epoch is replaced as a
+whole, by what follows from the same inputs. Does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.caching import cached
 from runner.data.order.ranges import NarrowRanges, Ranges, narrow, search
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Permute = Callable[[int, I64, bool], I64]
 
-_FEW = 1 << 17  # excluded samples whose places are sorted
+_FEW = 1 << 17  # samples whose places are sorted, at least; as many as there are blocks in any case
 _BLOCK = 1 << 12  # offsets of an epoch that are looked at together
 _NEAR = 64  # blocks that are counted one by one to reach a place; beyond, all places of the epoch are counted
 _CACHED_BLOCKS = 16
@@ -39,7 +44,7 @@ class KeptSamples:
         self.size, self.left = size, size - excluded.total
         self._excluded = NarrowRanges(excluded)
         self._permute = permute
-        self._epochs: dict[int, _Sorted | _Blocks] = {}
+        self._epochs: dict[int, _Epoch] = {}
 
     def leaves_out(self, samples: Ranges) -> bool:
         """Whether these are the samples that are left out."""
@@ -64,14 +69,13 @@ class KeptSamples:
             ranks[chosen], gone[chosen] = self._epoch(epoch).before(offsets[chosen])
         return ranks, gone
 
-    def _epoch(self, epoch: int) -> _Sorted | _Blocks:
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _CACHED_EPOCHS:
-                del self._epochs[next(iter(self._epochs))]
+    def _epoch(self, epoch: int) -> _Epoch:
+        return cached(self._epochs, epoch, _CACHED_EPOCHS, partial(self._look_at, epoch))
 
-            kind = _Sorted if self.size - self.left <= _FEW else _Blocks
-            self._epochs[epoch] = kind(self.size, self._excluded.widened(), partial(self._permute, epoch))
-        return self._epochs[epoch]
+    def _look_at(self, epoch: int) -> _Epoch:
+        few = max(_FEW, self.size // _BLOCK)
+        kind = _Sorted if self.size - self.left <= few else _SortedRest if self.left <= few else _Blocks
+        return kind(self.size, self._excluded.widened(), partial(self._permute, epoch))
 
 
 def _by_epoch(epochs: I64) -> Iterator[tuple[int, Flags | slice]]:
@@ -83,6 +87,18 @@ def _by_epoch(epochs: I64) -> Iterator[tuple[int, Flags | slice]]:
         return
     for epoch in np.unique(epochs).tolist():
         yield epoch, epochs == epoch
+
+
+class _Epoch(Protocol):
+    """The samples of one epoch that are left."""
+
+    def nth(self, ranks: I64) -> I64:
+        """The offset of each, by how many are left before it."""
+        ...
+
+    def before(self, offsets: I64) -> tuple[I64, Flags]:
+        """How many are left before each offset, and whether the sample there is excluded."""
+        ...
 
 
 class _Sorted:
@@ -103,25 +119,40 @@ class _Sorted:
         return offsets - skipped, nearest == offsets
 
 
+class _SortedRest:
+    """One epoch, with the offsets of all samples that are left."""
+
+    def __init__(self, size: int, excluded: Ranges, permute: Callable[[I64, bool], I64]) -> None:
+        rest = Ranges(np.zeros(1, np.int64), np.array([size - 1])).without(excluded)
+        self._offsets: I64 = np.sort(np.concatenate([permute(samples, True) for samples in rest.pieces(_FEW)]))
+
+    def nth(self, ranks: I64) -> I64:
+        return self._offsets[ranks]
+
+    def before(self, offsets: I64) -> tuple[I64, Flags]:
+        ranks = np.searchsorted(self._offsets, offsets)
+        return ranks, self._offsets[np.minimum(ranks, len(self._offsets) - 1)] != offsets
+
+
 class _Blocks:
     """One epoch, with what is left in the blocks that are looked at, and how many before each, as far as needed."""
 
     def __init__(self, size: int, excluded: Ranges, permute: Callable[[I64, bool], I64]) -> None:
         self._size, self._excluded, self._permute = size, excluded, permute
         self._count = -(-size // _BLOCK)
-        self._starts = np.zeros(_NEAR, np.int64)  # what is left before each block, as far as it is known
-        self._known = 1
+        self._counted = np.zeros(_NEAR, np.int64), 1  # what is left before each block, and of how many this is known
         self._cache: dict[int, I64] = {}
 
     def nth(self, ranks: I64) -> I64:
         highest = int(ranks.max())
-        while self._starts[self._known - 1] <= highest:
-            self._count_on(highest - int(self._starts[self._known - 1]))
-        blocks = np.searchsorted(self._starts[: self._known], ranks, side="right") - 1
+        starts, known = self._counted
+        while starts[known - 1] <= highest:
+            starts, known = self._count_on(highest - int(starts[known - 1]))
+        blocks = np.searchsorted(starts[:known], ranks, side="right") - 1
         offsets = np.empty_like(ranks)
         for block in np.unique(blocks).tolist():
             chosen = blocks == block
-            offsets[chosen] = self._left_in(block)[ranks[chosen] - self._starts[block]]
+            offsets[chosen] = self._left_in(block)[ranks[chosen] - starts[block]]
         return offsets
 
     def before(self, offsets: I64) -> tuple[I64, Flags]:
@@ -129,13 +160,14 @@ class _Blocks:
         distinct = np.unique(blocks)
         if len(distinct) > _NEAR:
             return self._before_many(offsets)
-        while self._known <= distinct[-1]:
-            self._count_on((int(distinct[-1]) - self._known) * _BLOCK)
+        starts, known = self._counted
+        while known <= distinct[-1]:
+            starts, known = self._count_on((int(distinct[-1]) - known) * _BLOCK)
         ranks, gone = np.empty_like(offsets), np.empty(len(offsets), bool)
         for block in distinct.tolist():
             chosen, left = blocks == block, self._left_in(block)
             at = np.searchsorted(left, offsets[chosen])
-            ranks[chosen] = self._starts[block] + at
+            ranks[chosen] = starts[block] + at
             gone[chosen] = np.append(left, -1)[at] != offsets[chosen]
         return ranks, gone
 
@@ -150,28 +182,27 @@ class _Blocks:
         skipped[order] = np.cumsum(counts)[:-1]
         return offsets - skipped, self._excluded.contains(self._permute(offsets, False))
 
-    def _count_on(self, distance: int) -> None:
+    def _count_on(self, distance: int) -> tuple[I64, int]:
         """Count what is left in one more block, or in all of them if what is wanted is far."""
+        starts, known = self._counted
         if distance > _NEAR * _BLOCK:
             counts = np.zeros(self._count, np.int64)
             for samples in self._excluded.pieces(_FEW):
                 counts += np.bincount(self._permute(samples, True) // _BLOCK, minlength=self._count)
             ends = np.minimum(np.arange(1, self._count + 1) * _BLOCK, self._size)
-            self._starts = np.concatenate([[0], ends - np.cumsum(counts)])
-            self._known = len(self._starts)
-            return
-        if self._known == len(self._starts):
-            self._starts = np.concatenate([self._starts, np.zeros_like(self._starts)])
-        self._starts[self._known] = self._starts[self._known - 1] + len(self._left_in(self._known - 1))
-        self._known += 1
+            starts = np.concatenate([[0], ends - np.cumsum(counts)])
+            self._counted = starts, len(starts)
+            return self._counted
+        if known == len(starts):
+            starts = np.concatenate([starts, np.zeros_like(starts)])
+        starts[known] = starts[known - 1] + len(self._left_in(known - 1))
+        self._counted = starts, known + 1
+        return self._counted
 
     def _left_in(self, block: int) -> I64:
         """The offsets of a block whose samples are not excluded."""
-        left = self._cache.get(block)
-        if left is None:
-            offsets = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self._size))
-            left = offsets[~self._excluded.contains(self._permute(offsets, False))]
-            while len(self._cache) >= _CACHED_BLOCKS:
-                del self._cache[next(iter(self._cache))]
-            self._cache[block] = left
-        return left
+        return cached(self._cache, block, _CACHED_BLOCKS, partial(self._look_at, block))
+
+    def _look_at(self, block: int) -> I64:
+        offsets = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self._size))
+        return offsets[~self._excluded.contains(self._permute(offsets, False))]

@@ -92,7 +92,7 @@ class DataLedger:
 
         Args:
             vector: the sum, shape (2 + sources,).
-            since: a resume could not recompute what is before this position, such as the last epoch.
+            since: a resume could not recompute what is before this position, such as the last epoch; it grows.
         """
         first = self._total
         self._lanes += vector[:LANES]
@@ -229,7 +229,10 @@ class _Anchors:
         return sum(self.rows[-1, :2].tolist()) if len(self.rows) else None
 
     def append(self, first: int, count: int, lanes: U64, since: int) -> None:
-        """Add a step, and drop what is more than 65,536 samples ago. No digest is of both sides of `since`."""
+        """Add a step, and drop what a resume does not compare: what begins before `since`, or 65,536 samples ago.
+
+        No digest is of both sides of `since`.
+        """
         start, covered = self._buffer[self._end - 1, :2].tolist() if self._begin < self._end else (-1, 0)
         if start >= since and covered < _VERIFIED // _ANCHORS:
             last = self._buffer[self._end - 1]
@@ -243,7 +246,7 @@ class _Anchors:
             self._buffer[self._end, :2] = first, count
             self._buffer[self._end, 2:] = lanes
             self._end += 1
-        oldest = first + count - _VERIFIED
+        oldest = max(since, first + count - _VERIFIED)
         while self._end - self._begin > 1 and self._buffer[self._begin, 0] < oldest:
             self._begin += 1
 

@@ -267,9 +267,10 @@ class ElasticSequence:
 
     def _keys_of(self, epoch: int) -> U64:
         """Permutation keys of all sources in this epoch. The latest epoch is cached."""
-        if self._epoch_keys[0] != epoch:
-            self._epoch_keys = (epoch, derive(self._stream_keys, np.full(len(self.names), epoch)))
-        return self._epoch_keys[1]
+        latest = self._epoch_keys
+        if latest[0] != epoch:
+            latest = self._epoch_keys = (epoch, derive(self._stream_keys, np.full(len(self.names), epoch)))
+        return latest[1]
 
 
 def _offsets(names: Sequence[str], sizes: Mapping[str, int], absent: Sequence[str]) -> I64:

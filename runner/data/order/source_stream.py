@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.caching import cached
 from runner.data.order.hashing import derive, stream_key
 from runner.data.order.kept_samples import KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
@@ -158,16 +160,15 @@ class SourceStream:
         self.has_exclusions = True
 
     def _kept(self, era: int) -> _Kept:
-        kept = self._cache.get(era)
-        if kept is None:
-            while len(self._cache) >= _CACHED_ERAS:
-                del self._cache[next(iter(self._cache))]
-            samples, keys = self._latest.pop(era) if era in self._latest else self._eras[era].left_out()
-            key = self._eras[era].key
-            same = (one.samples for one in self._cache.values() if one.samples.leaves_out(samples))
-            left = next(same, None) or KeptSamples(self.size, samples, self._permute)
-            kept = self._cache[era] = _Kept(left, key, keys.from_on(key))
-        return kept
+        return cached(self._cache, era, _CACHED_ERAS, partial(self._kept_in, era))
+
+    def _kept_in(self, era: int) -> _Kept:
+        found = self._latest.pop(era, None)
+        samples, keys = self._eras[era].left_out() if found is None else found
+        key = self._eras[era].key
+        same = (one.samples for one in list(self._cache.values()) if one.samples.leaves_out(samples))
+        left = next(same, None) or KeptSamples(self.size, samples, self._permute)
+        return _Kept(left, key, keys.from_on(key))
 
     def _permute(self, epoch: int, values: I64, inverse: bool) -> I64:
         if not self._shuffle:
@@ -186,7 +187,7 @@ class SourceStream:
             return numbers
         last = self._eras[-1]
         keys: I64 = np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
-        return keys
+        return np.where(numbers > 0, keys, 0)
 
     def key_of(self, number: int) -> int:
         """The key of a sample."""

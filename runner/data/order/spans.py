@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.caching import cached
 from runner.data.order.exclusions import Exclusions
 from runner.data.order.hashing import stream_key
 from runner.data.order.interleave import Interleave
@@ -200,7 +201,7 @@ class Spans:
     def __init__(self, seed: int, names: Sequence[str], starts: I64, quanta: Quanta, stop: int = END) -> None:
         self._seed, self._names, self._starts, self._quanta, self.stop = seed, names, starts, quanta, stop
         self._size = min(_TABLE, max(1, _CELLS // len(names)))
-        self._first_span = [(0, np.zeros(len(names), np.int64))]  # of each table: its start, and samples before it
+        self._first_span = {0: (0, np.zeros(len(names), np.int64))}  # of each table: its start, and samples before it
         self._tables: dict[int, SpanTable] = {}
 
     def __iter__(self) -> Iterator[Span]:
@@ -236,9 +237,9 @@ class Spans:
         """The tables that have the samples of a source with these numbers, each with its part of them."""
         last = (len(self._starts) - 1) // self._size
         highest = int(numbers.max(initial=0))
-        while len(self._first_span) <= last and self._first_span[-1][1][source] <= highest:
-            self._table(len(self._first_span) - 1)
-        begins = np.array([begin[source] for _, begin in self._first_span])
+        while (known := len(self._first_span)) <= last and self._first_span[known - 1][1][source] <= highest:
+            self._table(known - 1)
+        begins = np.array([self._first_span[i][1][source] for i in range(known)])
         tables = np.searchsorted(begins, np.maximum(numbers, 0), side="right") - 1
         return self._grouped(np.minimum(tables, last))
 
@@ -250,27 +251,21 @@ class Spans:
     def _table(self, number: int) -> SpanTable:
         for earlier in range(len(self._first_span) - 1, number):
             self._table(earlier)
-        found = self._tables.get(number)
-        if found is None:
-            found = self._resolve(number)
-            while len(self._tables) >= _TABLES:
-                del self._tables[next(iter(self._tables))]
-            self._tables[number] = found
-        return found
+        return cached(self._tables, number, _TABLES, partial(self._resolve, number))
 
     def _resolve(self, number: int) -> SpanTable:
         first, last = number * self._size, min((number + 1) * self._size, len(self._starts))
         low, high = max(0, first - 1), min(last + 1, len(self._starts))  # with one more on both sides
         quanta = self._quanta[low:high]
         is_new = np.append((quanta[1:] != quanta[:-1]).any(axis=1), True)  # of each but the first, and after the last
-        kept = np.append(0, np.flatnonzero(is_new[first - low : last - low - 1]) + 1)
+        begun = np.append(0, np.flatnonzero(is_new[first - low : last - low - 1]) + 1)
         start, begin = self._first_span[number]
-        starts = np.append(self._starts[first + kept], self.stop if last == high else self._starts[last])
+        starts = np.append(self._starts[first + begun], self.stop if last == high else self._starts[last])
         starts[0] = start
-        table = SpanTable(self._seed, self._names, starts, quanta[first - low + kept], begin)
-        if len(self._first_span) == number + 1 and last < high:
+        table = SpanTable(self._seed, self._names, starts, quanta[first - low + begun], begin)
+        if last < high:
             following = -1 if is_new[last - low - 1] else -2
-            self._first_span.append((int(starts[following]), table.begin[following].copy()))
+            self._first_span[number + 1] = int(starts[following]), table.begin[following].copy()
         return table
 
 
@@ -292,7 +287,8 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Segments, exc
             raise SamplerError(f"exclude: unknown source {name!r}")
     if segments.caps is not None:
         return SpanResolver(seed, streams).resolve(segments, exclusions)
-    spans = Spans(seed, list(known), segments.start, _SegmentQuanta(segments, known))
+    starts = segments.start[segments.start < END]  # one that begins with the last position has none
+    spans = Spans(seed, list(known), starts, _SegmentQuanta(segments, known))
     for at in exclusions.changes() if len(exclusions) else ():
         numbers = spans.table_at(at).numbers_at(np.array([at]))[0]
         for name in exclusions.changed_at(at):

@@ -140,6 +140,10 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
         return [weight / total for weight in weights]
     logs = [math.log(weight) / temperature if weight > 0 else -math.inf for weight in weights]
     highest = max(logs)
+    if math.isinf(highest):  # a temperature near 0
+        largest = max(weights)
+        logs = [(math.log(weight) - math.log(largest)) / temperature if weight > 0 else -math.inf for weight in weights]
+        highest = 0.0
     scaled = [math.exp(value - highest) for value in logs]
     total = sum(scaled)
     return [value / total for value in scaled]

@@ -107,7 +107,7 @@ class OrderRecord:
             raise RecordError(f"{path}: no record of a data order: is this the directory of a run that has started?")
         try:
             return cls.from_json(value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecordError(
                 f"{path}: not a record of a data order that this program can read ({error!r}): "
                 "use the program version of the run"

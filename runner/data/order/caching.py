@@ -1,0 +1,23 @@
+"""A few values of many, kept until others take their place. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def cached(cache: dict[K, V], key: K, most: int, make: Callable[[], V]) -> V:
+    """The value of a key, made if it is not there; the oldest ones make room for it.
+
+    A thread that prefetches may look up samples at the same time: then both may make the value, which must be the same.
+    """
+    found = cache.get(key)
+    if found is None:
+        found = make()
+        for oldest in list(cache)[: max(0, len(cache) + 1 - most)]:
+            cache.pop(oldest, None)
+        cache[key] = found
+    return found
