@@ -287,7 +287,7 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Segments, exc
             raise SamplerError(f"exclude: unknown source {name!r}")
     if segments.caps is not None:
         return SpanResolver(seed, streams).resolve(segments, exclusions)
-    starts = segments.start[segments.start < END]  # one that begins with the last position has none
+    starts = segments.start[: np.searchsorted(segments.start, END)]  # one that begins with the last position has none
     spans = Spans(seed, list(known), starts, _SegmentQuanta(segments, known))
     for at in exclusions.changes() if len(exclusions) else ():
         numbers = spans.table_at(at).numbers_at(np.array([at]))[0]
