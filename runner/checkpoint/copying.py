@@ -8,7 +8,8 @@ embedding with `max_norm`): which these are is found out in the step after the f
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 from runner.checkpoint.layout import flat_bytes
 from runner.checkpoint.staging import Tensors, shard
 from runner.errors import CheckpointError
+
+COMPARED = 1 << 23
+"""How many elements are compared at once."""
 
 
 class Copy:
@@ -34,7 +38,7 @@ class Copy:
         self.unstable: set[str] = set()
         self._postponed = [name for name in sources if name in postponed]
         self._versions = {name: _version(source) for name, source in sources.items()}
-        self._ready = _event(sources, self._postponed)
+        self._ready = _events(sources[name] for name in self._postponed)
 
     def complete(self) -> None:
         """Make the rest of the copies.
@@ -42,13 +46,16 @@ class Copy:
         Raises:
             CheckpointError: a tensor was changed meanwhile.
         """
-        if self._ready is None:
+        with ExitStack() as entered:
+            for device in [*self._ready][:1]:
+                torch.cuda.set_device(device)  # a thread begins on the first GPU, whichever one the process trains on
+            make: Any = torch.cuda.Stream  # which is not typed
+            streams = [make(device) for device in self._ready]  # beside those that train
+            for stream, event in zip(streams, self._ready.values(), strict=True):
+                stream.wait_event(event)
+                entered.enter_context(torch.cuda.stream(stream))
             self._copy()
-        else:
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call] # beside the one that trains
-            stream.wait_event(self._ready)
-            with torch.cuda.stream(stream):
-                self._copy()
+        for stream in streams:
             stream.synchronize()
         self.unstable = {name for name in self._postponed if _version(self.sources[name]) != self._versions[name]}
         if self.unstable:
@@ -62,15 +69,16 @@ class Copy:
             if source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg():
                 np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())  # with torch's threads it trains
             else:
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=source.is_cuda)
 
     @torch.no_grad()
-    def changed(self) -> set[str]:
-        """Names of the sources that are not what they were when the copy was begun."""
+    def changed(self, names: Collection[str]) -> set[str]:
+        """Those of the sources `names` that are not what they were when the copy was begun."""
         return {
             name
-            for name, source in self.sources.items()
-            if _version(source) != self._versions[name] or not _same_bytes(source.detach(), self.tensors[name])
+            for name in names
+            if _version(self.sources[name]) != self._versions[name]
+            or not _same_bytes(self.sources[name].detach(), self.tensors[name])
         }
 
 
@@ -83,8 +91,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: Tensors = {}
-        self._restless: set[str] = set()
-        self._observed = False
+        self._observed: set[str] = set()
+        self._steady: set[str] = set()
 
     @torch.no_grad()
     def copy(self, tensors: Tensors, may_wait: Collection[str] = ()) -> Copy:
@@ -93,29 +101,30 @@ class HostBuffers:
         Args:
             tensors: by flat name.
             may_wait: names of those that stay as they are until `observe` is called, unless a forward pass changes
-                them. The first time they are copied at once, too.
+                them. Each is copied at once the first time, too.
         """
         sources = {name: shard(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
-        postponed = set(may_wait) - self._restless if self._observed else set()
+        postponed = self._steady.intersection(may_wait)
         now = [name for name in sources if name not in postponed]
         if any(not sources[name].is_cpu for name in now):
             for name in now:
-                self._buffers[name].copy_(sources[name], non_blocking=True)
-            torch.cuda.synchronize()
+                self._buffers[name].copy_(sources[name], non_blocking=sources[name].is_cuda)
+            for device in _gpus(sources[name] for name in now):
+                torch.cuda.synchronize(device)
         elif now:
             torch._foreach_copy_([self._buffers[name] for name in now], [sources[name] for name in now])
         return Copy(self._buffers, sources, postponed)
 
     def observe(self, copy: Copy) -> None:
         """After the forward and backward passes that follow a copy: find out which tensors they change, once."""
-        if not self._observed:
-            self._restless |= copy.changed()
-            self._observed = True
+        new = copy.sources.keys() - self._observed
+        self._steady |= new - copy.changed(new)
+        self._observed |= new
 
     def never_postpone(self, names: Collection[str]) -> None:
         """Copy these at once from now on."""
-        self._restless |= set(names)
+        self._steady.difference_update(names)
 
     def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)
@@ -130,18 +139,23 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _event(sources: Tensors, postponed: Collection[str]) -> Any:
-    """Marks this moment in the work of the GPU, if something is to be copied from there."""
-    if not any(sources[name].is_cuda for name in postponed):
-        return None
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+def _events(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
+    """Mark this moment in the work of each GPU that has some of the tensors."""
+    return {device: torch.cuda.current_stream(device).record_event() for device in _gpus(tensors)}
+
+
+def _gpus(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """Where the tensors are that are on GPUs: on one, unless a model is divided among several."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
 
 
 def _same_bytes(source: torch.Tensor, copy: torch.Tensor) -> bool:
     plain = source.resolve_conj().resolve_neg().contiguous()
-    one, two = flat_bytes(plain), flat_bytes(copy.to(plain.device))
+    one, two = flat_bytes(plain), flat_bytes(copy)
     words = len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0  # eight at a time is several times as fast
-    same = torch.equal(one[:words].view(torch.int64), two[:words].view(torch.int64))
-    return same and torch.equal(one[words:], two[words:])
+    parts = [(one[:words].view(torch.int64), two[:words].view(torch.int64)), (one[words:], two[words:])]
+    return all(
+        torch.equal(a, b.to(a.device))  # block by block: a GPU that trains may have little memory left
+        for part in parts
+        for a, b in zip(*(torch.split(each, COMPARED) for each in part), strict=True)
+    )

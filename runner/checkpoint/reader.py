@@ -34,6 +34,9 @@ _DIRECT_BYTES = 1 << 18
 _STAGED_BYTES = 16 << 20
 """How much is read at once of what has to be copied, to a GPU for example."""
 
+_OPEN_FILES = 64
+"""How many files are left open for what is read next: a checkpoint has one for each rank that saved it."""
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -94,6 +97,9 @@ class CheckpointReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for file in self._open.values():
             file.close()
         self._open = {}
@@ -143,6 +149,8 @@ class CheckpointReader:
         """
         wanted, self._wanted = self._wanted, {}
         for name in sorted({*wanted, *verified}):
+            if len(self._open) >= _OPEN_FILES:
+                self._close()
             pieces = sorted(wanted.get(name, ()), key=lambda piece: piece.start)
             if name in verified:
                 manifests.twice(partial(self._read_verified, name, pieces))

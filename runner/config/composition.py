@@ -27,6 +27,9 @@ from runner.config.variations import Shape, Variations, shape_of
 from runner.errors import UserError
 from runner.system import files
 
+KEPT_VARIATIONS = 256
+"""Composed configs that the jobs of a sweep may be variations of: each takes memory, megabytes with many sources."""
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -53,7 +56,7 @@ class Composer:
         self._target_errors: dict[str, str | None] = {}
         self._sweep = False
         self._singles: dict[str, tuple[str, Any] | None] = {}
-        self._variations: dict[tuple[object, tuple[str, ...]], Variations] = {}
+        self._variations: dict[tuple[object, ...], Variations] = {}
 
     def compose(self, overrides: Sequence[str], base: Path | None = None) -> Composed:
         """One job, checked.
@@ -307,6 +310,8 @@ class Composer:
             raise UserError("\n".join([*unused.values(), *self._all_errors(plain)]))
         choices = dict(composed.hydra.runtime.choices)
         if shape is not None:
+            if len(self._variations) == KEPT_VARIATIONS:
+                self._variations.clear()
             self._variations[over, shape.common] = Variations(config, typed, plain, choices, shape.values)
         return choices, plain
 
@@ -429,7 +434,12 @@ def _by_identity(root: Path) -> dict[str, list[str]]:
 
 
 def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Hydra's `config` resolved, without its own node; values missing are taken from the dotted keys of `given`.
+    """Hydra's `config` resolved, without its own node.
+
+    Args:
+        config: composed by Hydra.
+        given: dotted key -> value, for values that are missing or cannot be resolved, as without an environment
+            variable that an override made unnecessary.
 
     Raises:
         UserError: values are missing, and `given` is None.
@@ -440,12 +450,24 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
 def _own(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
     """`config` without Hydra's node and, if `given`, without missing values; see `_resolved`."""
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    missing = sorted(key for key, value in flatten(plain_values(config, resolve=False)).items() if value == "???")
+    flat = flatten(plain_values(config, resolve=False))
+    missing = sorted(key for key, value in flat.items() if value == "???")
     if missing and given is None:
         raise UserError("\n".join(f"{key} must be given: {key}=..." for key in missing))
-    for key in missing:
-        OmegaConf.update(config, key, (given or {}).get(key))
+    if given is not None:
+        for key in [*missing, *(key for key in flat if not _resolves(config, key))]:
+            OmegaConf.update(config, key, given.get(key))
     return config
+
+
+def _resolves(config: DictConfig, key: str) -> bool:
+    try:
+        value = OmegaConf.select(config, key)
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    except ERRORS:
+        return False
+    return True
 
 
 def _typed(config: DictConfig) -> DictConfig:

@@ -43,7 +43,7 @@ def is_single(key: str, value: Any) -> bool:
 class Shape:
     """What jobs must have in common to be variations of each other, and the values in which they may differ."""
 
-    common: tuple[str, ...]  # overrides in their order; of one that sets a single value, what is before the `=`
+    common: tuple[object, ...]  # overrides in their order; of one that sets a single value, all but the value
     values: Values  # dotted key -> value
 
 
@@ -59,14 +59,16 @@ def shape_of(
         group_of: override -> the config group that it chooses an option of, or None.
         single: the dotted key and the value of an override that sets a single value, None for any other.
     """
-    common, values, keys = [], dict[str, Any](), []
+    common, values, keys = list[object](), dict[str, Any](), list[str]()
     for text in overrides:
-        found = None if group_of(text) else single(text)
+        key, _, value = text.partition("=")
+        chooses = group_of(text) and not value.lstrip().startswith("{")  # `optimizer={lr:0.5}` sets values
+        found = None if chooses else single(text)
         if found is not None:
             values[found[0]] = found[1]
-        common.append(text if found is None else f"{text.partition('=')[0]}=")
-        if not group_of(text):
-            keys.append(f"{found[0] if found else text.partition('=')[0].lstrip('+~')}.")
+        common.append(text if found is None else (key, found[0]))  # `sampler.weights={code:2}` sets a key of its value
+        if not chooses:
+            keys.append(f"{found[0] if found else key.lstrip('+~')}.")
     ordered = sorted(keys)
     if any(after.startswith(before) for before, after in pairwise(ordered)):
         return None

@@ -211,18 +211,24 @@ def _cut(fd: int, step: int, evaluated: bool) -> tuple[int, int]:
     reached = 0
     for start, line in files.lines_backwards(fd):
         later = _LATER.match(line)
-        here = int(later[1]) if later and int(later[1]) > step else _step(line)
-        if here is None:
+        if later and int(later[1]) > step:
+            reached = max(reached, int(later[1]))
             continue
-        reached = max(reached, here)
-        again = not evaluated and here == step and EVALUATION in line
-        if here <= step and not again:
+        record = _record(line)
+        if record is None:
+            continue
+        reached = max(reached, record["step"])
+        # A step's line may have the marker, too: in the name of a source.
+        again = not evaluated and record["step"] == step and EVALUATION in line and "loss" not in record
+        if record["step"] <= step and not again:
             return start + len(line), reached
     return 0, reached
 
 
-def _step(line: bytes) -> int | None:
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record that a line is; None if it is damaged."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        record = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

@@ -238,6 +238,7 @@ OTHER_PLACES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other dimensions": (lambda index: chunk_of(index).__setitem__(3, [32]), "other dimensions"),
     "too few values": (lambda index: chunk_of(index).__setitem__(3, [7, 4]), "values of 'model.0.weight' are missing"),
     "no dtype": (lambda index: index["tensors"][WEIGHT].__setitem__(0, "load"), "has no dtype"),
+    "quantized": (lambda index: index["tensors"][WEIGHT].__setitem__(0, "quint8"), "has no dtype"),
     "a huge shape": (lambda index: index["tensors"][WEIGHT].__setitem__(1, [2**61, 4]), "are missing"),
 }
 

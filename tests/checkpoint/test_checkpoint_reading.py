@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import Toy, manager, names, train
 from faults import reads_intercepted
 from test_checkpoint_corruption import flip
 
 from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.layout import INDEX, Part, file_name, header, index
+from runner.checkpoint.manifest import Manifest, record_of
+from runner.checkpoint.reader import CheckpointReader
 from runner.checkpoint.reading import PAUSES_S
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
@@ -143,3 +149,25 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_corrupt(run: Pat
 
     monkeypatch.setattr(files, "list_dir", listdir)
     assert [candidate.step for candidate in checkpoint_dir.candidates(run)] == [2]
+
+
+def test_more_ranks_may_have_saved_than_a_process_may_have_files_open(tmp_path: Path) -> None:
+    """Each of them wrote a file, and one rank reads them all; many systems allow 1,024 files."""
+    ranks = 120
+    parts = [[Part("model.w", torch.int64, (ranks,), (rank,), (1,))] for rank in range(ranks)]
+    contents = {file_name(rank): header(own) + struct.pack("<q", rank) for rank, own in enumerate(parts)}
+    contents[INDEX] = index(parts)
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    manifest = Manifest(1, {name: record_of(tmp_path / name) for name in contents})
+    limits, in_use = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
+    allowed = [number for number in range(1000) if number not in in_use][80]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
+    try:
+        with CheckpointReader(tmp_path, manifest) as reader:
+            found = torch.zeros(ranks, dtype=torch.int64)
+            reader.want("model.w", found, (0,))
+            reader.fetch(contents)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found.tolist() == list(range(ranks))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.compare import compare_checkpoints
-from runner.checkpoint.copying import Copy
+from runner.checkpoint.copying import Copy, HostBuffers
 
 
 class Awkward(nn.Module):
@@ -126,6 +128,21 @@ def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: p
     assert kept <= postponed[1]
 
 
+def test_what_is_first_saved_later_is_observed_then() -> None:
+    """An optimizer's state may begin late, and then this rank may be given others to write."""
+    old, new, clamped = (torch.ones(4) for _ in range(3))
+    buffers = HostBuffers()
+    buffers.observe(buffers.copy({"old": old}, ["old"]))
+    for _ in range(2):
+        copy = buffers.copy({"old": old, "new": new, "clamped": clamped}, ["old", "new", "clamped"])
+        before = clamped.tolist()
+        clamped.data.mul_(0.5)
+        copy.complete()
+        buffers.observe(copy)
+        assert copy.tensors["clamped"].tolist() == before
+    assert copy._postponed == ["old", "new"]
+
+
 def test_a_weight_that_a_forward_pass_changes_now_and_then_spoils_one_save_at_most(
     tmp_path: Path, late: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,3 +201,76 @@ def test_copies_that_cannot_be_made_end_the_save_and_not_the_training(
     assert "no memory for a copy" in str(saving.last_error)
     assert toy.save(saving)
     assert names(tmp_path) == ["step_00000001"]
+
+
+class Gpus:
+    """What torch.cuda is asked for here, of two GPUs; as in CUDA, each thread begins on the first one."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.queued: dict[Any, list[str]] = {}  # stream -> what was queued in it and not awaited
+
+    def streams(self) -> dict[int, Any]:
+        """The current stream of each GPU, in this thread."""
+        if not hasattr(self.here, "streams"):
+            self.here.device, self.here.streams = 0, {0: "default of 0", 1: "default of 1"}
+        return cast(dict[int, Any], self.here.streams)
+
+    def set_device(self, device: torch.device) -> None:
+        self.streams()
+        self.here.device = device.index
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(record_event=lambda: f"event of {self.streams()[device.index]}")
+
+    def Stream(self, device: torch.device | None = None) -> Any:
+        self.streams()
+        made = SimpleNamespace(index=self.here.device if device is None else device.index, waited=[])
+        made.wait_event, made.synchronize = made.waited.append, lambda: self.queued.pop(id(made), None)
+        return made
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.streams()[stream.index] = self.streams()[stream.index], id(stream)
+        yield
+        self.streams()[stream.index] = before
+
+
+class OnGpu:
+    """A tensor on a GPU, as far as it is asked; or its copy."""
+
+    is_cpu, is_cuda, _version = False, True, 0
+
+    def __init__(self, gpus: Gpus, index: int) -> None:
+        self.gpus, self.device = gpus, torch.device("cuda", index)
+
+    def is_inference(self) -> bool:
+        return False
+
+    def detach(self) -> OnGpu:
+        return self
+
+    def copy_(self, source: OnGpu, non_blocking: bool) -> None:
+        """Is queued in the current stream of the GPU on which the source is."""
+        stream = self.gpus.streams()[source.device.index]
+        self.gpus.queued.setdefault(stream, []).append(f"a copy from {source.device}")
+
+
+@pytest.mark.parametrize("indices", [[0], [1], [0, 1], [1, 0]])
+def test_copies_from_every_gpu_are_awaited(indices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank trains on a GPU of its own, and the thread that copies must ask for that one."""
+    gpus = Gpus()
+    for name in ("set_device", "current_stream", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
+    sources: Any = {f"w{index}": OnGpu(gpus, index) for index in indices}
+    copy = Copy({name: OnGpu(gpus, 0) for name in sources}, sources, set(sources))  # type: ignore[misc]
+    left: list[Any] = []
+
+    def complete() -> None:
+        copy.complete()
+        left.append(gpus.queued)
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    thread.join()
+    assert left == [{}]

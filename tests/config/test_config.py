@@ -137,6 +137,20 @@ def test_a_frozen_config_needs_neither_config_tree_nor_environment(
     assert load(tmp_path).optimizer["note"] == "worth keeping"
 
 
+def test_an_override_may_replace_what_cannot_be_resolved(tmp_path: Path) -> None:
+    """A config that reads an environment variable, on a machine that has none, in a sweep and alone."""
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_]\ndata: {cache_dir: '${oc.env:RUNNER_TEST_UNSET}/cache'}\n"
+    )
+    composer, overrides = Composer([tmp_path], "mine"), ["data.cache_dir=here", "optimizer.lr=0.5"]
+    composed = composer.compose(overrides, tmp_path)
+    assert composed.config.data.cache_dir == str(tmp_path / "here")
+    assert composed.run_dir.name.startswith("text-lr0.5-seed0-")
+    assert composer.sweeping().compose(overrides, tmp_path).run_dir == composed.run_dir
+    with pytest.raises(UserError, match="RUNNER_TEST_UNSET"):
+        composer.compose(["optimizer.lr=0.5"], tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "seed: [", "- 1", "seed: x", "train:\n  stps: 3", "seed: -4", "\0\1"])
 def test_each_error_of_a_frozen_config_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

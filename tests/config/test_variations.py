@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
+from runner.config import composition
 from runner.config.composition import Composed, Composer
 from runner.errors import UserError
 
@@ -60,6 +61,10 @@ VALUES = (
     "launcher.wait=true|false",
     "run.name=${hydra:runtime.choices.data}|x",
     "run.dir=here/${hydra:job.override_dirname}|here",
+    "optimizer={lr:0.5}|{lr:0.25,weight_decay:0}|{lr:0.25}",
+    "+scheduler={warmup_steps:3}|{warmup_steps:4}",
+    "sampler.weights={code:3}|{code:1,prose:2}|{prose:2}",
+    "callbacks={note:{_target_:collections.Counter}}|{other:{_target_:collections.Counter}}",
 )
 WRONG = (
     "seed=-1|true|null|1.0|${train.stepps}",
@@ -67,8 +72,6 @@ WRONG = (
     "train.clip_norm=nan|abc",
     "train.precision=float8",
     "data.sources.code.sequence_length=${.split}|0",
-    "optimizer={lr:0.5}|{lr:0.25,weight_decay:0}",
-    "sampler.weights={code:3}|{code:1,prose:2}",
     "sampler.weights.code=x",
     "model._target_=torch.nn.Identity|no.such.Module",
     "model.layers='4'",
@@ -162,9 +165,35 @@ def test_varied_is_composed_over_a_trunk(tmp_path: Path) -> None:
         ("model._target_=torch.nn.Identity", "model._target_=no.such.Class"),
         ("run.name=${strategy}-${seed}", "strategy=fsdp"),
         ("run.name=${hydra:job.override_dirname}", "seed=3"),
+        ("optimizer.lr=0.1", "optimizer={lr:0.5}"),
+        ("optimizer.lr=0.1", "+optimizer={lr:0.5}"),
     ],
 )
 def test_single_values_change_what_follows_them(override: str, other: str) -> None:
     where, together = Path("/nowhere"), Composer().sweeping()
-    for job in ([override, "seed=1"], [override, "seed=2"], [override, other, "seed=2"], [other, "seed=5"]):
+    changed = override.replace("0.1", "0.2")
+    for job in (
+        [override, "seed=1"],
+        [override, "seed=2"],
+        [override, other, "seed=2"],
+        [changed, other, "seed=2"],
+        [other, "seed=5"],
+    ):
         assert outcome(together, job, where) == outcome(Composer(), job, where), job
+
+
+def test_dictionaries_of_one_entry_are_different_entries() -> None:
+    """Each sets a single value, but not the same one."""
+    where, together = Path("/nowhere"), Composer().sweeping()
+    for entry in ("code:3", "prose:2", "code:1"):
+        job = [f"sampler.weights={{{entry}}}", "seed=1"]
+        assert outcome(together, job, where) == outcome(Composer(), job, where), job
+
+
+def test_what_a_sweep_keeps_does_not_grow_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "KEPT_VARIATIONS", 2)
+    composer = Composer()
+    phases = ",".join(f"{{start_step:{step},temperature:1}}" for step in range(1, 6))
+    jobs = composer.jobs([f"phases.late={phases}", "sampler=elastic", "seed=1,2"])
+    assert [job.config.phases["late"].start_step for job in jobs] == [step for step in range(1, 6) for _ in range(2)]
+    assert len(composer._variations) <= 2

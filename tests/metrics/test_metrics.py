@@ -84,6 +84,16 @@ def test_an_evaluation_that_will_be_repeated_is_dropped(run: RunDir) -> None:
     assert list(read_lines(run.metrics))[-1] == record(20)
 
 
+def test_a_step_whose_line_looks_like_that_of_an_evaluation_is_kept(run: RunDir) -> None:
+    """A source may be called so; nobody would write the line again."""
+    with resume_jsonl(run.metrics, 0) as writer:
+        for step in (1, 2):
+            writer.write({**record(step), "sources": {"eval_books": {"samples": step}}})
+        writer.write({"step": 2, "eval_loss": 1.0})
+    resume_jsonl(run.metrics, 2, evaluated=False).close()
+    assert [line["sources"] for line in read_lines(run.metrics)] == [{"eval_books": {"samples": n}} for n in (1, 2)]
+
+
 def test_resuming_at_step_0_keeps_nothing(run: RunDir) -> None:
     assert resume_jsonl(run.metrics, 0).reached == 0
     assert run.metrics.read_bytes() == b""
@@ -120,7 +130,7 @@ def test_a_file_truncated_anywhere_resumes_with_complete_records(
 def test_garbage_at_the_end_is_dropped(run: RunDir) -> None:
     write(run, 1, 3)
     with open(run.metrics, "ab") as file:
-        file.write(b"\0\0\0\0\nnull\n{}\n[1]\n")
+        file.write(b'\0\0\0\0\nnull\n{}\n[1]\n{"step": 1e999}\n' + b"[" * 100_000 + b"\n")
     assert resume_jsonl(run.metrics, 3).reached == 3
     assert steps(run) == [1, 2, 3]
 
