@@ -47,8 +47,8 @@ class Copy:
             CheckpointError: a tensor was changed meanwhile.
         """
         with ExitStack() as entered:
-            for device in [*self._ready][:1]:
-                torch.cuda.set_device(device)  # a thread begins on the first GPU, whichever one the process trains on
+            if self._ready:  # a thread begins on the first GPU, whichever one the process trains on
+                torch.cuda.set_device(next(iter(self._ready)))
             make: Any = torch.cuda.Stream  # which is not typed
             streams = [make(device) for device in self._ready]  # beside those that train
             for stream, event in zip(streams, self._ready.values(), strict=True):

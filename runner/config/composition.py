@@ -454,13 +454,16 @@ def _own(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
     missing = sorted(key for key, value in flat.items() if value == "???")
     if missing and given is None:
         raise UserError("\n".join(f"{key} must be given: {key}=..." for key in missing))
-    if given is not None:
-        for key in [*missing, *(key for key in flat if not _resolves(config, key))]:
+    for key in missing:
+        OmegaConf.update(config, key, (given or {}).get(key))
+    if given is not None and not _resolves(config):
+        for key in [key for key in flat if not _resolves(config, key)]:
             OmegaConf.update(config, key, given.get(key))
     return config
 
 
-def _resolves(config: DictConfig, key: str) -> bool:
+def _resolves(config: DictConfig, key: str = "") -> bool:
+    """Whether all values below a dotted key can be resolved."""
     try:
         value = OmegaConf.select(config, key)
         if OmegaConf.is_config(value):
