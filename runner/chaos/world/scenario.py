@@ -1,0 +1,178 @@
+"""A scenario: which processes run, what may befall them, what must hold; and one story of it from a schedule."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, ClassVar
+
+from runner.chaos.world.disk import Disk
+from runner.chaos.world.doors import installed
+from runner.chaos.world.engine import BrokenPromise, Event, Host, Process, World
+from runner.chaos.world.schedule import Schedule
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EDQUOT)
+ERROR_CALLS = (
+    frozenset({"create", "write", "append", "mkdir"}),
+    frozenset({"fsync"}),
+    frozenset({"rename", "unlink", "rmdir"}),
+    frozenset({"listdir", "open", "read", "stat"}),
+)
+FULL_S = (1.0, 30.0)
+FROZEN_S = (0.5, 3.0, 20.0, 90.0, 400.0)
+"""How long a process is frozen: shorter and longer than anybody waits for it."""
+
+COMMON = {
+    "kill": "a process is killed",
+    "freeze": "a process is frozen, and goes on later",
+    "error": "a call fails with EIO, ENOSPC, ESTALE or EDQUOT",
+    "full": "the disk is full for a while",
+    "power": "a machine loses power",
+}
+"""What may befall any process."""
+
+
+class Scenario:
+    """What a story is made of. Subclasses start processes in `begin` and say in `finish` what must hold at the end.
+
+    Args:
+        world: where it happens.
+        schedule: what befalls whom.
+    """
+
+    name: ClassVar[str] = ""
+    about: ClassVar[str] = ""
+    kinds: ClassVar[Mapping[str, str]] = COMMON
+    horizon: ClassVar[int] = 400
+    """About how many steps a story takes when nothing befalls anybody."""
+    network: ClassVar[bool | None] = None
+    """Whether the files are on a network file system; None: in every other story."""
+    host_names: ClassVar[tuple[str, ...]] = ("node1", "node2")
+
+    def __init__(self, world: World, seed: str) -> None:
+        self.world = world
+        self.random = Random(f"scenario {seed}")
+        network = self.random.random() < 0.5 if self.network is None else self.network
+        self.disk = Disk(world, network)
+        names = self.host_names if network else self.host_names[:1]
+        self.hosts = [
+            Host(name, self.random.uniform(-500.0, 500.0), self.random.uniform(-0.01, 0.01)) for name in names
+        ]
+
+    def run(self, *command: Any, **options: Any) -> Any:
+        """Run a command such as scontrol (see `subprocess.run`)."""
+        raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
+
+    def begin(self) -> None:
+        """Start the processes that the story begins with."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Check what must hold once nothing happens any more.
+
+        Raises:
+            BrokenPromise: it does not.
+        """
+        raise NotImplementedError
+
+    def spawn(self, host: Host, name: str, function: Callable[[], object], **environment: str) -> Process:
+        """Start a process."""
+        process = self.world.spawn(host, name, function, environment)
+        process.on_end.append(self.disk.close_all)
+        process.on_end.append(self.on_end)
+        return process
+
+    def on_end(self, process: Process) -> None:
+        """A process has ended."""
+
+    def choose(self, choice: float) -> Process | None:
+        """The process that a strike befalls."""
+        alive = [process for process in self.world.processes if process.alive]
+        return alive[int(choice * len(alive))] if alive else None
+
+    def strike(self, kind: str, choice: float) -> None:
+        """Let something befall somebody."""
+        process, world = self.choose(choice), self.world
+        rest = Random(f"strike {choice}")
+        if kind == "full":
+            if not self.disk.full:
+                self.disk.full = True
+                world.tell("is full", "disk")
+                world.at(rest.uniform(*FULL_S), self._free)
+        elif process is None:
+            return
+        elif kind == "kill":
+            world.kill(process)
+        elif kind == "freeze":
+            world.stop(process)
+            world.at(rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5), partial(world.go_on, process))
+        elif kind == "error":
+            number = rest.choice(ERRORS)
+            process.fails += [(rest.choice(ERROR_CALLS), number)] * rest.choice((1, 1, 1, 2, 5))
+        elif kind == "power":
+            self.power_loss(process.host)
+        else:
+            raise AssertionError(f"no such strike: {kind}")
+
+    def power_loss(self, host: Host) -> None:
+        """A machine loses power and starts again."""
+        self.world.power_loss(host)
+        self.disk.power_loss(host)
+
+    def _free(self) -> None:
+        self.disk.full = False
+        self.world.tell("has room again", "disk")
+
+    def must(self, holds: object, text: str) -> None:
+        """Check something.
+
+        Raises:
+            BrokenPromise: it does not hold.
+        """
+        if not holds:
+            raise BrokenPromise(text)
+
+
+@dataclass(frozen=True)
+class Story:
+    """How a schedule went.
+
+    Attributes:
+        schedule: which one.
+        broken: what did not hold; None if everything did.
+        events: what happened.
+        features: what kinds of things happened in it.
+        steps: calls of the real code.
+        seconds: of real time that it took.
+    """
+
+    schedule: Schedule
+    broken: str | None
+    events: list[Event]
+    features: frozenset[Any]
+    steps: int
+    seconds: float
+
+
+def play(kind: type[Scenario], schedule: Schedule) -> Story:
+    """Let one story happen."""
+    began = time.perf_counter()
+    world = World(f"{kind.name} {schedule.seed}", schedule.switching)
+    scenario = kind(world, schedule.seed)
+    broken = None
+    with installed(world, scenario.disk, scenario.run):
+        try:
+            for strike in schedule.carried_out:
+                world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
+            scenario.begin()
+            world.run()
+            scenario.finish()
+        except BrokenPromise as error:
+            broken = str(error)
+    return Story(
+        schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began
+    )
