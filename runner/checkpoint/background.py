@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from runner.system import threads
+from runner.system import processes, threads
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ class Background:
             self._thread = threads.Thread(target=self._serve, name="checkpoint", daemon=True)
             self._thread.start()
             # An interpreter that shuts down while a thread is inside torch's code aborts.
-            atexit.register(self.join)
+            processes.at_exit(self.join)
 
     def submit(self, action: Callable[[], object]) -> None:
         """Run `action`. Must not be called before the last one has ended; see `join`."""

@@ -5,6 +5,7 @@ Call these through the module (`processes.run(...)`). Nothing here imports torch
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import resource
@@ -169,6 +170,9 @@ def peak_memory() -> int:
     """The most memory that this process has had resident so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+
+at_exit = atexit.register
+"""Call a function when this process ends by itself."""
 
 end_now = os._exit
 """End this process at once with a status: no handler, destructor or buffer of Python's is waited for."""
