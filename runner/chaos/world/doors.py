@@ -169,7 +169,6 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
 
     return {
         "environment": _Environment(world),
-        "own_pid": lambda: here.pid if (here := own()) else 1,
         "host_name": host_name,
         "find_command": lambda name: f"/usr/bin/{name}" if run is not None else None,
         "state_of": state_of,
@@ -312,6 +311,7 @@ def _threads(world: World) -> dict[str, Any]:
         "Queue": lambda maxsize=0: _Queue(world, maxsize),
         "current": lambda: getattr(world.current, "thread", None) or world.current,
         "ident": lambda: world.current.ident if world.current else 0,
+        "own_pid": lambda: world.current.process.pid if world.current else 1,
     }
 
 

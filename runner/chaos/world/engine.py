@@ -29,11 +29,11 @@ STEP_S = 0.002
 """The longest that a call takes, in seconds of virtual time, unless the world is slow."""
 
 
-class Gone(BaseException):  # noqa: N818 no error: the end of a process
+class Gone(BaseException):
     """Thrown into what a process was doing when it ended; its calls change nothing any more."""
 
 
-class BrokenPromise(AssertionError):
+class BrokenPromiseError(AssertionError):
     """Something that must hold in every story did not."""
 
 
@@ -105,7 +105,7 @@ class Task:
             if self is process.main:
                 code = error.code
                 process.status = code if isinstance(code, int) else 0 if code is None else 1
-        except BrokenPromise as error:
+        except BrokenPromiseError as error:
             process.world.broken = process.world.broken or error
         except Exception as error:  # noqa: BLE001 what the real code raised: the scenario judges it
             process.errors.append("".join(traceback.format_exception(error)))
@@ -172,11 +172,11 @@ class World:
         self.events: list[Event] = []
         self.current: Task | None = None
         self.processes: list[Process] = []
-        self.broken: BrokenPromise | None = None
+        self.broken: BrokenPromiseError | None = None
         self.features: set[Any] = set()
         """What has happened in this story, for the search to tell stories apart."""
         self.checks: list[Callable[[], None]] = []
-        """Called now and then; raise BrokenPromise if something does not hold."""
+        """Called now and then; raise BrokenPromiseError if something does not hold."""
         self._numbers = 0
         self._ready: list[Task] = []
         self._alarms: list[tuple[float, int, Task | None, Any]] = []
@@ -449,13 +449,13 @@ class World:
         """Let everything happen until nothing is left to happen.
 
         Raises:
-            BrokenPromise: something did not hold, or the story does not end.
+            BrokenPromiseError: something did not hold, or the story does not end.
         """
         while self.broken is None:
             self._do_urgent()
             if self.steps > self.max_steps:
                 alive = ", ".join(process.name for process in self.processes if process.alive)
-                raise BrokenPromise(f"the story does not end: after {self.steps} steps these still run: {alive}")
+                raise BrokenPromiseError(f"the story does not end: after {self.steps} steps these still run: {alive}")
             if self._strikes and self._strikes[0][0] <= self.steps:
                 _, action = self._strikes.popleft()
                 action()

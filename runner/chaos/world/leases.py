@@ -94,7 +94,7 @@ class Leases(Scenario):
     def _value(self) -> tuple[int, int] | None:
         with self.world.outside():
             found = files.read_json(VALUE)
-        return tuple(found) if isinstance(found, list) else None  # type: ignore[return-value]
+        return tuple(found) if isinstance(found, list) else None
 
     def _look(self) -> None:
         found = self._value()
@@ -124,5 +124,3 @@ class Leases(Scenario):
         self._acquired = max(self._acquired, lease.fence)
         files.write_json(VALUE, [lease.fence, 1], guard=lease.guard)
         lease.release()
-
-

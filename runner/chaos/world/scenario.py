@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from runner.chaos.world.disk import Disk
 from runner.chaos.world.doors import installed
-from runner.chaos.world.engine import BrokenPromise, Event, Host, Process, World
+from runner.chaos.world.engine import BrokenPromiseError, Event, Host, Process, World
 from runner.chaos.world.schedule import Schedule
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EDQUOT)
@@ -75,7 +75,7 @@ class Scenario:
         """Check what must hold once nothing happens any more.
 
         Raises:
-            BrokenPromise: it does not.
+            BrokenPromiseError: it does not.
         """
         raise NotImplementedError
 
@@ -131,10 +131,10 @@ class Scenario:
         """Check something.
 
         Raises:
-            BrokenPromise: it does not hold.
+            BrokenPromiseError: it does not hold.
         """
         if not holds:
-            raise BrokenPromise(text)
+            raise BrokenPromiseError(text)
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,6 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
             scenario.begin()
             world.run()
             scenario.finish()
-        except BrokenPromise as error:
+        except BrokenPromiseError as error:
             broken = str(error)
-    return Story(
-        schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began
-    )
+    return Story(schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began)
