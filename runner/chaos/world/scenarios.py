@@ -44,9 +44,7 @@ def find(name: str) -> type[Scenario]:
     return found
 
 
-def schedule(
-    kind: type[Scenario], text: str, without: Sequence[int] = (), switching: float | None = None
-) -> Schedule:
+def schedule(kind: type[Scenario], text: str, without: Sequence[int] = (), switching: float | None = None) -> Schedule:
     """The schedule of this name for a scenario, see `runner.chaos.world.schedule`.
 
     Raises:

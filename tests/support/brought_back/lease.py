@@ -118,10 +118,18 @@ FAULTS = [
     Fault("no-sweep", "lease", "a new holder leaves the temporary files of older ones", "`files.Guard`", _no_sweep),
     Fault("no-check", "lease", "a write does not ask whether the lease is still held", "`files.Guard`", _no_check),
     Fault(
-        "check-first", "lease", "a write asks before its temporary file exists, not after", "`files.Guard`", _check_first
+        "check-first",
+        "lease",
+        "a write asks before its temporary file exists, not after",
+        "`files.Guard`",
+        _check_first,
     ),
     Fault(
-        "no-fsync", "lease", "a replaced file is renamed before it is synced", "`files.write_atomic`", _no_fsync_of_files
+        "no-fsync",
+        "lease",
+        "a replaced file is renamed before it is synced",
+        "`files.write_atomic`",
+        _no_fsync_of_files,
     ),
     Fault(
         "no-fsync-of-names",
@@ -146,8 +154,26 @@ FAULTS = [
         "`lease.liveness`",
         _by_number_of_process,
     ),
-    Fault("no-owner", "lease", "whoever has the highest number may write, whoever took it", "`Lease.check_fence`", _trusts_the_clock),
+    Fault(
+        "no-owner",
+        "lease",
+        "whoever has the highest number may write, whoever took it",
+        "`Lease.check_fence`",
+        _trusts_the_clock,
+    ),
     Fault("no-wait", "lease", "a newcomer takes over from a live holder", "`lease`", _no_heartbeat),
-    Fault("tag-without-number", "lease", "temporary files do not name their holder's number", "`files.Guard`", _tag_without_number),
-    Fault("keeps-temporary", "lease", "a failed write leaves its temporary file", "`files.write_atomic`", _keeps_temporary_files),
+    Fault(
+        "tag-without-number",
+        "lease",
+        "temporary files do not name their holder's number",
+        "`files.Guard`",
+        _tag_without_number,
+    ),
+    Fault(
+        "keeps-temporary",
+        "lease",
+        "a failed write leaves its temporary file",
+        "`files.write_atomic`",
+        _keeps_temporary_files,
+    ),
 ]
