@@ -33,6 +33,10 @@ MAX_MINUTES = 60 * 24 * 30
 SAME_EVERYWHERE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 """With these variables a seed is the same story in every process: the order of sets and of sums does not vary."""
 OF_THE_DRILL = ("--kills", "--faults", "--report", "--root", "--config-dir", "--config-name")
+DESCRIPTION = """\
+Play schedules of simulated processes, which run the runner's own code: who goes on when, and what befalls whom, follows
+from a seed. With --seed, and without --schedules and --minutes, tell the story of one schedule.
+"""
 EPILOG = """\
 Scenarios
 {scenarios}
@@ -157,8 +161,7 @@ def _parser() -> Parser:
     lines = "\n".join(f"  {name:{width}}  {about}" for name, about in SCENARIO_LINES.items())
     parser = Parser(
         prog=f"{PROGRAM} chaos --simulate",
-        description="Play schedules of simulated processes, which run the runner's own code: who goes on when, and what\n"
-        "befalls whom, follows from a seed. --seed without --schedules and --minutes tells the story of one schedule.",
+        description=DESCRIPTION,
         epilog=EPILOG.format(scenarios=lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -324,7 +324,8 @@ class World:
         self.wake(task.waiters)
         process = task.process
         if task is process.main and not process.dead:
-            self.tell(f"ends with status {process.status}", process.name)
+            if self.broken is None:
+                self.tell(f"ends with status {process.status}", process.name)
             self._end(process)
 
     # ---- processes

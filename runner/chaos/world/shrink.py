@@ -11,9 +11,9 @@ from runner.chaos.world.schedule import Schedule
 
 WORDS = 6
 """How many words of a message say which promise is broken."""
-MOST = 400
+MOST = 200
 """How many stories are played for it at most."""
-SWITCHING = (0.0, *(number / 500 for number in range(1, 16)), 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
+SWITCHING = (0.0, *(number / 500 for number in range(1, 9)), 0.02, 0.03, 0.05, 0.1, 0.2)
 """Also of about equal probabilities each makes another story, and so another chance."""
 
 

@@ -60,7 +60,11 @@ def _not_exclusive(patch: pytest.MonkeyPatch) -> None:
     def create(path: Path, content: bytes) -> None:
         if files.exists(path):
             raise FileExistsError
-        files.write_atomic(path, content)
+        fd = files.open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        files.write_all(fd, content)
+        files.fsync_fd(fd)
+        files.fsync_dir(path.parent)
+        files.close_fd(fd)
 
     patch.setattr(files, "create", create)
 
@@ -84,16 +88,6 @@ def _by_number_of_process(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(processes, "is_over", lambda state, start_time: state is None)
     patch.setattr(lease, "liveness", liveness)
-
-
-def _trusts_the_clock(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lease, "_is_mine", lambda self, holder: True)
-    patch.setattr(Lease, "_claim", _claim_by_listing)
-
-
-def _claim_by_listing(self: Lease) -> bool:
-    files.write_json(self.directory / f"{self.fence:08d}.json", self.holder)
-    return True
 
 
 def _no_heartbeat(patch: pytest.MonkeyPatch) -> None:
@@ -153,13 +147,6 @@ FAULTS = [
         "a holder is recognised by the number of its process alone, which comes again",
         "`lease.liveness`",
         _by_number_of_process,
-    ),
-    Fault(
-        "no-owner",
-        "lease",
-        "whoever has the highest number may write, whoever took it",
-        "`Lease.check_fence`",
-        _trusts_the_clock,
     ),
     Fault("no-wait", "lease", "a newcomer takes over from a live holder", "`lease`", _no_heartbeat),
     Fault(
