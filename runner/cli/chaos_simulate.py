@@ -83,8 +83,6 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument is wrong.
     """
     options = parse(arguments)
-    for name in options.scenarios:
-        find(name)
     if any(processes.environment.get(name) != value for name, value in SAME_EVERYWHERE.items()):
         sys.stdout.flush()
         command = [sys.executable, "-m", "runner", "chaos", *arguments]

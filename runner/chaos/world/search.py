@@ -13,11 +13,11 @@ import gc
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from runner.chaos.world.scenario import Scenario, Story, play
 from runner.chaos.world.scenarios import find, schedule
@@ -169,7 +169,7 @@ class _Report:
     failures: list[Failure] = field(default_factory=list)
 
 
-def _reports(name: str, start: int, stride: int, quota: int | None, seconds: float | None) -> Iterator[_Report]:
+def _reports(name: str, start: int, stride: int, quota: int | None, seconds: float | None) -> Generator[_Report]:
     kind = find(name)
     gc.collect()
     gc.freeze()  # what was imported stays: the collector need not look at it after every few stories
@@ -200,7 +200,7 @@ def _work(pipe: Connection, *arguments: Any) -> None:
         pass
 
 
-def _from_workers(name: str, start: int, quotas: list[int | None], seconds: float | None) -> Iterator[_Report]:
+def _from_workers(name: str, start: int, quotas: list[int | None], seconds: float | None) -> Generator[_Report]:
     find(name)  # a mistake is raised here
     context = multiprocessing.get_context("spawn")
     workers, pipes = [], []
@@ -214,8 +214,7 @@ def _from_workers(name: str, start: int, quotas: list[int | None], seconds: floa
             workers.append(worker)
             pipes.append(pipe)
         while pipes:
-            for pipe in wait(pipes):
-                assert isinstance(pipe, Connection)
+            for pipe in cast(list[Connection], wait(pipes)):
                 try:
                     report = pipe.recv()
                 except EOFError:
