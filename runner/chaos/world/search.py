@@ -171,8 +171,6 @@ class _Report:
 
 def _reports(name: str, start: int, stride: int, quota: int | None, seconds: float | None) -> Generator[_Report]:
     kind = find(name)
-    gc.collect()
-    gc.freeze()  # what was imported stays: the collector need not look at it after every few stories
     began = told = clock.monotonic()
     report, played = _Report(), 0
     explorer = iter(Explorer(kind, start, stride))
@@ -192,6 +190,9 @@ def _reports(name: str, start: int, stride: int, quota: int | None, seconds: flo
 def _work(pipe: Connection, *arguments: Any) -> None:
     """What a worker does."""
     signals.set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
+    find(arguments[0])
+    gc.collect()
+    gc.freeze()  # what was imported stays: the collector need not look at it after every few stories
     try:
         for report in _reports(*arguments):
             pipe.send(report)
