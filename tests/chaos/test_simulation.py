@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import SystemRandom
+from typing import Any
 
 import pytest
 from brought_back import faults
@@ -92,7 +94,7 @@ def test_a_schedule_is_the_same_story_to_the_last_call(text: str) -> None:
 
 
 def test_another_schedule_is_another_story() -> None:
-    texts = ["17", "18", "17.3", "17.4"]
+    texts = ["17", "18", "17.4", "18.1"]
     assert len({tuple(play(Leases, schedule(Leases, text)).events) for text in texts}) == len(texts)
 
 
@@ -118,7 +120,7 @@ def test_nothing_of_a_story_is_left() -> None:
     for seed in range(3):
         play(Leases, schedule(Leases, str(seed)))
     gc.collect()
-    assert [each for each in gc.get_objects() if isinstance(each, World)] == []
+    assert [each for each in gc.get_objects() if type(each) is World] == []
     assert {module: dict(vars(module)) for module in doors} == doors
 
 
@@ -179,7 +181,7 @@ def test_a_frozen_process_goes_on() -> None:
     told = played(start, all_there, strikes=(Strike(60, "freeze", 0.0),))
     assert told.broken is None
     assert [event.what for event in told.events if event.shown][1:3] == ["is frozen", "goes on"]
-    assert max(after - before for before, after in zip(times, times[1:], strict=False)) > 0.2
+    assert max(after - before for before, after in pairwise(times)) > 0.2
 
 
 @pytest.mark.parametrize("waits", ["for an event", "in turns"])
@@ -192,14 +194,12 @@ def test_a_story_that_does_not_end_is_a_broken_promise(waits: str) -> None:
 
     def start(scenario: Small) -> None:
         scenario.world.max_steps = 500
-        scenario.world.checks.append(lambda: None)
         scenario.spawn(scenario.hosts[0], "waiter", wait)
         if waits == "in turns":
             scenario.spawn(scenario.hosts[0], "other", lambda: [files.exists(HOME) for _ in range(1000)])
 
     broken = played(start).broken
     assert broken is not None
-    assert promise(broken) == promise("the story does not end")[:0] + promise(broken)
     assert broken.startswith("the story does not end: ")
     assert "waiter" in broken
 
@@ -281,9 +281,9 @@ def test_only_a_network_file_system_has_old_listings(network: bool) -> None:
                 clock.sleep(scenario.random.uniform(0.0, 0.5))
             seen.append(scenario.world.now)
 
-        def start(scenario: Small, write: object = write, look: object = look) -> None:
-            scenario.spawn(scenario.hosts[0], "writer", partial(write, scenario))  # type: ignore[arg-type]
-            scenario.spawn(scenario.hosts[-1], "reader", partial(look, scenario))  # type: ignore[arg-type]
+        def start(scenario: Small, write: Any = write, look: Any = look) -> None:
+            scenario.spawn(scenario.hosts[0], "writer", partial(write, scenario))
+            scenario.spawn(scenario.hosts[-1], "reader", partial(look, scenario))
 
         assert played(start, seed=seed, network=network).broken is None
         lags.append(seen[0] - created[0])

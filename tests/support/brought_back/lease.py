@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,7 @@ def _not_exclusive(patch: pytest.MonkeyPatch) -> None:
 def _one_look(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Lease) -> bool:
         try:
-            files.create(self.directory / f"{self.fence:08d}.json", lease.json.dumps(self.holder).encode() + b"\n")
+            files.create(self.directory / f"{self.fence:08d}.json", json.dumps(self.holder).encode() + b"\n")
         except FileExistsError:
             return False
         return True
