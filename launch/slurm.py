@@ -152,6 +152,9 @@ class SlurmLauncher(SlurmOptions):
                 submitted += self._submit(part, attempt, _folder(run_dirs), _name(run_dirs), len(runs))
         except (OSError, RuntimeError) as refused:  # RuntimeError: submitit's, with the message of sbatch
             error = refused
+        except KeyboardInterrupt:
+            print("interrupted: a job may have been submitted; rerun the command, which finds out", file=sys.stderr)
+            raise
         if submitted:
             display.show_submitted(list(zip(run_dirs, submitted, strict=False)), Console())
         if error is None:

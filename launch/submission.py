@@ -88,8 +88,8 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
             scheduler.ask("scancel", *found)
     except scheduler.SchedulerError as error:
         raise scheduler.SchedulerError(
-            "an earlier submission may have left a job that nobody recorded, and Slurm does not tell or does not cancel "
-            f"it ({error}): rerun the command later"
+            "an earlier submission may have left a job that nobody recorded, and Slurm does not tell, or does not "
+            f"cancel it ({error}): rerun the command later"
         ) from None
     end([run for run, _ in noted])
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def test_a_job_that_nobody_recorded_is_cancelled_before_another_one_is_submitted
     again = killed_at_job_json(monkeypatch, 1)
     with pytest.raises(KeyboardInterrupt):
         launch(runs[:count])
+    assert "a job may have been submitted" in capsys.readouterr().err
     assert len(queue.jobs()) == count
     again()
     assert launch(runs[:count]) == 0
@@ -141,6 +143,7 @@ def test_nothing_is_submitted_while_slurm_does_not_tell(
     with pytest.raises(KeyboardInterrupt):
         launch(runs[:1])
     again()
+    capsys.readouterr()
     (queue.slurm.folder / "silent").touch()
     assert launch(runs[:1]) == ExitStatus.USAGE
     error = capsys.readouterr().err
@@ -243,7 +246,7 @@ def test_the_directory_of_a_run_that_may_have_a_job_is_not_discarded(
     arguments = ("launcher=slurm", "launcher.check_folder=false", "experiment=smoke", "run.dir=a")
     if end == "killed":
         again = killed_at_job_json(monkeypatch, 1)
-        assert command(*arguments) == ExitStatus.INTERRUPTED
+        assert command(*arguments) == 128 + signal.SIGINT
         again()
     else:
         queue.then(LOST)
