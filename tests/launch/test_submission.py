@@ -17,7 +17,7 @@ from fake_slurm import FakeSlurm, runs, slurm
 from launch import scheduler
 from launch.slurm import SlurmLauncher
 from runner.errors import ExitStatus
-from runner.system import files
+from runner.system import files, processes
 
 __all__ = ["command", "conf", "runs", "slurm"]
 
@@ -214,6 +214,22 @@ def test_a_full_disk_is_found_before_anything_is_submitted(
     assert launch(runs) == ExitStatus.USAGE
     assert not queue.calls("sbatch", "squeue")
     assert not any(list(run.iterdir()) for run in runs)
+
+
+def test_a_job_of_another_user_is_named_and_nothing_is_submitted(
+    queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They share the directory; Slurm lets nobody else cancel it."""
+    again = killed_at_job_json(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        launch(runs[:1])
+    again()
+    monkeypatch.setattr(processes, "user_id", lambda: os.getuid() + 1)
+    assert launch(runs[:1]) == ExitStatus.USAGE
+    assert f"job 12 is of user {os.getuid()}, who has to cancel it" in capsys.readouterr().err
+    assert queue.calls("sbatch", "scancel") == ["sbatch"]
+    (queue.slurm.folder / "queue").write_text("")
+    assert launch(runs[:1]) == 0
 
 
 MALFORMED = [{"name": "x"}, {"name": ""}, {"name": "0" * 32, "user": "root"}, {"name": "0" * 32, "task": "1"}, []]
