@@ -75,8 +75,13 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
 
     Raises:
         SchedulerError: Slurm does not answer, so that there may be such a job, or it does not cancel one.
+        OSError: a note cannot be read.
+        SupersededError: another command has taken over.
     """
     noted = [(run, note) for run in runs if (note := _note(run))]
+    for run, _ in noted:
+        if run.guard is not None:
+            run.guard.check()  # after the look: the note may be that of a command which has taken over
     found = []
     try:
         live = {user: _by_name(user) for user in {note["user"] for _, note in noted}}
@@ -115,7 +120,7 @@ def abandon(runs: Sequence[RunDir], error: BaseException) -> None:
         return
     try:
         settle(runs)
-    except scheduler.SchedulerError as silent:
+    except OSError as silent:
         raise UncertainError(f"{error}; {silent}") from error
 
 
