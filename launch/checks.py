@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import socket
 from pathlib import Path
 
 from launch import node_range, scheduler
 from launch.options import SlurmOptions
 from runner.contracts import Finding
 from runner.errors import UserError
-from runner.system import files
+from runner.system import files, processes
 
 TIME_FORMATS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS"
 WITH_DAYS = r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?"
@@ -182,7 +181,7 @@ def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[
     file_system = file_system_of(parent)
     if file_system not in LOCAL_FILE_SYSTEMS:
         return []
-    here = socket.gethostname().partition(".")[0]
+    here = processes.host_name().partition(".")[0]
     others = {host.partition(".")[0] for host in scheduler.show_hosts(partition.get("Nodes", ""))} - {here}
     if not others:
         return []
@@ -247,7 +246,7 @@ def _fits(save_s: float, notice_s: float, what: str, option: str | None) -> Find
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
     """The type of the file system that holds `path` (or its nearest parent that exists); None if unknown."""
-    real = next(each for each in (path.resolve(), *path.resolve().parents) if each.exists())
+    real = next(each for each in (files.resolve(path), *files.resolve(path).parents) if files.exists(each))
     best: tuple[int, str] | None = None
     for line in (files.read_small(mounts) or "").splitlines():
         point, kind = line.split()[1:3]

@@ -51,8 +51,8 @@ def state_of(run_dir: Path, job: JobInfo | None) -> str:
     status = read_status(run_dir)
     recorded = str(status.get("state", "not started"))
     if job is not None and job.live:
-        finished = recorded == "finished" and status.get("job_id") == job.job_id and RunDir(run_dir).finished.exists()
-        return "finished" if finished else job.state
+        is_last = recorded == "finished" and status.get("job_id") == job.job_id
+        return "finished" if is_last and files.exists(RunDir(run_dir).finished) else job.state
     if recorded not in ("running", "requeued", "not started"):
         return recorded
     # Nothing works on the run any more, so the recorded state is outdated.

@@ -21,10 +21,10 @@ def environment_lines() -> list[str]:
     search path of this command is kept, too: the job has to find the same modules.
     """
     lines = ["export SLURM_EXPORT_ENV=ALL"]
-    if path := os.environ.get("PYTHONPATH"):
+    if path := processes.environment.get("PYTHONPATH"):
         absolute = os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep))
         lines.append(f'[ -n "${{PYTHONPATH:-}}" ] || export PYTHONPATH={shlex.quote(absolute)}')
-    if trusted := os.environ.get("RUNNER_TRUST"):
+    if trusted := processes.environment.get("RUNNER_TRUST"):
         lines.append(f"export RUNNER_TRUST={shlex.quote(trusted)}")
     return lines
 
@@ -38,7 +38,7 @@ def examine_environment(export: str, python: str) -> Finding:
     """
     if "ALL" in export.split(","):
         return Finding("ok", "environment: jobs get that of the command (--export=ALL)")
-    user = pwd.getpwuid(os.getuid())
+    user = pwd.getpwuid(processes.user_id())
     login = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
     script = "\n".join([*environment_lines(), f"{python} -c {shlex.quote(IMPORTS)}"])
     where = f"environment: jobs get that of a login (--export={export})"

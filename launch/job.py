@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import socket
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -56,12 +55,12 @@ class SlurmJob:
         self._requeue_killed = requeue_killed
         self.early_signal: int | None = None
         self.restart_count = rendezvous.restart_count()
-        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+        array, task = processes.environment.get("SLURM_ARRAY_JOB_ID"), processes.environment.get("SLURM_ARRAY_TASK_ID")
         # A task of an array is requeued by this form of its id.
-        self.job_id = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+        self.job_id = f"{array}_{task}" if array else processes.environment["SLURM_JOB_ID"]
         self._requeuer = requeue.Requeuer(self.job_id, self.restart_count)
         self._has_verdict = True  # the end of this process decides how the job ends
-        folder = Path(os.environ.get("SUBMITIT_FOLDER", os.devnull))
+        folder = Path(processes.environment.get("SUBMITIT_FOLDER", os.devnull))
         self._starts = requeue.starts_file(folder, self.job_id)
         self._verdict = requeue.verdict_file(folder, self.job_id)
         self._was_killed = requeue.failed_starts(self._starts)[0] > 0
@@ -84,14 +83,14 @@ class SlurmJob:
         return {
             "job_id": self.job_id,
             "restart_count": self.restart_count,
-            "host": socket.gethostname(),
-            "node": os.environ.get("SLURMD_NODENAME"),
-            "nodes": int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
+            "host": processes.host_name(),
+            "node": processes.environment.get("SLURMD_NODENAME"),
+            "nodes": int(processes.environment.get("SLURM_JOB_NUM_NODES", "1")),
         }
 
     def began(self) -> float:
         """When the batch script of this start began, on `clock.monotonic`; on another machine, this process."""
-        boot, _, seconds = os.environ.get(requeue.BATCH_BEGAN, "").partition(" ")
+        boot, _, seconds = processes.environment.get(requeue.BATCH_BEGAN, "").partition(" ")
         with suppress(ValueError):
             if boot and boot == processes.boot_id() and float(seconds) >= 0:
                 return min(processes.uptime(float(seconds)), processes.began())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +48,7 @@ class LocalLauncher:
             errors.append(f"launcher.slots={self.slots!r} must be a whole number, 1 or more")
         if self.gpus is not None and not isinstance(self.gpus, list):
             errors.append(f"launcher.gpus={self.gpus!r} must be a list, for example launcher.gpus=[0,1]")
-        if len(run_dirs) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if len(run_dirs) > 1 and int(processes.environment.get("WORLD_SIZE", "1")) > 1:
             errors.append("torchrun cannot start a sweep: start a single run, or the sweep without torchrun")
         return errors or self._rank_errors()
 
@@ -61,7 +59,7 @@ class LocalLauncher:
             return [str(error)]
         if list(counts) == [1]:
             return []
-        if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if "TORCHELASTIC_RUN_ID" in processes.environment or int(processes.environment.get("WORLD_SIZE", "1")) > 1:
             return [f"launcher.ranks={self.ranks} starts the ranks itself: run the command without torchrun"]
         gpus = self.visible()
         if gpus and len(gpus) < counts[0]:
@@ -202,7 +200,7 @@ class Sweep:
 
     def _environment(self, slot: int) -> dict[str, str]:
         """One GPU per rank (shared if there are more ranks than GPUs), and an equal part of the cores."""
-        environment = dict(os.environ)
+        environment = dict(processes.environment)
         if self._gpus or self._chosen:
             first, count = slot * self._ranks, min(self._ranks, len(self._gpus))
             mine = [self._gpus[(first + rank) % len(self._gpus)] for rank in range(count)]
@@ -240,10 +238,10 @@ def _console() -> Console:
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES would name them. Imports no torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = processes.environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu.strip()]
-    if shutil.which("nvidia-smi") is None:
+    if processes.find_command("nvidia-smi") is None:
         return []
     done = processes.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return [str(index) for index, line in enumerate(done.stdout.splitlines()) if line.startswith("GPU ")]

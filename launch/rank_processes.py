@@ -7,7 +7,6 @@ They end with the command that started them, even if that is killed: the kernel 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import IO
 from launch import rendezvous
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
-from runner.system import clock, files, processes, signals
+from runner.system import clock, files, processes, signals, threads
 
 # How long ranks that are still there may take. After another one has failed, to notice that (within
 # train.peer_timeout_s, 60 s by default), to close the records and to exit.
@@ -57,7 +56,7 @@ class RankProcesses:
         self._since: dict[float, float] = {}  # a time to end within -> since when it runs
         self._interrupted = False
         self._killed: set[int] = set()
-        self._copying: list[threading.Thread] = []
+        self._copying: list[threads.Thread] = []
         self._processes: list[processes.Process[bytes]] = []
         files.make_dirs(run.logs, files.OWNED)
         shared = {**environment, **_meeting_point(count)} if count > 1 else dict(environment)
@@ -87,7 +86,7 @@ class RankProcesses:
                 )
         self._processes.append(started)
         if started.stderr is not None:
-            copying = threading.Thread(target=self._copy_errors, args=(rank, started.stderr), daemon=True)
+            copying = threads.Thread(target=self._copy_errors, args=(rank, started.stderr), daemon=True)
             copying.start()
             self._copying.append(copying)
 

@@ -6,12 +6,12 @@ so that all ranks are passed the same port.
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import zlib
 
 from launch import scheduler
+from runner.system import processes
 
 # Below the ports that the kernel hands out by itself.
 PORTS = range(12_000, 32_000)
@@ -22,33 +22,34 @@ def export() -> None:
 
     A port that the batch script did not choose follows from the job id and the restart count, the same on all ranks.
     """
-    os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0")
+    environment = processes.environment
+    environment["RANK"] = environment.get("SLURM_PROCID", "0")
     # What srun has started: the job's own number of tasks need not be that of this start of it.
-    os.environ["WORLD_SIZE"] = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
+    environment["WORLD_SIZE"] = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     # With one GPU bound to each task, every rank sees only its own, as number 0.
-    bound = os.environ.get("SLURM_GPUS_PER_TASK") == "1"
-    os.environ["LOCAL_RANK"] = "0" if bound else os.environ.get("SLURM_LOCALID", "0")
-    if not os.environ.get("MASTER_ADDR"):
-        os.environ["MASTER_ADDR"] = first_host()
-    if not os.environ.get("MASTER_PORT"):
-        name = f"{os.environ.get('SLURM_JOB_ID', '0')}.{restart_count()}"
-        os.environ["MASTER_PORT"] = str(PORTS[zlib.crc32(name.encode()) % len(PORTS)])
+    bound = environment.get("SLURM_GPUS_PER_TASK") == "1"
+    environment["LOCAL_RANK"] = "0" if bound else environment.get("SLURM_LOCALID", "0")
+    if not environment.get("MASTER_ADDR"):
+        environment["MASTER_ADDR"] = first_host()
+    if not environment.get("MASTER_PORT"):
+        name = f"{environment.get('SLURM_JOB_ID', '0')}.{restart_count()}"
+        environment["MASTER_PORT"] = str(PORTS[zlib.crc32(name.encode()) % len(PORTS)])
 
 
 def restart_count() -> int:
     """How often Slurm has restarted this job."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return int(processes.environment.get("SLURM_RESTART_COUNT", "0"))
 
 
 def first_host() -> str:
     """An address of the node that rank 0 runs on."""
-    if os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+    if processes.environment.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return "127.0.0.1"
     try:
-        host = scheduler.ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()[0]
+        host = scheduler.ask("scontrol", "show", "hostnames", processes.environment["SLURM_JOB_NODELIST"]).split()[0]
         socket.getaddrinfo(host, None)
     except (OSError, KeyError, IndexError):  # the resolver need not know the nodes' names
-        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        return processes.environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     return host
 
 
@@ -65,7 +66,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {socket.gethostname()}")
+    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {processes.host_name()}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from launch import scheduler
 from runner.contracts import SLURM_NOT_RUNNING
-from runner.system import clock, files
+from runner.system import clock, files, processes
 
 # After these causes the job requeues itself: Slurm would let it end. "interrupted" is a SIGTERM to a running job
 # without a preemption (its node shuts down, say).
@@ -223,7 +222,7 @@ class Requeuer:
         Nothing is requeued on a guess: while Slurm does not answer, the job may have been cancelled.
         """
         refusals = 0
-        while shutil.which("scontrol") and refusals < max_refusals:
+        while processes.find_command("scontrol") and refusals < max_refusals:
             job = self._job()
             ended = ended_by(job, self._restart_count)
             if ended in ("requeued", "cancelled"):
@@ -264,13 +263,13 @@ class Requeuer:
         requeue.sh asks the same.
         """
         user = re.search(r"\((\d+)\)$", found.get("UserId", ""))
-        if user and user[1] != os.environ.get("SLURM_JOB_UID", user[1]):
+        if user and user[1] != processes.environment.get("SLURM_JOB_UID", user[1]):
             return True
         restarts = int(found.get("Restarts", self._restart_count))
         if restarts != self._restart_count:
             return restarts < self._restart_count
         name, submitted = found.get("JobName"), _time(found.get("SubmitTime"))
-        renamed = name is not None and name != os.environ.get("SLURM_JOB_NAME", name)
+        renamed = name is not None and name != processes.environment.get("SLURM_JOB_NAME", name)
         return renamed and submitted is not None and submitted > self._began
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -83,7 +81,7 @@ class SchedulerError(OSError):
 
 def missing_commands() -> list[str]:
     """Slurm's commands that are not on this machine's PATH."""
-    return [name for name in COMMANDS if shutil.which(name) is None]
+    return [name for name in COMMANDS if processes.find_command(name) is None]
 
 
 def ask(*command: str, text: str | None = None) -> str:
@@ -92,9 +90,9 @@ def ask(*command: str, text: str | None = None) -> str:
     Raises:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)}
+    env = {name: value for name, value in processes.environment.items() if not name.startswith(PREFERENCES)}
     env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
-    if shutil.which(command[0]) is None:
+    if processes.find_command(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine's PATH")
     try:
         # A session of its own: a signal to the job's process group must not end the command as well.

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import shlex
-import socket
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from launch.scheduler import RecordedJob
 from runner.contracts import Finding, JobInfo, RankCounts
 from runner.errors import SupersededError, UserError
 from runner.rundir.paths import RunDir
-from runner.system import clock, files
+from runner.system import clock, files, processes
 
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmExecutor
@@ -73,7 +72,7 @@ class SlurmLauncher(SlurmOptions):
         errors = [*option_errors(self), *path_errors(run_dirs)]
         if missing := scheduler.missing_commands():
             errors.append(
-                f"launcher=slurm needs {', '.join(missing)}, not on PATH on {socket.gethostname()}: run this on a "
+                f"launcher=slurm needs {', '.join(missing)}, not on PATH on {processes.host_name()}: run this on a "
                 "login node of the cluster, or set launcher=local"
             )
         if errors:
@@ -98,7 +97,7 @@ class SlurmLauncher(SlurmOptions):
     def _environment_of_jobs(self) -> str:
         """The value of sbatch's --export."""
         given = {key.lstrip("-"): value for key, value in self.additional.items()}.get("export")
-        return str(given or os.environ.get("SBATCH_EXPORT") or "ALL")
+        return str(given or processes.environment.get("SBATCH_EXPORT") or "ALL")
 
     def _examine_start(self) -> Finding:
         """Whether Slurm could start such a job as things are now; sbatch may queue it all the same."""
@@ -221,7 +220,7 @@ class SlurmLauncher(SlurmOptions):
             total: how many runs the command submits, in this array and others.
             guards: by run directory.
         """
-        created = not folder.exists()
+        created = not files.exists(folder)
         for guard in guards.values():
             guard.check()
         files.make_dirs(folder, files.OWNED if total == 1 else 0o777)
@@ -262,7 +261,7 @@ class SlurmLauncher(SlurmOptions):
         except scheduler.SchedulerError:
             record = {}
         given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
-        return {"user": str(os.getuid()), "name": given, "submit_time": record.get("SubmitTime")}
+        return {"user": str(processes.user_id()), "name": given, "submit_time": record.get("SubmitTime")}
 
     def _register(self, run: RunDir, job_id: str, folder: Path, identity: dict[str, str | None]) -> None:
         """Write the job into the run directory, with links to logs that are elsewhere."""
@@ -288,14 +287,14 @@ class SlurmLauncher(SlurmOptions):
         names = (*(VARIABLE_NAME.get(name, name) for name in (*set_here, *self.additional)), *ALWAYS_SET)
         conflicting = {f"SBATCH_{name.lstrip('-').replace('-', '_').upper()}" for name in names}
         hidden = {
-            name: os.environ.pop(name)
-            for name in list(os.environ)
+            name: processes.environment.pop(name)
+            for name in list(processes.environment)
             if name in conflicting or (name.startswith("SLURM_") and name not in CLUSTER_VARIABLES)
         }
         try:
             yield
         finally:
-            os.environ.update(hidden)
+            processes.environment.update(hidden)
 
     def _executor(self, folder: Path, name: str, runs: int, total: int) -> SlurmExecutor:
         """What submits `runs` of the `total` runs of a command."""
@@ -376,7 +375,7 @@ def _names_by_submitit(made: list[str]) -> Iterator[None]:
 def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     """The job that was submitted last and the one that trained last: a kill may have kept the two apart."""
     run = RunDir(run_dir)
-    if not run.job.exists():
+    if not files.exists(run.job):
         return []  # never submitted
     job, status = files.read_object(run.job), files.read_object(run.status)
     user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
@@ -401,7 +400,7 @@ def _with_failed_start(run_dir: Path, job_id: str, info: JobInfo | None) -> JobI
     """What is known about a job, completed by why its last start failed before an attempt could begin."""
     recorded = _text(files.read_object(RunDir(run_dir).job).get("folder"))
     # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
-    folders = [Path(recorded)] if recorded and os.path.isdir(recorded) else []
+    folders = [Path(recorded)] if recorded and files.seems_dir(recorded) else []
     folders += [RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER]
     reason = next((why for each in folders if (why := requeue.failed_starts(requeue.starts_file(each, job_id))[1])), "")
     if not reason or (info is not None and info.job_id != job_id):

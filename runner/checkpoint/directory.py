@@ -19,11 +19,11 @@ import contextlib
 import errno
 import itertools
 import logging
-import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from runner.checkpoint import manifest as manifests
@@ -31,7 +31,7 @@ from runner.checkpoint.manifest import BEST_METRIC, CorruptionError, Manifest
 from runner.checkpoint.pins import is_kept
 from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
-from runner.system import files
+from runner.system import files, processes
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Stranger:
     def is_empty_directory(self) -> bool:
         """Whether it holds nothing, so that a checkpoint can take its place."""
         with contextlib.suppress(OSError):
-            return not self.path.is_symlink() and not files.list_dir(self.path)
+            return not files.is_link(self.path) and not files.list_dir(self.path)
         return False
 
 
@@ -156,7 +156,7 @@ def judge(path: Path) -> Candidate | Stranger | None:
     step = int(path.name.removeprefix("step_"))
     canonical = path.name == step_name(step)
     try:
-        mode = patiently(path, path.lstat).st_mode
+        mode = patiently(path, partial(files.lstat, path)).st_mode
         if not stat.S_ISDIR(mode):
             return Stranger(path, f"it is a {'link' if stat.S_ISLNK(mode) else 'file'}, not a directory")
         manifest = manifests.read(path)
@@ -222,7 +222,7 @@ def size_error(candidate: Candidate) -> str | None:
     for name, expected in sorted(candidate.manifest.files.items()):
         path = candidate.path / name
         try:
-            found = patiently(path, path.lstat).st_size
+            found = patiently(path, partial(files.lstat, path)).st_size
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != expected.size:
@@ -285,7 +285,7 @@ def warn_of_strangers(directory: Path) -> None:
 def leftovers(directory: Path) -> list[Path]:
     """Temporary directories: of a save or a deletion that is in progress, or that was killed."""
     named = (directory / name for name in _names(directory) if _TEMPORARY.fullmatch(name))
-    return sorted(path for path in named if path.is_dir() and not path.is_symlink())  # nothing else is made here
+    return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))  # nothing else is made here
 
 
 def set_aside_earlier(directory: Path) -> list[Path]:
@@ -295,7 +295,7 @@ def set_aside_earlier(directory: Path) -> list[Path]:
 
 def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
     """A name beside `path` for a temporary directory of the attempt `fence`: of a save, or of another `use`."""
-    return path.with_name(f"{path.name}.tmp-{fence.number}-{os.getpid()}{use}")
+    return path.with_name(f"{path.name}.tmp-{fence.number}-{processes.own_pid()}{use}")
 
 
 def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
@@ -311,7 +311,7 @@ def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
         SupersededError: a newer attempt holds the lease; nothing was changed.
     """
     number, target = 1, path.with_name(f"{path.name}.{mark}")
-    while os.path.lexists(target):
+    while files.is_taken(target):
         number += 1
         target = path.with_name(f"{path.name}.{mark}-{number}")
     try:
@@ -375,9 +375,9 @@ def sweep(directory: Path, fence: Fence) -> None:
         try:
             files.rename(path, mine)
             for name in files.list_dir(mine):
-                if _SET_ASIDE.fullmatch(name) and not os.path.lexists(directory / name):
+                if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
-                if name == _TAKEN and is_kept(step) and not os.path.lexists(step):
+                if name == _TAKEN and is_kept(step) and not files.is_taken(step):
                     files.rename(mine / name, step)  # killed before it saw the pin
             remove_tree(mine)
         except FileNotFoundError:  # removed meanwhile
@@ -433,7 +433,7 @@ class Retention:
 def loose_modes(path: Path) -> str | None:
     """A warning if others than the owner may write to `path`, or None."""
     try:
-        mode = path.stat().st_mode
+        mode = files.stat(path).st_mode
     except OSError as error:
         return None if error.errno == errno.ENOENT else f"{path}: {error.strerror}"
     others = [who for who, bit in (("its group", stat.S_IWGRP), ("everybody", stat.S_IWOTH)) if mode & bit]

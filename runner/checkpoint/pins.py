@@ -76,7 +76,7 @@ def evaluation_done(directory: Path, name: str) -> None:
 
 def awaits_evaluation(directory: Path, name: str) -> bool:
     """Whether checkpoints are kept for this evaluation."""
-    return _awaits(directory, name).exists()
+    return files.exists(_awaits(directory, name))
 
 
 def _awaits(directory: Path, name: str) -> Path:
@@ -108,7 +108,7 @@ def _numbers(pattern: re.Pattern[str], names: Collection[str]) -> set[int]:
 
 def is_pinned(checkpoint: Path) -> bool:
     """Whether the checkpoint at this path, which need not be there any more, has a pin."""
-    return _pin_of(checkpoint).exists()
+    return files.exists(_pin_of(checkpoint))
 
 
 def pin(checkpoint: Path) -> bool:
@@ -122,7 +122,7 @@ def pin(checkpoint: Path) -> bool:
     with suppress(FileExistsError):
         files.create(_pin_of(checkpoint), b"")
     for _ in range(LOOKS):
-        if checkpoint.is_dir():
+        if files.is_dir(checkpoint):
             return True
         clock.sleep(PAUSE_S)
     unpin(checkpoint)

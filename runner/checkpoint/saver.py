@@ -202,7 +202,7 @@ class Saver:
 
     def _prepare(self) -> None:
         """Create the directory of checkpoints, so that it survives a power loss, whoever created it."""
-        if self._prepared and self._directory.is_dir():
+        if self._prepared and files.is_dir(self._directory):
             return
         files.make_dirs(self._directory.parent)
         with suppress(FileExistsError):

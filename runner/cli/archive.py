@@ -21,7 +21,7 @@ from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, processes
 
 SUFFIXES = {".tar": "w", ".tar.gz": "w:gz", ".tar.xz": "w:xz"}
 KEEP = ("all", "last", "best", "none")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.remove:
         _refuse_existing(target)
     refuse_inside_run(target)
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.tmp-{processes.own_pid()}")
     aside = None
     try:
         for left in _leftovers(target):
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         files.remove(temporary)
     count = sum(len(each) == DIGEST_LENGTH for each in content.values())
-    say(f"packed {count} files of {shown(run.path)} into {shown(target)} ({size(target.stat().st_size)})")
+    say(f"packed {count} files of {shown(run.path)} into {shown(target)} ({size(files.stat(target).st_size)})")
     if aside is not None:
         remove_rest(aside)
         say(f"removed {shown(run.path)}")
@@ -95,11 +95,11 @@ def main(arguments: Sequence[str]) -> int:
 def _removed_before(run: Path, target: Path) -> list[Path]:
     """What a command that was killed while it removed the run has left: the file had its name by then."""
     path = Path(os.path.abspath(run))
-    return leftovers(path) if os.path.lexists(target) and not os.path.lexists(path) else []
+    return leftovers(path) if files.is_taken(target) and not files.is_taken(path) else []
 
 
 def _refuse_existing(target: Path) -> None:
-    if os.path.lexists(target):
+    if files.is_taken(target):
         raise UserError(f"{shown(target)} exists: choose another name")
 
 
@@ -150,7 +150,7 @@ def _members(run: RunDir, which: str) -> list[Path]:
         if relative == Path(run.checkpoints.name) and kept is not None:
             folders[:] = [name for name in folders if name in kept]
         folders.sort()
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        links = [name for name in folders if files.is_link(Path(folder) / name)]
         found += [relative, *(relative / name for name in sorted([*names, *links]))]
     return found
 
@@ -215,10 +215,10 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
     """Add what is at `path`; its content, as `_content` describes it."""
     if (link := files.read_link(path)) is not None:
         entry = tarfile.TarInfo(name)
-        entry.type, entry.linkname, entry.mtime = tarfile.SYMTYPE, link, int(path.lstat().st_mtime)
+        entry.type, entry.linkname, entry.mtime = tarfile.SYMTYPE, link, int(files.lstat(path).st_mtime)
         tar.addfile(entry)
         return f"link to {link}"
-    if path.is_dir():
+    if files.is_dir(path):
         tar.addfile(tar.gettarinfo(path, arcname=name))
         return "directory"
     with files.open_regular(path) as source:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.console import PROGRAM, Parser
+from runner.system import files
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -58,5 +58,5 @@ def runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     A directory is one even if its name looks like a setting; an empty word (an unset variable) is neither.
     """
-    settings = [word for word in words if ("=" in word or word[:1] in ("+", "~")) and not os.path.isdir(word)]
+    settings = [word for word in words if ("=" in word or word[:1] in ("+", "~")) and not files.seems_dir(word)]
     return [word for word in words if word and word not in settings], settings

@@ -32,7 +32,7 @@ from runner.chaos.target import LocalTarget, Target
 from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
 from runner.cli.launcher import make_launcher
 from runner.errors import ExitStatus, UserError
-from runner.system import signals
+from runner.system import files, signals
 
 RANKS = range(1, 5)  # that the fault `shape` chooses from
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
@@ -167,7 +167,7 @@ class _Command:
     def _result(self, errors: list[str]) -> report.Result:
         drill, outcomes = self.drill, self.drill.outcomes()
         killed = drill.killed()
-        finished = [run for run in killed if run.finished.exists()]
+        finished = [run for run in killed if files.exists(run.finished)]
         return report.Result(
             command=shlex.join(["python", "-m", "runner", *sys.argv[1:]]),
             config=self.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from runner.chaos.faults import KINDS
 from runner.cli.console import PROGRAM, Parser
 from runner.config.schema import Config, rank_invariant
 from runner.errors import UserError, nearest
+from runner.system import processes
 
 DEFAULT_KILLS = 10
 MIN_STEPS = 6
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> Options:
         raise UserError(f"--seed {given.seed}: must be 0 or more")
     if given.report is not None and given.report.suffix not in REPORTS:
         raise UserError(f"--report {given.report}: the name must end in one of {', '.join(REPORTS)}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(processes.environment.get("WORLD_SIZE", "1")) > 1:
         raise UserError("runner chaos starts the runs itself: run it without torchrun")
     flags = [f"--config-dir={given.config_dir}"] if given.config_dir else []
     flags += [f"--config-name={given.config_name}"] if given.config_name else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_kinds
+from runner.system import files, processes
 
 DIFFERENT = 1
 
@@ -110,11 +110,11 @@ def checkpoints_of(path: Path) -> Path:
         UserError: there is none, or the run directory holds links or the like.
     """
     inside = RunDir(path).checkpoints
-    if os.path.lexists(inside):  # else it is no run, and what it holds is none of ours
+    if files.is_taken(inside):  # else it is no run, and what it holds is none of ours
         check_kinds(RunDir(path))
-    if inside.is_dir():
+    if files.is_dir(inside):
         return inside
-    if path.is_dir() and (checkpoint_dir.candidates(path) or path.name == inside.name):
+    if files.is_dir(path) and (checkpoint_dir.candidates(path) or path.name == inside.name):
         return path
     raise UserError(f"{path} has no checkpoints; pass a run directory, such as outputs/NAME")
 
@@ -283,7 +283,7 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
 
     if target.suffix in WEIGHT_FILES:
         raise UserError(f"--export {target}: the file name must end in .safetensors, or name a folder")
-    if not RunDir(directory.parent).config.is_file():
+    if not files.is_file(RunDir(directory.parent).config):
         raise UserError(f"--export {target}: the file name must end in .safetensors; a folder needs the run directory")
     loaded = load(directory.parent, step, raw=raw)
     save: Any = getattr(loaded.model, "save_pretrained", None)
@@ -292,16 +292,16 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
             f"--export {target}: the file name must end in .safetensors; a folder is for models of Hugging Face's "
             f"libraries, and {type(loaded.model).__name__} has no save_pretrained"
         )
-    if os.path.lexists(target):
+    if files.is_taken(target):
         raise UserError(f"--export {target} exists: choose another folder")
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.tmp-{processes.own_pid()}")
     try:
         save(str(temporary))
         files.rename(temporary, target)
     except OSError as error:
         raise UserError(f"--export {target} cannot be written ({error.strerror or error})") from error
     finally:
-        if temporary.exists():
+        if files.exists(temporary):
             files.remove_tree(temporary)
     if as_json:
         print(json.dumps({"folder": str(target), "step": loaded.step, "averaged": loaded.averaged}))
@@ -321,11 +321,11 @@ def compared(directory: Path | None, which: str) -> Candidate:
         UserError: there is no such checkpoint.
         CheckpointError: it is corrupt.
     """
-    if directory is not None and not Path(which).is_dir():
+    if directory is not None and not files.is_dir(which):
         return choice.choose(directory, which)
-    if not Path(which).is_dir():
+    if not files.is_dir(which):
         raise UserError(f"{which} is not a directory: pass the paths of two checkpoints, or RUN and two of its steps")
-    path = Path(which).resolve()
+    path = files.resolve(which)
     if path.name not in {candidate.path.name for candidate in checkpoint_dir.candidates(path.parent)}:
         raise UserError(f"{which} is not a checkpoint; pass a step, or the path of a directory named step_…")
     return choice.choose(path.parent, int(path.name.removeprefix("step_")))

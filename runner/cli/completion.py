@@ -17,6 +17,7 @@ from runner.cli.arguments import parser
 from runner.cli.commands import COMMANDS, WITH_SETTINGS
 from runner.cli.help import config_dirs
 from runner.errors import ExitStatus, UserError
+from runner.system import processes
 
 # A candidate that is a whole word ends in a space; bash splits words at `=` and `:`, so what it has already is removed.
 BASH = """\
@@ -58,8 +59,8 @@ def complete(options: argparse.Namespace) -> int:
             'for example eval "$(runner -sc install=bash)"'
         )
     if action == "query":
-        line = os.environ.get("COMP_LINE", "")
-        found = candidates(line[: int(os.environ.get("COMP_POINT") or len(line))])
+        line = processes.environment.get("COMP_LINE", "")
+        found = candidates(line[: int(processes.environment.get("COMP_POINT") or len(line))])
         print("".join(f"{word if shell == 'fish' or word[-1] in '=./' else word + ' '}\n" for word in found), end="")
     else:
         print((INSTALL if action == "install" else UNINSTALL)[shell], end="")
@@ -102,7 +103,7 @@ def _settings(words: list[str], current: str) -> list[str]:
     from runner.config.composition import Composer
 
     settings = [word for word in words if "=" in word and not word.startswith("-")]
-    os.environ["COMP_LINE"] = " ".join(["runner", *settings, current])
+    processes.environment["COMP_LINE"] = " ".join(["runner", *settings, current])
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
         Composer(config_dirs(words)).show(["--shell-completion"], ["query=fish"])  # one word per line

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from runner.errors import UserError
-from runner.system import clock
+from runner.system import clock, processes
 from runner.system.terminal import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def check_interval(seconds: float | None) -> None:
 
 def print_errors(error: UserError) -> int:
     """Print each line of `error` to standard error, on rank 0 alone; returns its exit status."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if int(processes.environment.get("RANK", "0")) == 0:
         print("\n".join(f"error: {printable(line)}" for line in str(error).splitlines()), file=sys.stderr)
     return int(error.status)
 
@@ -96,7 +96,7 @@ def counted(items: Collection[T], doing: str) -> Iterator[T]:
     wait_s = FIRST_PROGRESS_S if live else PROGRESS_S
     try:
         for done, item in enumerate(items):
-            if clock.monotonic() - since > wait_s and int(os.environ.get("RANK", "0")) == 0:
+            if clock.monotonic() - since > wait_s and int(processes.environment.get("RANK", "0")) == 0:
                 line = f"{doing}: {done:,} of {len(items):,}"
                 print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=sys.stderr, flush=True)
                 since, wait_s, told = clock.monotonic(), LIVE_PROGRESS_S if live else PROGRESS_S, True

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -152,13 +150,13 @@ def _times(composed: Composed, saved: Saved | None, options: Namespace) -> kills
 
 def existing_parent(path: Path) -> Path:
     """The nearest existing directory at or above `path`."""
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(each for each in (path, *path.parents) if files.is_dir(each))
 
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
     """A new directory in `folder`, deleted afterwards."""
-    path = folder / f".doctor-{os.getpid()}"
+    path = folder / f".doctor-{processes.own_pid()}"
     files.make_dirs(path)
     try:
         yield path
@@ -176,7 +174,7 @@ def examine_disk(folder: Path) -> Finding:
             files.rename(here / "a", here / "b")
             files.fsync_dir(here)
             seconds = clock.perf_counter() - started
-            if not (here / "b" / "file").is_file():
+            if not files.is_file(here / "b" / "file"):
                 raise OSError("a renamed directory is not visible")
     except OSError as error:
         remedy = "choose a directory on another file system: run.root=..."
@@ -199,7 +197,7 @@ def checkpoints_kept(config: Config) -> int:
 
 def examine_space(config: Config, folder: Path, count: int) -> Finding:
     """Whether the checkpoints that will be kept, of `count` bytes each, fit on the disk."""
-    kept, free = checkpoints_kept(config), shutil.disk_usage(folder).free
+    kept, free = checkpoints_kept(config), files.disk_usage(folder).free
     unknown = config.checkpoint.keep_every_steps is not None and config.known_steps is None
     count_text = f"{'at least ' if unknown else ''}{kept} checkpoints"
     text = f"{count_text} need {size(kept * count)}, {size(free)} are free on {folder}"
@@ -257,7 +255,7 @@ def measure_save(config: Config, folder: Path) -> Saved:
             manager.wait()
             seconds = clock.perf_counter() - started
         saved = [Path(directory) / name for directory, _, names in files.walk(here) for name in names]
-        count = sum(path.stat().st_size for path in saved)
+        count = sum(files.stat(path).st_size for path in saved)
         started = clock.perf_counter()
         manager.load(model, optimizers, averaged)
         return Saved(count, seconds, stall_s, seconds - stall_s, start_s + clock.perf_counter() - started)

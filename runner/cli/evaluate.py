@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from runner.rundir.evaluations import ALL, Request, evaluated, given_up, request
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import reading
-from runner.system import files
+from runner.system import files, processes
 from runner.system.signals import STOP
 from runner.system.terminal import printable
 
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"pass one run directory: {PROGRAM} evaluate outputs/NAME; {PROGRAM} status lists them")
     _check(options, overrides)
     run = RunDir(Path(words[0]).absolute())
-    if not run.config.is_file():
+    if not files.is_file(run.config):
         raise RunDirError(f"{words[0]} is not a run directory, which has a config.yaml: pass one, such as outputs/NAME")
     from runner.config.composition import Composer
     from runner.config.frozen import load_plain
@@ -105,7 +104,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         errors.append("--follow works with --step all only: add it, or remove --follow")
     if options.keep is not None and (not options.follow or options.keep < 1):
         errors.append(f"--keep {options.keep}: works with --follow only, and must be 1 or more")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(processes.environment.get("WORLD_SIZE", "1")) > 1:
         errors.append("evaluate does not run under torchrun: run it alone, or submit it (launcher=slurm)")
     if errors:
         raise UserError("\n".join(errors))
@@ -152,7 +151,7 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
     if outcome != "done":
         _note(f"{shown(run.path)} has stopped ({outcome}): rerun the command once it trains again")
         return int(ExitStatus.FAILED)
-    damaged = any(run.checkpoint(step).is_dir() for step in work.unusable)
+    damaged = any(files.is_dir(run.checkpoint(step)) for step in work.unusable)
     return int(ExitStatus.FAILED if damaged else ExitStatus.FINISHED)
 
 
@@ -235,7 +234,7 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
                 say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")
                 return int(ExitStatus.FINISHED)
             request.write(directory, lease.guard)
-            if request.follow and run.checkpoints.is_dir():  # before the job starts
+            if request.follow and files.is_dir(run.checkpoints):  # before the job starts
                 pins.await_evaluation(run.checkpoints, request.name, done, request.keep)
             return launcher.launch([directory], ATTEMPT, [lease.guard])
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -14,7 +13,7 @@ from runner.config.plain_yaml import read_plain
 from runner.errors import FileError, LockedError, UserError
 from runner.rundir.custody import Custody, is_run
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, processes
 from runner.system.terminal import printable
 
 
@@ -71,7 +70,7 @@ def remove(held: Custody) -> Path:
         OSError: the file system refused.
     """
     path = held.run.path
-    aside = path.with_name(f".{path.name}.removed-{os.getpid()}")
+    aside = path.with_name(f".{path.name}.removed-{processes.own_pid()}")
     held.move(aside)
     return aside
 

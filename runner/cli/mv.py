@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         with custody(source, report) as held:
             refuse_waited_for(held.run)
             files.make_dirs(target.parent)
-            if os.path.lexists(target):
+            if files.is_taken(target):
                 raise UserError(f"{shown(target)} exists: choose another name")
             held.move(target)
     except OSError as error:
@@ -69,12 +69,12 @@ def _target(source: Path, asked: str) -> Path:
         UserError: it exists, or is in a run.
     """
     target = Path(os.path.abspath(asked))
-    if target.is_dir() or asked.endswith("/"):
+    if files.is_dir(target) or asked.endswith("/"):
         target /= source.name
     digest = HASH.search(source.name)
     if digest and not target.name.endswith(digest[0]):
         target = target.with_name(target.name + digest[0])
-    if os.path.lexists(target):
+    if files.is_taken(target):
         raise UserError(f"{shown(target)} exists: choose another name")
     if target.is_relative_to(source):
         raise UserError(f"{shown(target)} is inside of {shown(source)}: choose another place")

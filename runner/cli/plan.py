@@ -105,7 +105,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         return PlannedRun(job, "live", f"{queued.state}, job {queued.job_id}")
     if not held and not finished and (holder := _live_holder(run)):
         return PlannedRun(job, "live", f"running, {holder}")
-    if not run.config.exists():
+    if not files.exists(run.config):
         _check_place(run)
         check_trusted(run)
         return _new(job)
@@ -137,7 +137,7 @@ def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
     if step == first:
         doing = f"starting at step {step}"
     if not status and not ended:
-        return f"{doing}: it was never started" if not run.job.exists() else f"{doing}: it left the queue"
+        return f"{doing}: it was never started" if not files.exists(run.job) else f"{doing}: it left the queue"
     if finished_at(run):
         return f"{doing}: it had finished at step {finished_at(run)}, and is longer now"
     reached = max(last_step(run), step)
@@ -196,7 +196,7 @@ def _is_finished(job: Composed) -> bool:
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    return run.config.exists() and is_finished(run, job.config.known_steps, job.config.train.epochs)
+    return files.exists(run.config) and is_finished(run, job.config.known_steps, job.config.train.epochs)
 
 
 def _unreadable(job: Composed) -> str | None:
@@ -266,8 +266,10 @@ def _check_place(run: RunDir) -> None:
     Raises:
         UserError: there is a run in it.
     """
-    names = sorted(files.list_dir(run.path)) if run.path.is_dir() else []
-    inside = [name for name in names if (child := RunDir(run.path / name)).config.exists() and child.code.exists()]
+    names = sorted(files.list_dir(run.path)) if files.is_dir(run.path) else []
+    inside = [
+        name for name in names if files.exists((child := RunDir(run.path / name)).config) and files.exists(child.code)
+    ]
     if inside:
         raise UserError(
             f"{run.path} holds runs ({inside[0]}): set run.root={shown(run.path)} to create another run in it, "

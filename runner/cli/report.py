@@ -68,14 +68,14 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument is wrong, there are no runs, or a file cannot be written.
     """
     options = parser().parse_args(arguments)
-    if options.csv is not None and options.csv != STDOUT and options.csv.is_dir():  # `--csv outputs`
+    if options.csv is not None and options.csv != STDOUT and files.is_dir(options.csv):  # `--csv outputs`
         options.roots.append(options.csv)
         options.csv = STDOUT
     if options.json and options.csv == STDOUT:
         raise UserError("--json and --csv without a file: only one of them can be printed")
     roots = options.roots or [Path("outputs")]
     for root in roots:
-        if not root.is_dir():
+        if not files.is_dir(root):
             raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
     check_interval(options.watch)
     if options.notify is not None and not options.notify.strip():
@@ -156,19 +156,19 @@ def _files(
 def results(roots: Sequence[Path]) -> list[RunResults]:
     """The results of all runs at and below `roots`, with their states; each once."""
     base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
-    found = {os.path.realpath(run.path): run for root in roots for run in find_runs(root)}
+    found = {files.resolve(run.path): run for root in roots for run in find_runs(root)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(found), 1))))
     read = [read_run(run, base, points) for run in found.values()]
-    rows = {os.path.realpath(row.path): row for root in roots for row in collect(root)[0]}
+    rows = {files.resolve(row.path): row for root in roots for row in collect(root)[0]}
     for run in read:
-        row = rows.get(os.path.realpath(run.path))
+        row = rows.get(files.resolve(run.path))
         if row is not None and run.state != "unreadable":
             run.state, run.reason = row.state, row.reason
-    return [run for run in read if run.path.is_dir()]  # others were removed or moved meanwhile
+    return [run for run in read if files.is_dir(run.path)]  # others were removed or moved meanwhile
 
 
 def _title(roots: Sequence[Path]) -> str:
-    return ", ".join(root.resolve().name for root in roots)
+    return ", ".join(files.resolve(root).name for root in roots)
 
 
 def _metric(runs: Sequence[RunResults], given: str | None) -> str | None:
@@ -234,7 +234,7 @@ def _notify(command: str, runs: Sequence[RunResults]) -> int:
     finished = sum(run.state == "finished" for run in runs)
     summary = f"{finished} of {len(runs)} runs finished"
     environment = {
-        **os.environ,
+        **processes.environment,
         "RUNNER_SUMMARY": summary,
         "RUNNER_FINISHED": str(finished),
         "RUNNER_RUNS": str(len(runs)),

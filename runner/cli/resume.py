@@ -115,10 +115,10 @@ def _overrides_before(run_dir: Path) -> list[str]:
 
 def _not_a_run(path: Path) -> str | None:
     """Why `path` is not a run directory, or None if it is one."""
-    if RunDir(path).config.is_file():
+    if files.is_file(RunDir(path).config):
         return None
-    if not path.is_dir():
+    if not files.is_dir(path):
         return f"{path}: no such directory; pass a run directory, which has a config.yaml"
-    runs = sorted(name for name in files.list_dir(path) if RunDir(path / name).config.is_file())
+    runs = sorted(name for name in files.list_dir(path) if files.is_file(RunDir(path / name).config))
     remedy = f"it holds runs, such as {path / runs[0]}" if runs else "pass a directory such as outputs/NAME"
     return f"{path} is not a run directory, which has a config.yaml: {remedy}"

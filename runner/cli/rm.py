@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     errors = []
     for path in dict.fromkeys(Path(os.path.abspath(path)) for path in options.runs):
         try:
-            if not os.path.lexists(path) and (found := leftovers(path)):
+            if not files.is_taken(path) and (found := leftovers(path)):
                 rests += found
             else:
                 runs.append(_removable(path, options.force))
@@ -125,5 +125,5 @@ def _bytes(path: Path) -> int:
     for folder, _, names in files.walk(path):
         for name in names:
             with suppress(OSError):
-                total += (Path(folder) / name).lstat().st_size
+                total += files.lstat(Path(folder) / name).st_size
     return total

@@ -6,7 +6,6 @@ directory.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +24,7 @@ from runner.rundir.attempt_log import is_finished, last_step
 from runner.rundir.lease import Heart, Lease, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find
-from runner.system import clock, files
+from runner.system import clock, files, processes
 from runner.system.signals import STOP
 from runner.system.terminal import printable
 from runner.training.job import LocalJob
@@ -60,9 +59,9 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     """
     launcher = common_launcher(jobs)
     dry_run = dry_run or launcher.dry_run
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launcher.in_process:
+    if int(processes.environment.get("WORLD_SIZE", "1")) > 1 and not launcher.in_process:
         raise UserError("torchrun requires launcher=local")
-    if int(os.environ.get("RANK", "0")) > 0:
+    if int(processes.environment.get("RANK", "0")) > 0:
         _refuse(launcher.check([job.run_dir for job in jobs]))
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
@@ -136,7 +135,7 @@ def run_here(planned: PlannedRun) -> int:
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
-    missing = {parent for parent in (run.path, *run.path.parents) if not parent.exists()}
+    missing = {parent for parent in (run.path, *run.path.parents) if not files.exists(parent)}
     try:
         files.make_dirs(run.path, files.OWNED)
     except OSError as error:
@@ -192,7 +191,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         single: it is one run on this machine.
     """
     new = [run.job for run in planned if run.state == "new"]
-    missing = {parent for job in new for parent in job.run_dir.parents if not parent.exists()}
+    missing = {parent for job in new for parent in job.run_dir.parents if not files.exists(parent)}
     status, pins = int(ExitStatus.USAGE), set[Path]()
     with ExitStack() as held:
         jobs = [run.job for run in planned if run.starts]
@@ -215,7 +214,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         finally:
             if status == ExitStatus.USAGE:
                 _discard(new, guards)
-                submitted = {checkpoint for run, checkpoint in _expected(planned) if RunDir(run).job.exists()}
+                submitted = {checkpoint for run, checkpoint in _expected(planned) if files.exists(RunDir(run).job)}
                 for checkpoint in pins - submitted:
                     with suppress(OSError):
                         unpin(checkpoint)
@@ -241,7 +240,7 @@ def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], fence
     """
     for job in jobs:
         path, begin = job.run_dir, job.config.fork.step or 0
-        aside = RunDir(path.with_name(f".{path.name}.refused-{os.getpid()}"))
+        aside = RunDir(path.with_name(f".{path.name}.refused-{processes.own_pid()}"))
         with suppress(OSError, SupersededError):
             guards[path].check()
             if _is_used(RunDir(path), fence, begin):
@@ -261,7 +260,7 @@ def _is_used(run: RunDir, fence: int, begin: int) -> bool:
     """
     holder = read_holder(run.lease)
     newer = holder is not None and holder[0] > fence
-    return newer or run.job.exists() or last_step(run) > begin or run.newest_step() > begin
+    return newer or files.exists(run.job) or last_step(run) > begin or run.newest_step() > begin
 
 
 @contextmanager
@@ -345,7 +344,7 @@ def _take_over(job: Composed, run: RunDir, guard: files.Guard) -> None:
     if fork.run is None or fork.step is None or run.newest_step():
         return
     trunk = find(fork.run, run.path)
-    if trunk.checkpoint(fork.step).is_dir():
+    if files.is_dir(trunk.checkpoint(fork.step)):
         from runner.checkpoint.directory import Fence
         from runner.training.branch import take_over
 
@@ -395,7 +394,7 @@ def _follow_rank_0(job: Composed) -> int:
     if is_finished(run, job.config.known_steps, job.config.train.epochs):
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
-    while not (run.config.exists() and files.read_regular(run.config) == text):
+    while not (files.exists(run.config) and files.read_regular(run.config) == text):
         if STOP:  # rank 0 has ended, with its reason: torchrun stops the others then
             return int(ExitStatus.INTERRUPTED)
         if clock.monotonic() > deadline:

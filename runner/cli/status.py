@@ -129,7 +129,7 @@ def _row_or_reason(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo 
     """The row of a run, `unreadable` if its directory holds anything unexpected: that must not hide the other runs."""
     try:
         with reading(run):
-            if not os.path.lexists(run.config):
+            if not files.is_taken(run.config):
                 raise RunDirError(f"{run.config} is missing: rerun the command of the run, which writes it again")
             return _row(run, root, watcher, job, unanswered)
     except RunDirError as error:
@@ -202,7 +202,7 @@ def _idle_s(run: RunDir) -> float | None:
 def modified(path: Path) -> float | None:
     """When a file was changed, by the clock of the file system; None if it is missing."""
     with suppress(FileNotFoundError):
-        return path.lstat().st_mtime
+        return files.lstat(path).st_mtime
     return None
 
 
@@ -272,7 +272,7 @@ def _state(run: RunDir, status: dict[str, Any], watcher: LeaseWatcher, job: JobI
 
 def _state_before_start(run: RunDir, unanswered: bool) -> str:
     """The state of a run without any attempt and without a job in the queue."""
-    if not run.job.exists():
+    if not files.exists(run.job):
         return "not started"
     if unanswered:
         return "pending"
@@ -281,7 +281,7 @@ def _state_before_start(run: RunDir, unanswered: bool) -> str:
 
 def _has_log(run: RunDir) -> bool:
     """Whether the submitted job has written to its log."""
-    names = files.list_dir(run.logs) if run.logs.is_dir() else []
+    names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
     return any(name.startswith(f"{_submitted_job(run)}_") and name.endswith("_log.out") for name in names)
 
 
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
     options = parser.parse_args(arguments)
     root: Path = options.root
-    if not root.is_dir():
+    if not files.is_dir(root):
         raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
     check_interval(options.watch)
     if options.json:

@@ -96,7 +96,7 @@ class Composer:
         trunk = Path(os.path.abspath(base / trunk.expanduser()))
         if errors := [line for text in overrides if (line := _not_for_branches(text))]:
             raise UserError("\n".join(errors))
-        if not trunk.exists():
+        if not files.exists(trunk):
             remedy = "if it was removed, runner resume continues its branches"
             raise UserError(f"fork={trunk}@{step}: {trunk} is not a run directory; {remedy}")
         old = load_plain(trunk)
@@ -325,12 +325,12 @@ class Composer:
             return Path(plain["run"]["dir"])
         root, digest = Path(plain["run"]["root"]), identity(plain)
         name = f"{plain['run']['name'] or readable()}-{digest}"
-        if (root / name).exists():
+        if files.exists(root / name):
             return root / name
         if root not in self._listed:
             self._listed[root] = _by_identity(root)
         same = self._listed[root].get(digest, [])
-        found = [root / other for other in sorted(same) if (root / other / "config.yaml").is_file()]
+        found = [root / other for other in sorted(same) if files.is_file(root / other / "config.yaml")]
         return found[0] if found and plain["run"]["name"] is None else root / name
 
     def _given(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -390,17 +390,17 @@ def name_source(plain: dict[str, Any]) -> None:
         node |= {"run": None, "at": None, "digest": None}
         return
     path, at = Path(node["path"]), "last"
-    if "@" in path.name and not path.is_dir():
+    if "@" in path.name and not files.is_dir(path):
         run, _, at = node["path"].rpartition("@")
         path = Path(run)  # outputs/NAME/@700, too: shells complete a directory with a slash
         if path.suffix == WEIGHTS:
             raise UserError(f"init_from={node['path']}: a {WEIGHTS} file has no steps: leave @{at} out")
         if not re.fullmatch(r"\d{1,12}|best|last", at):
             raise UserError(f"init_from={node['path']}: what follows @ must be a step, best or last")
-    if not (path / "config.yaml").is_file():
+    if not files.is_file(path / "config.yaml"):
         inside = path / f"model{WEIGHTS}"
-        remedy = f"pass {inside}" if inside.is_file() else "pass a run directory, which has a config.yaml"
-        if not path.exists():
+        remedy = f"pass {inside}" if files.is_file(inside) else "pass a run directory, which has a config.yaml"
+        if not files.exists(path):
             remedy += "; if it was removed, runner resume continues the runs that began with it"
         raise UserError(f"init_from={node['path']}: {path} is neither a run nor a {WEIGHTS} file: {remedy}")
     at = at.lstrip("0") or "0" if at.isdigit() else at

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from runner.system import files
+
 # Arguments of dataset classes that hold a path or a list of paths.
 PATH_KEYS = ("path", "paths", "file", "files", "folder", "directory", "root", "cache_dir")
 
@@ -53,4 +55,4 @@ def _path(value: str, base: Path, shipped: bool) -> str:
     if "://" in value:
         return value
     path = anchored(value, base)
-    return path if shipped or Path(path).exists() else value
+    return path if shipped or files.exists(path) else value

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +13,7 @@ from runner.errors import SupersededError, UserError
 from runner.metrics.lineage import FAILED, Lineage, Summary
 from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, threads
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +67,8 @@ class ExternalWriter(ABC):
         self.lineage = Lineage()
         self.ended = FAILED
         self.is_new = False
-        self._queue: queue.Queue[dict[str, Any] | Media | None] = queue.Queue(QUEUE_RECORDS)
-        self._thread: threading.Thread | None = None
+        self._queue: threads.Queue[dict[str, Any] | Media | None] = threads.Queue(QUEUE_RECORDS)
+        self._thread: threads.Thread | None = None
         self._broken = False
 
     @abstractmethod
@@ -116,7 +114,7 @@ class ExternalWriter(ABC):
         if self._broken:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"logger-{self.name}", daemon=True)
+            self._thread = threads.Thread(target=self._work, name=f"logger-{self.name}", daemon=True)
             self._thread.start()
         self._put(record)
 
@@ -139,7 +137,7 @@ class ExternalWriter(ABC):
     def _put(self, record: dict[str, Any] | Media | None) -> None:
         try:
             self._queue.put_nowait(record)
-        except queue.Full:
+        except threads.Full:
             self._fail(f"{QUEUE_RECORDS} records are waiting")
 
     def _work(self) -> None:

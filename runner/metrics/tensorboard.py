@@ -6,7 +6,7 @@ from typing import Any
 
 from runner.metrics.external import ExternalWriter
 from runner.metrics.media import Media, size_of
-from runner.system import clock
+from runner.system import clock, files
 
 
 class TensorBoard(ExternalWriter):
@@ -29,7 +29,7 @@ class TensorBoard(ExternalWriter):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
-        self.is_new = not self.run.tensorboard.exists()
+        self.is_new = not files.exists(self.run.tensorboard)
         self._writer = EventFileWriter(str(self.run.tensorboard))
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=self.step + 1, wall_time=clock.wall(), session_log=start))

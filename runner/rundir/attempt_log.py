@@ -6,8 +6,6 @@ An attempt that is killed cannot record how it ended; the next one does it. Noth
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import Any, TypeVar
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, closed, latest
-from runner.system import clock, files
+from runner.system import clock, files, processes, threads
 
 T = TypeVar("T")
 
@@ -171,7 +169,8 @@ class AttemptLog:
     _kept: bytes = b""  # the lines of earlier attempts, as they were found
     _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
     _unwritten: set[Path] = field(default_factory=set)
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # `note` is called from a thread as well
+    # `note` is called from a thread as well.
+    _lock: threads.RLock = field(default_factory=lambda: threads.RLock())  # noqa: PLW0108 looked up when it is called
     _updated: float = float("-inf")
 
     @staticmethod
@@ -208,7 +207,7 @@ class AttemptLog:
             log._close(left, cause, None, last_step(run), time)
         number = max((line["attempt"] for line in log.earlier), default=0) + 1
         start = {"started": clock.wall(), "start_step": run.newest_step(), "total": total}
-        log._write_record({"attempt": number, **identity, "pid": os.getpid(), **start})
+        log._write_record({"attempt": number, **identity, "pid": processes.own_pid(), **start})
         log.update(state="running", step=log.record["start_step"], cause=log.last_cause, force=True)
         return log
 

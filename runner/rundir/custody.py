@@ -57,7 +57,7 @@ def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator
     run = run_at(path)
     with ExitStack() as held:
         # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
-        leases = [run.submission, run.lease, *(lease for lease in _evaluation_leases(run) if lease.is_dir())]
+        leases = [run.submission, run.lease, *(lease for lease in _evaluation_leases(run) if files.is_dir(lease))]
         try:
             acquired = [held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report)) for lease in leases]
         except LockedError as error:  # another run directory is no way out here
@@ -108,8 +108,8 @@ def run_at(path: Path) -> RunDir:
             moved or removed instead of the run; or other runs are in it.
     """
     run = RunDir(Path(os.path.abspath(path)))
-    if run.path.is_symlink():
-        raise RunDirError(f"{path} is a link: pass the run directory itself, {run.path.resolve()}")
+    if files.is_link(run.path):
+        raise RunDirError(f"{path} is a link: pass the run directory itself, {files.resolve(run.path)}")
     if not is_run(run):
         raise RunDirError(
             f"{path} is not a run directory, which has a config.yaml and a code.json: pass one, such as outputs/NAME"
@@ -132,4 +132,4 @@ def run_at(path: Path) -> RunDir:
 
 def is_run(run: RunDir) -> bool:
     """Whether there is a run in this directory: its config, and the code that it was started with."""
-    return run.config.is_file() and run.code.is_file()
+    return files.is_file(run.config) and files.is_file(run.code)

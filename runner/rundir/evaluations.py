@@ -11,7 +11,6 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +108,7 @@ def request_file(directory: Path) -> Path:
 
 def given_up(directory: Path) -> bool:
     """Whether a submitted evaluation was given up: its request was removed."""
-    return not os.path.lexists(request_file(directory))
+    return not files.is_taken(request_file(directory))
 
 
 def work_lease(run: RunDir, settings: str) -> Path:
@@ -165,7 +164,7 @@ class Following:
     run: RunDir
     steps: int | None
     epochs: float | None
-    now: Callable[[], float] = clock.monotonic
+    now: Callable[[], float] = lambda: clock.monotonic()  # noqa: PLW0108 looked up when it is called
     _watcher: LeaseWatcher = field(default_factory=LeaseWatcher)
     _gone_since: float | None = None
 

@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from runner.contracts import Job
 from runner.errors import LockedError, StoppedError, SupersededError, UserError
 from runner.rundir.paths import RunDir
-from runner.system import clock, files, processes
+from runner.system import clock, files, processes, threads
 from runner.system.signals import STOP
 
 MAX_INTERVAL_S = 2.0
@@ -90,7 +89,7 @@ def _highest(directory: Path) -> int:
     except FileNotFoundError:
         return 0
     except NotADirectoryError:
-        if directory.exists():
+        if files.exists(directory):
             raise
         return 0  # a part of the path above it is a file
     return max((int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))), default=0)
@@ -150,9 +149,9 @@ class Lease:
     directory: Path
     fence: int
     holder: dict[str, Any]
-    _stop: threading.Event
+    _stop: threads.Event
     carried: Callable[[], dict[str, Any]] = dict
-    _thread: threading.Thread | None = None
+    _thread: threads.Thread | None = None
     _heart: Heart | None = None
 
     @classmethod
@@ -223,13 +222,13 @@ class Lease:
         while True:
             fence, holder = read_holder(directory) or (0, {"released": True})
             _wait_until_gone(directory, fence, holder, own, timeout_s, report)
-            lease = cls(directory, fence + 1, own, threading.Event())
+            lease = cls(directory, fence + 1, own, threads.Event())
             if lease._claim():
                 break
         inherited = read_carried(directory)
         lease.carried = lambda: inherited
         if heart is None:
-            lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
+            lease._thread = threads.Thread(target=lease._beat, name="lease", daemon=True)
             lease._thread.start()
         else:
             lease._heart = heart
@@ -265,7 +264,7 @@ class Lease:
     def release(self) -> None:
         """Let the next process in at once. Does nothing if superseded or called before."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threads.current():
             self._thread.join(timeout=5)
         if self._heart is not None:
             self._heart.remove(self)
@@ -373,9 +372,9 @@ class Heart:
 
     def __init__(self) -> None:
         self._leases: dict[Path, Lease] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+        self._lock = threads.Lock()
+        self._stop = threads.Event()
+        self._thread = threads.Thread(target=self._run, name="leases", daemon=True)
 
     def __enter__(self) -> Heart:
         self._thread.start()

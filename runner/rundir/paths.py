@@ -137,7 +137,7 @@ class RunDir:
         """Whether the directory named after `step` has a manifest of that step."""
         try:
             manifest = files.read_object(self.checkpoint(step) / "manifest.json")
-            return manifest.get("step") == step and "sha256" in manifest and not self.checkpoint(step).is_symlink()
+            return manifest.get("step") == step and "sha256" in manifest and not files.is_link(self.checkpoint(step))
         except OSError as error:
             return error.errno not in (errno.ENOTDIR, errno.EINVAL, errno.EFBIG)
 
@@ -145,7 +145,7 @@ class RunDir:
         """Step of the newest committed checkpoint and when it was written (seconds since 1970, file system's clock)."""
         for step in self._committed():
             with suppress(OSError):  # deleted meanwhile, to make room for a newer one
-                return step, self.checkpoint(step).stat().st_mtime
+                return step, files.stat(self.checkpoint(step)).st_mtime
         return None
 
     @property

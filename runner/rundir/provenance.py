@@ -111,7 +111,7 @@ def _version(package: str) -> str | None:
 
 
 def _package() -> Path:
-    return Path(__file__).resolve().parents[1]
+    return files.resolve(__file__).parents[1]
 
 
 def _source_digest(folder: Path) -> str:
@@ -127,7 +127,7 @@ def _roots() -> list[Path]:
     """The git repositories that hold the current directory and this package."""
     found = set()
     for folder in (Path.cwd(), _package()):
-        found.update([path for path in (folder, *folder.parents) if (path / ".git").exists()][:1])
+        found.update([path for path in (folder, *folder.parents) if files.exists(path / ".git")][:1])
     return sorted(found)
 
 
@@ -179,7 +179,7 @@ def _config(root: Path, *query: str) -> list[str] | None:
 
 def _start_git(root: Path, *arguments: str) -> processes.Process[bytes] | None:
     """Put a question to git; None if git is not installed."""
-    environment = {name: value for name, value in os.environ.items() if name not in DROPPED} | ENVIRONMENT
+    environment = {name: value for name, value in processes.environment.items() if name not in DROPPED} | ENVIRONMENT
     command = ["git", "-C", str(root), *arguments]
     try:
         return processes.start(

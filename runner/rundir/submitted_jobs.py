@@ -46,7 +46,7 @@ def launcher_of(run: RunDir) -> str | None:
     Raises:
         OSError: job.json cannot be read.
     """
-    return str(files.read_object(run.job).get("launcher") or "no launcher") if run.job.exists() else None
+    return str(files.read_object(run.job).get("launcher") or "no launcher") if files.exists(run.job) else None
 
 
 def _known_launcher(name: str) -> metadata.EntryPoint:

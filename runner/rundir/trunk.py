@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runner.rundir.attempt_log import finished_at, last_step
 from runner.rundir.paths import RunDir
+from runner.system import files
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,4 @@ def missing(run: RunDir, step: int, steps: Sequence[int] | None = None) -> str:
 def find(path: str, branch: Path) -> RunDir:
     """The directory of a trunk: where it was when the branch was made, or beside the branch under the same name."""
     there, beside = Path(path), branch.parent / Path(path).name
-    return RunDir(beside if not there.is_dir() and beside.is_dir() else there)
+    return RunDir(beside if not files.is_dir(there) and files.is_dir(beside) else there)

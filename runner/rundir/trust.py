@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runner.errors import RunDirError
 from runner.rundir.paths import RunDir
-from runner.system import accounts, files
+from runner.system import accounts, files, processes
 
 VARIABLE = "RUNNER_TRUST"
 """Directories, separated by colons: runs at and below them are resumed whoever can write there. It cannot be a setting,
@@ -86,7 +86,7 @@ def check_trusted(run: RunDir) -> None:
         return
     for path in (run.path, run.config):
         try:
-            found = path.stat()
+            found = files.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             continue
         if fault := _fault(path, found):
@@ -98,13 +98,13 @@ def check_trusted(run: RunDir) -> None:
 
 
 def _is_named_trusted(path: Path) -> bool:
-    named = [Path(text).resolve() for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
-    return any(path.resolve().is_relative_to(directory) for directory in named)
+    named = [files.resolve(text) for text in processes.environment.get(VARIABLE, "").split(os.pathsep) if text]
+    return any(files.resolve(path).is_relative_to(directory) for directory in named)
 
 
 def _fault(path: Path, found: os.stat_result) -> tuple[str, str] | None:
     """What is wrong with the owner or the mode, and its remedy."""
-    if found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in (processes.effective_user_id(), 0):
         return "belongs to another user", "read it, and copy the run to a directory of your own (cp -r)"
     by_group = found.st_mode & stat.S_IWGRP
     if by_group and (files.has_access_list(path) or not accounts.is_private_group(found.st_gid)):

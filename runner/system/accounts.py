@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import grp
-import os
 import pwd
+
+from runner.system import processes
 
 
 def user_name(uid: int) -> str:
@@ -20,9 +21,9 @@ def is_private_group(gid: int) -> bool:
 
     That is a group with the user's own name and no other member; without names, one with the user's own number.
     """
-    user = user_name(os.geteuid())
+    user = user_name(processes.effective_user_id())
     try:
         group = grp.getgrgid(gid)
     except KeyError:
-        return gid == os.geteuid()
+        return gid == processes.effective_user_id()
     return group.gr_name == user and not set(group.gr_mem) - {user}

@@ -10,7 +10,6 @@ other ranks waiting.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import traceback
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner import errors
 from runner.errors import PeerError, UserError
-from runner.system import clock
+from runner.system import clock, processes
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +69,7 @@ class World:
         """
         try:
             rank, size, local_rank = (
-                int(os.environ.get(name, default))
+                int(processes.environment.get(name, default))
                 for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
             )
         except ValueError as error:
@@ -80,7 +79,7 @@ class World:
         if size > 1:
             # DDP's advice to turn off the search for unused parameters, which `runner.training.parallel` has a reason
             # to ignore, comes from C++ and can only be silenced before torch is imported.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            processes.environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return World(rank, size, local_rank)
 
     @property

@@ -1,7 +1,8 @@
 """All access to the file system: atomic replacement, fsync, JSON, and the plain operations under them.
 
-Code that keeps a run's records opens, changes and lists files only through here, and calls the functions through the
-module (`files.rename(...)`), so that a test can replace the file system. Imports no torch, hydra or numpy.
+Code that keeps a run's records looks at, opens, changes and lists files only through here, and calls the functions
+through the module (`files.rename(...)`), so that a test can replace the file system: the primitives come first, one for
+each call of the kernel, and everything below them is built on them alone. Imports no torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import os
 import re
 import shutil
-import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IFDIR, S_IFMT, S_IFREG, S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, BinaryIO
+
+from runner.system import threads
 
 COPY_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
@@ -30,11 +32,24 @@ MAX_RECORD_BYTES = 64 << 20
 
 SMALL_BYTES = 1 << 20
 
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
+"""What a look at a path fails with where nothing is: the errors for which `Path.exists` tells False."""
+
+AnyPath = str | os.PathLike[str]
+
+# The primitives. A simulated file system replaces exactly these names.
+
 open_file = open
 """Open a file as the built-in `open` does."""
 
 open_fd = os.open
 """Open a file descriptor as `os.open` does."""
+
+as_file = os.fdopen
+"""A file object that reads or writes a descriptor and closes it, as `os.fdopen` makes it."""
+
+read_fd = os.read
+"""Read from a file descriptor; returns at most the number of bytes asked for."""
 
 write_fd = os.write
 """Write to a file descriptor; returns the number of bytes written, perhaps fewer than passed."""
@@ -59,8 +74,16 @@ def begin_writeback(fd: int, start: int, length: int) -> None:
         os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
 
 
+def append_from_now_on(fd: int) -> None:
+    """Let every further write to a file descriptor go to the end of the file."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)
+
+
 truncate_fd = os.ftruncate
 """Cut a file to a length as `os.ftruncate` does."""
+
+stat_fd = os.fstat
+"""What the file system knows of an open file."""
 
 close_fd = os.close
 """Close a file descriptor."""
@@ -71,11 +94,124 @@ make_dir = os.mkdir
 rename = os.replace
 """Move a file or a directory over `target` on the same file system, atomically."""
 
+unlink = os.unlink
+"""Delete a file, which must exist, or a link."""
+
+remove_dir = os.rmdir
+"""Remove an empty directory."""
+
+remove_tree = shutil.rmtree
+"""Delete a directory and everything in it."""
+
 list_dir = os.listdir
 """The names in a directory, in no particular order."""
 
+scan = os.scandir
+"""The entries of a directory, in no particular order, with their kinds where the directory tells them."""
+
 walk = os.walk
 """Every directory below a root: (path, names of directories, names of files)."""
+
+make_link = os.link
+"""Give a file a second name, which must not exist."""
+
+make_symlink = os.symlink
+"""(target, path): create a symbolic link, which must not exist."""
+
+read_link_raw = os.readlink
+"""The target of a symbolic link, which must be one."""
+
+stat = os.stat
+"""What the file system knows of a path, followed if it is a link."""
+
+lstat = os.lstat
+"""What the file system knows of a path itself."""
+
+set_times = os.utime
+"""Set when a file was read and modified last; now without further arguments."""
+
+set_umask = os.umask
+"""Set the permissions that this process does not give to what it creates; returns those before."""
+
+disk_usage = shutil.disk_usage
+"""The bytes of a file system: total, used and free."""
+
+
+def resolve(path: AnyPath) -> Path:
+    """The absolute path without links; what is missing at its end is kept.
+
+    Raises:
+        RuntimeError: links that lead in a circle.
+    """
+    return Path(path).resolve()
+
+
+def has_access_list(path: Path) -> bool:
+    """Whether a POSIX access list adds to the mode of `path`, whose group bits are then the mask of the list."""
+    try:
+        os.getxattr(path, "system.posix_acl_access")
+    except (OSError, AttributeError):  # none, no such file system, no such system
+        return False
+    return True
+
+
+# What is built on them.
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether something is at `path`, followed if it is a link.
+
+    Raises:
+        OSError: that cannot be told.
+    """
+    return _mode(path) is not None
+
+
+def is_dir(path: AnyPath) -> bool:
+    """Whether `path`, followed if it is a link, is a directory; raises as `exists` does."""
+    mode = _mode(path)
+    return mode is not None and S_ISDIR(mode)
+
+
+def is_file(path: AnyPath) -> bool:
+    """Whether `path`, followed if it is a link, is a regular file; raises as `exists` does."""
+    mode = _mode(path)
+    return mode is not None and S_ISREG(mode)
+
+
+def is_link(path: AnyPath) -> bool:
+    """Whether `path` is a symbolic link; raises as `exists` does."""
+    mode = _mode(path, follow=False)
+    return mode is not None and S_ISLNK(mode)
+
+
+def _mode(path: AnyPath, *, follow: bool = True) -> int | None:
+    """None if nothing is there."""
+    try:
+        return (stat(path) if follow else lstat(path)).st_mode
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
+    except ValueError:  # no file can have this name
+        pass
+    return None
+
+
+def is_taken(path: AnyPath) -> bool:
+    """Whether a name can be seen to be in use, be it by a link that leads nowhere; never raises an OSError."""
+    try:
+        lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def seems_dir(path: AnyPath) -> bool:
+    """`is_dir` for a word that may be anything: False where that cannot be told."""
+    try:
+        return is_dir(path)
+    except OSError:  # too long for a name, perhaps
+        return False
 
 
 def kinds(directory: Path) -> dict[str, int]:
@@ -85,23 +221,16 @@ def kinds(directory: Path) -> dict[str, int]:
         OSError: it cannot be read.
     """
     found = {}
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+    with suppress(FileNotFoundError, NotADirectoryError), scan(directory) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):  # the directory itself tells, on most file systems
-                found[entry.name] = stat.S_IFREG
+                found[entry.name] = S_IFREG
             elif entry.is_dir(follow_symlinks=False):
-                found[entry.name] = stat.S_IFDIR
+                found[entry.name] = S_IFDIR
             else:
                 with suppress(FileNotFoundError):  # removed meanwhile
-                    found[entry.name] = stat.S_IFMT(os.lstat(entry.path).st_mode)
+                    found[entry.name] = S_IFMT(lstat(entry.path).st_mode)
     return found
-
-
-remove_dir = os.rmdir
-"""Remove an empty directory."""
-
-remove_tree = shutil.rmtree
-"""Delete a directory and everything in it."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +276,8 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
     """
     missing: list[Path] = []
     there = path
-    while not there.is_dir():
-        if os.path.lexists(there):
+    while not is_dir(there):
+        if is_taken(there):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
         missing.append(there)
         there = there.parent
@@ -171,13 +300,14 @@ def _sync_parent(directory: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a file; it may be gone already."""
-    path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        unlink(path)
 
 
 def touch(path: Path) -> None:
     """Create an empty file, or update the modification time of an existing one."""
     open_append(path).close()
-    os.utime(path)
+    set_times(path)
 
 
 def link(source: Path, target: Path) -> None:
@@ -186,13 +316,13 @@ def link(source: Path, target: Path) -> None:
     Raises:
         OSError: `target` exists, or the file system cannot.
     """
-    os.link(source, target, follow_symlinks=False)
+    make_link(source, target, follow_symlinks=False)
 
 
 def symlink(link: Path, target: str) -> None:
     """Make `link` point to `target`, replacing an existing link."""
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)
+    remove(link)
+    make_symlink(target, link)
 
 
 def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
@@ -207,20 +337,20 @@ def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     not_regular = OSError(errno.EINVAL, "not a regular file", str(path))
     try:
-        fd = os.open(path, flags)
+        fd = open_fd(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise not_regular from None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+    if not S_ISREG(stat_fd(fd).st_mode):
+        close_fd(fd)
         raise not_regular
-    return os.fdopen(fd, "rb")
+    return as_file(fd, "rb")
 
 
 def size(file: BinaryIO) -> int:
     """The size of an open file, in bytes."""
-    return os.fstat(file.fileno()).st_size
+    return stat_fd(file.fileno()).st_size
 
 
 def open_append(path: Path) -> BinaryIO:
@@ -231,10 +361,10 @@ def open_append(path: Path) -> BinaryIO:
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = open_fd(path, flags, 0o644)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    if not S_ISREG(stat_fd(fd).st_mode):
         close_fd(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(fd, "ab")
+    return as_file(fd, "ab")
 
 
 def open_in_place(path: Path) -> int | None:
@@ -246,8 +376,8 @@ def open_in_place(path: Path) -> int | None:
         fd = open_fd(path, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+    found = stat_fd(fd)
+    if S_ISREG(found.st_mode) and found.st_nlink == 1:
         return fd
     close_fd(fd)
     return None
@@ -255,7 +385,7 @@ def open_in_place(path: Path) -> int | None:
 
 def size_of(fd: int) -> int:
     """The size of an open file in bytes."""
-    return os.fstat(fd).st_size
+    return stat_fd(fd).st_size
 
 
 def open_new(path: Path) -> BinaryIO:
@@ -264,18 +394,18 @@ def open_new(path: Path) -> BinaryIO:
     Raises:
         FileExistsError: it exists.
     """
-    return open(path, "xb")
+    return as_file(open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
 
 
 @contextmanager
 def owned() -> Iterator[None]:
     """What this process creates meanwhile is writable by nobody but its owner, whatever the umask."""
-    before = os.umask(0o022)
-    os.umask(before | 0o022)
+    before = set_umask(0o022)
+    set_umask(before | 0o022)
     try:
         yield
     finally:
-        os.umask(before)
+        set_umask(before)
 
 
 def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: bool = False) -> bytes:
@@ -285,7 +415,7 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
         OSError: see `open_regular`; or the file is larger.
     """
     with open_regular(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size  # 0 for what the kernel makes up
+        size = stat_fd(file.fileno()).st_size  # 0 for what the kernel makes up
         data = file.read(min(size, limit) + 1)  # a buffer of the limit would take longer than the file
         if len(data) > size:
             data += file.read(limit + 1 - len(data))
@@ -299,7 +429,7 @@ def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
 
     Reads only as far as it is iterated.
     """
-    at, data, ended = os.fstat(fd).st_size, b"", False
+    at, data, ended = stat_fd(fd).st_size, b"", False
     while at:
         length = min(at, max(TAIL_BYTES, len(data)))  # twice as far each time: a line may be long
         at -= length
@@ -318,12 +448,14 @@ def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
 
 def read_text(path: Path) -> str:
     """The text of a file."""
-    return path.read_text()
+    with open_file(path) as file:
+        return file.read()
 
 
 def read_bytes(path: Path) -> bytes:
     """The content of a file."""
-    return path.read_bytes()
+    with open_file(path, "rb") as file:
+        return file.read()
 
 
 def read_small(path: str | Path) -> str | None:
@@ -338,18 +470,9 @@ def read_small(path: str | Path) -> str | None:
 def read_link(path: str | Path) -> str | None:
     """The target of a symbolic link; None if there is none."""
     try:
-        return os.readlink(path)
+        return read_link_raw(path)
     except OSError:
         return None
-
-
-def has_access_list(path: Path) -> bool:
-    """Whether a POSIX access list adds to the mode of `path`, whose group bits are then the mask of the list."""
-    try:
-        os.getxattr(path, "system.posix_acl_access")
-    except (OSError, AttributeError):  # none, no such file system, no such system
-        return False
-    return True
 
 
 def fsync_dir(directory: Path) -> None:
@@ -425,12 +548,12 @@ def _copy(source: int, target: int, size: int, by_kernel: bool) -> None:
 
 def _replace(path: Path, fill: Callable[[int], None], durable: bool, guard: Guard | None) -> int:
     tag = f"{guard.tag}-" if guard else ""
-    temporary = path.with_name(f"{path.name}.tmp-{tag}{os.getpid()}-{threading.get_ident()}")
+    temporary = path.with_name(f"{path.name}.tmp-{tag}{threads.own_pid()}-{threads.ident()}")
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = open_fd(temporary, flags, 0o644)
     try:
         fill(fd)
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)  # not before: the kernel does not copy then
+        append_from_now_on(fd)  # not before: the kernel does not copy then
         if durable:
             fsync_fd(fd)
         if guard is not None:
@@ -530,12 +653,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def append_line(path: Path, value: Any) -> None:
     """Append `value` as one line of JSON and fsync it; an incomplete last line is ended first."""
-    with open(path, "a+b") as file:
-        if file.tell() and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
-            file.write(b"\n")
-        file.write(json.dumps(value).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    fd = open_fd(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        end = size_of(fd)
+        is_ended = end == 0 or read_at(fd, 1, end - 1) == b"\n"
+        write_all(fd, (b"" if is_ended else b"\n") + json.dumps(value).encode() + b"\n")
+        fsync_fd(fd)
+    finally:
+        close_fd(fd)
 
 
 def read_lines(
@@ -557,7 +682,7 @@ def read_lines(
     except FileNotFoundError:
         return
     with file:
-        if limit is not None and os.fstat(file.fileno()).st_size > limit:
+        if limit is not None and stat_fd(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
         number = 0
         while (line := file.readline(MAX_RECORD_BYTES)).endswith(b"\n"):

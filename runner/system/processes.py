@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from runner.system import files
+from runner.system import clock, files, threads
 
 Process = subprocess.Popen
 """A process that was started, for type hints."""
@@ -29,11 +30,31 @@ run = subprocess.run
 send_signal = os.kill
 """Send a signal to a process of this machine."""
 
+environment = os.environ
+"""The environment variables of this process: `processes.environment.get(...)`."""
+
+host_name = socket.gethostname
+"""The name of this machine."""
+
+user_id = os.getuid
+"""The number of the user who started this process."""
+
+effective_user_id = os.geteuid
+"""The number of the user whose rights this process has."""
+
+find_command = shutil.which
+"""Where on PATH a command is; None if it is not."""
+
 _SIGEV_THREAD = 2
 _PR_SET_PDEATHSIG = 1
 _PARENT = "RUNNER_PARENT"
 
 PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
+
+
+def own_pid() -> int:
+    """The number of this process."""
+    return threads.own_pid()
 
 
 def state_of(pid: int) -> tuple[str, str] | None:
@@ -81,14 +102,14 @@ def children_of(pid: int) -> list[int]:
 
 def began() -> float:
     """When this process began, on `clock.monotonic`; now where that cannot be told."""
-    state = state_of(os.getpid())
+    state = state_of(own_pid())
     # Counted in ticks since the machine was started: proc(5), field 22.
-    return time.monotonic() if state is None else uptime(int(state[1]) / os.sysconf("SC_CLK_TCK"))
+    return clock.monotonic() if state is None else uptime(int(state[1]) / os.sysconf("SC_CLK_TCK"))
 
 
 def uptime(seconds: float) -> float:
     """When this machine had been up for `seconds`, on `clock.monotonic`, which stops while it is suspended."""
-    return time.monotonic() - max(time.clock_gettime(time.CLOCK_BOOTTIME) - seconds, 0.0)
+    return clock.monotonic() - max(time.clock_gettime(time.CLOCK_BOOTTIME) - seconds, 0.0)
 
 
 def boot_id() -> str | None:
@@ -98,10 +119,10 @@ def boot_id() -> str | None:
 
 def this_process() -> dict[str, Any]:
     """What identifies this process among all processes of all machines."""
-    state = state_of(os.getpid())
+    state = state_of(own_pid())
     return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
+        "host": host_name(),
+        "pid": own_pid(),
         "start_time": state[1] if state else None,
         "boot_id": boot_id(),
         "machine_id": files.read_small("/etc/machine-id"),
@@ -114,14 +135,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def bound(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a process that is to end with this thread, however that ends: see `end_with_parent`."""
-    return {**environment, _PARENT: str(os.getpid())}
+def bound(variables: Mapping[str, str]) -> dict[str, str]:
+    """`variables` for a process that is to end with this thread, however that ends: see `end_with_parent`."""
+    return {**variables, _PARENT: str(own_pid())}
 
 
 def end_with_parent() -> None:
     """Let the kernel kill this process when the one that started it ends, if that one asked for it by `bound`."""
-    parent = os.environ.pop(_PARENT, None)
+    parent = environment.pop(_PARENT, None)
     if parent is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -10,10 +10,11 @@ import atexit
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+from runner.system import threads
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -37,8 +38,8 @@ class StopFlag:
     def __init__(self) -> None:
         self.signum: int | None = None
         self._interrupts = 0
-        self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._pid = threads.own_pid()
+        self._thread: threads.Thread | None = None
         self._sockets: tuple[socket.socket, socket.socket] | None = None  # referenced, so that they stay open
 
     def __bool__(self) -> bool:
@@ -51,7 +52,7 @@ class StopFlag:
 
     def install(self) -> None:
         """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this."""
-        self._pid = os.getpid()  # one that was forked from the process that imported this, perhaps
+        self._pid = threads.own_pid()  # one that was forked from the process that imported this, perhaps
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
             # Registered first, so it runs last. The interpreter then restores the default handlers while it shuts
@@ -84,7 +85,7 @@ class StopFlag:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         if self.signum is not None:  # it came before the listener
             sent.send(bytes([self.signum]))
-        self._thread = threading.Thread(target=listen, name="signals", daemon=True)
+        self._thread = threads.Thread(target=listen, name="signals", daemon=True)
         self._thread.start()
 
     def wait_for_listener(self) -> None:
@@ -93,7 +94,7 @@ class StopFlag:
             self._thread.join()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
+        if threads.own_pid() != self._pid:
             return  # a forked child (a loader worker) that has not installed its own handlers yet
         # Slurm sends SIGUSR2 near the time limit and may send SIGTERM after it; the first one reveals the cause.
         if self.signum is None:

@@ -86,7 +86,7 @@ def _lines(frames: Sequence[Frame]) -> str:
 
 
 def _children() -> str:
-    children = processes.descendants(os.getpid())
+    children = processes.descendants(processes.own_pid())
     if not children:
         return "No child processes.\n"
     shown = _stacks_of(children)

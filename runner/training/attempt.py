@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -34,7 +33,7 @@ from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
 from runner.rundir.time_account import TimeAccount
 from runner.rundir.trust import check_trusted
-from runner.system import files, processes
+from runner.system import files, processes, threads
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.system.terminal import printable_lines
@@ -169,7 +168,8 @@ class _Attempt:
     session: Session | None = None
     requeued: bool = False
     """Whether the session could not be opened for a reason that may pass, and the job is restarted."""
-    _ends: threading.Lock = field(default_factory=threading.Lock)  # held by the watch that ends this process
+    # Held by the watch that ends this process.
+    _ends: threads.Lock = field(default_factory=lambda: threads.Lock())  # noqa: PLW0108 looked up when it is called
 
     def __post_init__(self) -> None:
         self.account = TimeAccount(self.job.began())
@@ -258,7 +258,7 @@ class _Attempt:
         self.log = log
         self.job.on_started()
         if self.job.auto_restarts:  # in a thread: the scheduler may take long to answer
-            threading.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()
+            threads.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()
         if log.earlier or self.job.auto_restarts:  # a job may wait in the queue for days
             self._compare_code(log)
         return False
@@ -430,7 +430,7 @@ def _print_traceback(error: Exception) -> None:
 def main(arguments: list[str]) -> int:
     """`python -m runner.training.attempt RUN_DIR`."""
     processes.end_with_parent()
-    if len(arguments) != 1 or not RunDir(Path(arguments[0])).config.is_file():
+    if len(arguments) != 1 or not files.is_file(RunDir(Path(arguments[0])).config):
         found = " ".join(arguments) or "nothing"
         print_error(f"error: expected one run directory with a config.yaml, got {found}")
         return int(ExitStatus.USAGE)

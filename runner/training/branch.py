@@ -11,6 +11,7 @@ from runner.errors import CheckpointError
 from runner.metrics import jsonl
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find, missing
+from runner.system import files
 
 
 def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
@@ -31,7 +32,7 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
     """
     if run.newest_step():
         return
-    if not trunk.checkpoint(step).is_dir():
+    if not files.is_dir(trunk.checkpoint(step)):
         raise CheckpointError(missing(trunk, step))
     jsonl.take_over(run, trunk, step)
     adopt(trunk.checkpoint(step), run.checkpoints, fence)

@@ -19,7 +19,7 @@ from runner.errors import CheckpointError, FileError, LockedError, UserError
 from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, work_lease
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.system import clock
+from runner.system import clock, files
 from runner.system.distributed import World
 from runner.training import build
 from runner.training.eval_metrics import build_metrics
@@ -188,7 +188,7 @@ class Work:
 
     def _keep(self) -> None:
         """Let retention keep what is to be evaluated."""
-        if self.run.checkpoints.is_dir():
+        if files.is_dir(self.run.checkpoints):
             done = evaluated(self.run, self.request.settings)
             with refused_in(self.run.checkpoints):
                 pins.await_evaluation(self.run.checkpoints, self.request.name, done, self.request.keep)
@@ -225,7 +225,7 @@ class Work:
             evaluator = self._evaluator or self._made(chosen)
             results = evaluator.results(chosen, self._stop_agreed)
         except (CheckpointError, UserError, OSError) as error:
-            if self.run.checkpoint(step).is_dir() and not isinstance(error, CheckpointError):
+            if files.is_dir(self.run.checkpoint(step)) and not isinstance(error, CheckpointError):
                 raise
             if self.request.step != ALL:
                 raise

@@ -11,6 +11,7 @@ from runner.errors import ExitStatus
 from runner.rundir.evaluations import Request, given_up
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted
+from runner.system import processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training.attempt import beginning, carry_out
@@ -24,7 +25,7 @@ def attempt(directory: str | os.PathLike[str], job: Job) -> int:
     """
     STOP.install()
     path = Path(directory).absolute()
-    if job.auto_restarts and int(os.environ.get("RANK", "0")) == 0:
+    if job.auto_restarts and int(processes.environment.get("RANK", "0")) == 0:
         # At once, and not after the batch: the job may be killed before that is done.
         STOP.on_first_signal(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True))
     return carry_out(path, job, lambda world: _evaluate(path, job, world))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Any
 
 from runner.system import processes
@@ -17,8 +15,8 @@ class LocalJob:
     early_signal: int | None = None
 
     def identity(self) -> dict[str, Any]:
-        host = socket.gethostname()
-        return {"job_id": os.environ.get("TORCHELASTIC_RUN_ID"), "restart_count": 0, "host": host, "node": None}
+        job_id, host = processes.environment.get("TORCHELASTIC_RUN_ID"), processes.host_name()
+        return {"job_id": job_id, "restart_count": 0, "host": host, "node": None}
 
     def began(self) -> float:
         return processes.began()

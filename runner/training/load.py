@@ -24,6 +24,7 @@ from runner.config.schema import Config
 from runner.errors import RunDirError, UserError
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
+from runner.system import files
 from runner.training import build
 from runner.training.generators import Generators
 
@@ -78,7 +79,7 @@ def load(
         CheckpointError: the checkpoint is corrupt, or does not fit the model.
     """
     found = RunDir(Path(run).absolute())
-    if not found.config.is_file():
+    if not files.is_file(found.config):
         raise RunDirError(
             f"{run} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
         )

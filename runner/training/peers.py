@@ -7,16 +7,14 @@ collective; they look the reason up and leave it to the failed rank how the job 
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from runner.system import clock, processes
+from runner.system import clock, processes, threads
 from runner.system.distributed import TIMEOUT, World, current_ranks, lost_peer
 
 REPORT_S = 2.0
@@ -131,7 +129,7 @@ def _stacks_key(rank: int) -> str:
 
 def serves_store(rank: int) -> bool:
     """Whether the process of `rank` serves the job's key-value store; torchrun serves it itself."""
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return rank == 0 and processes.environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def connect(timeout_s: float) -> Any:
@@ -143,10 +141,10 @@ def connect(timeout_s: float) -> Any:
     from torch import distributed
 
     dist: Any = distributed  # its stores are not typed
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = processes.environment["MASTER_ADDR"], int(processes.environment["MASTER_PORT"])
     store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     # torchrun's store outlives a restart of its ranks.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = processes.environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"runner/{attempt}", store)
 
 
@@ -164,7 +162,8 @@ def store_is_gone(timeout_s: float) -> bool:
     word, and a machine that is lost says nothing at all: these may hang, but are not gone.
     """
     try:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout_s).close()
+        address = processes.environment["MASTER_ADDR"], int(processes.environment["MASTER_PORT"])
+        socket.create_connection(address, timeout_s).close()
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)
     return False
@@ -202,7 +201,7 @@ def _with_store(world: World, action: Callable[[Any], Any], within_s: float = 0.
             if not store_is_gone(REPORT_S):  # else the connection would be tried for longer than this is waited for
                 results.append(action(connect(REPORT_S)))
 
-    thread = threading.Thread(target=run, name="peers", daemon=True)
+    thread = threads.Thread(target=run, name="peers", daemon=True)
     thread.start()
     thread.join(max(within_s, TRIES * REPORT_S))
     return results[0] if results else None

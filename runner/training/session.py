@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +30,7 @@ from runner.rundir.attempt_log import AttemptLog, insist
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, lived_s
-from runner.system import clock, files
+from runner.system import clock, files, processes, threads
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
@@ -77,11 +75,11 @@ class WarningHandler(logging.Handler):
         super().__init__(logging.WARNING)
         self.warn: Callable[[str], None] = self._before_recorder
         self._log = log
-        self._pid = os.getpid()
+        self._pid = processes.own_pid()
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if os.getpid() == self._pid:
+        if processes.own_pid() == self._pid:
             self.warn(message)
         else:  # a loader worker: the status belongs to its parent
             _print_warning(message)
@@ -103,7 +101,7 @@ class Session:
     trainer: Trainer
     steps: int  # of the run, now that the data are open
     recorder: RunRecorder | SilentRecorder
-    warm_up: threading.Thread
+    warm_up: threads.Thread
     handler: WarningHandler | None = None
 
     @property
@@ -295,7 +293,7 @@ class _Opening:
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         train_step = self._train_step(of, consumption.names)
         # What the first save imports takes a second: meanwhile, but not before the first step.
-        warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
+        warm_up = threads.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
         forward = train_step.forward
         evaluation = self._evaluation(replace(forward, model=of.average.module) if of.average else forward)

@@ -87,7 +87,7 @@ class Trainer:
     best_metric: str = BEST_METRIC  # which result of an evaluation a checkpoint is judged by
     needs_best: bool = False  # the evaluations have to give it
     results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
-    clock: Callable[[], float] = clock.monotonic
+    clock: Callable[[], float] = lambda: clock.monotonic()  # noqa: PLW0108 looked up when it is called
     after_first_step: Callable[[], None] = lambda: None
     callbacks: Callbacks = field(default_factory=Callbacks.none)
     account: TimeAccount = field(default_factory=TimeAccount)

@@ -74,7 +74,7 @@ def open_source(options: InitConfig, run: RunDir, recorded: Mapping[str, Any]) -
 
 
 def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
-    if not run.path.is_dir():
+    if not files.is_dir(run.path):
         raise UserError(f"init_from: the run {run.path} is gone: put it back, beside this run for example")
     step = recorded.get("step")
     try:

@@ -20,6 +20,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
 from runner.cli import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
+from runner.system import files
 
 FILES = ["manifest.json", "rank_00000.safetensors", "tensors.json", "train_state.pt"]
 
@@ -148,14 +149,14 @@ def test_newest_changes_nothing(run: Path) -> None:
 
 def test_missing_permission_is_not_corruption(run: Path, monkeypatch: Any) -> None:
     """A checkpoint that is not readable is not set aside, since its owner can fix that."""
-    original = os.open
+    original = files.open_fd
 
     def refuse(path: Any, *rest: Any, **options: Any) -> int:
         if str(path).endswith("step_00000002/train_state.pt"):
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, *rest, **options)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(files, "open_fd", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
         load(run)
     assert names(run) == ["step_00000001", "step_00000002"]

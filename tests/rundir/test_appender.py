@@ -151,7 +151,6 @@ def test_only_the_end_of_the_records_is_read_and_nothing_is_copied(
 def test_killed_anywhere_while_it_truncates(tmp_path: Path, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL before every change: the next attempt has the lines up to its checkpoint, and each of its own once."""
     monkeypatch.setattr(files, "fsync_fd", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
     killed, at = True, 0
     while killed:
         path = tmp_path / str(at)

@@ -12,7 +12,7 @@ import pytest
 from runner.errors import RunDirError
 from runner.rundir import trust
 from runner.rundir.paths import RunDir
-from runner.system import accounts, files
+from runner.system import accounts, files, processes
 from runner.training.attempt import attempt
 
 SOMEBODY = 12345
@@ -106,7 +106,7 @@ def test_what_belongs_to_another_user_is_refused(run: RunDir, name: str, monkeyp
     message = refusal(run)
     assert f"{path} belongs to another user (owner {SOMEBODY}" in message
     os.chown(path, 0, 0)
-    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)  # what root wrote, everybody may resume
+    monkeypatch.setattr(processes, "effective_user_id", lambda: SOMEBODY)  # what root wrote, everybody may resume
     trust.check_trusted(run)
 
 

@@ -172,7 +172,7 @@ def reads_intercepted(
             super().close()
             pending.pop(self.path, lambda: None)()
 
-    real_open, real_list, real_lstat = files.open_regular, files.list_dir, Path.lstat
+    real_open, real_list, real_lstat = files.open_regular, files.list_dir, files.lstat
 
     def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
         note("open", str(path))
@@ -182,12 +182,12 @@ def reads_intercepted(
         note("list", str(path))
         return real_list(path)
 
-    def lstat(path: Path) -> os.stat_result:
+    def lstat(path: Any) -> os.stat_result:
         note("stat", str(path))
         return real_lstat(path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "open_regular", open_regular)
         patch.setattr(files, "list_dir", list_dir)
-        patch.setattr(Path, "lstat", lstat)
+        patch.setattr(files, "lstat", lstat)
         yield trace
