@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import signal
 import sys
 import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from mutants.changes import Change, drawn
-from mutants.executed import Executed, executed
+from mutants.executed import Executed
 from mutants.trial import Copy, preload
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,23 +45,33 @@ class First:
         self.result["failed"] = self.result["failed"] or "interrupt"
 
 
-def examine(copy: Copy, change: Change, tests: Executed, budget: float) -> dict[str, Any]:
+def examine(copy: Copy, change: Change, tests: Executed, budget: float, own: bool) -> dict[str, Any]:
     """Which test notices a change, if one does: a line of the results."""
-    chosen = tests.tests_of(change, budget)
-    begun = time.monotonic()
-    slowest = max((tests.seconds.get(test, 0.0) for test in chosen.arguments), default=0.0)
-    options = ["-x", "-o", f"timeout={30 + 5 * slowest:.0f}"]
-    with copy.changed(change):
-        result = copy.pytest([*options, *chosen.arguments], 60 + 4 * chosen.seconds, First)
-    noticed = HANG if result is None else result["failed"]
+    begun, noticed, run, of = time.monotonic(), None, 0, 0
+    for beside in (True,) if own else (True, False):
+        chosen, cost, slowest = [], 0.0, 0.0
+        for each in tests.tests_of(change, beside).values():
+            seconds = [tests.seconds[test] for test in each]
+            of += len(each)
+            if not chosen or cost + sum(seconds) <= budget:
+                chosen += each
+                cost, slowest = cost + sum(seconds), max(slowest, *seconds)
+        run += len(chosen)
+        if chosen and not noticed:
+            with copy.changed(change):
+                result = copy.pytest(["-x", "-o", f"timeout={30 + 5 * slowest:.0f}", *chosen], 60 + 4 * cost, First)
+            noticed = HANG if result is None else result["failed"]
+        if noticed:
+            break
     return {
         "change": change.name,
         "file": change.file,
         "line": change.lines[0],
         "what": str(change),
         "noticed": noticed,
-        "tests": len(chosen.arguments),
-        "of": chosen.of,
+        "tests": run,
+        "of": of,
+        "own": own,
         "seconds": round(time.monotonic() - begun, 1),
     }
 
@@ -109,6 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="which changes are drawn")
     parser.add_argument("--count", type=int, default=100, help="how many; a greater number draws more besides these")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of tests for one change")
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="of the files that match, as runner/rundir/*")
+    parser.add_argument("--own", action="store_true", help="only with the tests of the module's own folder: quicker")
     parser.add_argument("--again", action="store_true", help="try again what was not noticed the last time")
     parser.add_argument("--show", metavar="CHANGE", help="print one change as a diff")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
@@ -121,24 +135,27 @@ def main(arguments: list[str] | None = None) -> int:
     folder = root / "build" / "mutants"
     folder.mkdir(parents=True, exist_ok=True)
     judged = tomllib.loads((root / JUDGED).read_text()) if (root / JUDGED).exists() else {}
-    changes = list(islice(drawn(root, options.seed), options.count))
+    wanted = (change for change in drawn(root, options.seed) if fnmatch(change.file, options.only))
+    changes = list(islice(wanted, options.count))
     results, path = read(folder / f"seed-{options.seed}.jsonl"), folder / f"seed-{options.seed}.jsonl"
     preload()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy is removed, and what runs in it killed
     with Copy(root) as copy:
-        tests = executed(copy, folder / "executed", lambda line: print(line, flush=True))
-        if tests.failed:
-            print(f"not used, since they fail without a change: {', '.join(tests.failed)}")
+        tests = Executed(copy, folder / "executed", lambda line: print(line, flush=True))
         for number, change in enumerate(changes, 1):
             known = results.get(change.name)
-            if known is None or (options.again and verdict(known, judged) == LIVES):
-                known = results[change.name] = examine(copy, change, tests, options.budget)
+            again = known and verdict(known, judged) == LIVES and (options.again or (known["own"] and not options.own))
+            if known is None or again:
+                known = results[change.name] = examine(copy, change, tests, options.budget, options.own)
                 with path.open("a") as file:
                     file.write(json.dumps(known) + "\n")
                 end = f"noticed by {known['noticed']}" if known["noticed"] else "LIVES"
                 print(f"{number} {change.name} {change}: {end} ({known['seconds']} s)", flush=True)
-    own = [results[change.name] for change in changes]
-    print(table(own, judged))
-    return int(any(verdict(result, judged) in (LIVES, "gap") for result in own))
+    if tests.failed:
+        print(f"not used, since they fail without a change: {', '.join(sorted(tests.failed))}")
+    tried = [results[change.name] for change in changes]
+    print(table(tried, judged))
+    return int(any(verdict(result, judged) in (LIVES, "gap") for result in tried))
 
 
 if __name__ == "__main__":

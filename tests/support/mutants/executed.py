@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,94 +70,80 @@ class Recorder:
         self._coverage.save()
 
 
-@dataclass(frozen=True)
-class Tests:
-    """The tests that can notice a change, in the order in which they are run.
+class Executed:
+    """The lines of the modules and the tests that execute them; a folder of tests is measured when it is asked for.
 
-    Attributes:
-        arguments: of pytest.
-        seconds: that they take together.
-        of: how many there are, with those that are too slow to be run.
+    Args:
+        copy: of the project.
+        kept: folder of what was measured.
+        say: called with the progress.
     """
 
-    arguments: list[str]
-    seconds: float
-    of: int
-
-
-class Executed:
-    """The lines of the modules, and the tests that execute them."""
-
-    def __init__(self) -> None:
+    def __init__(self, copy: Copy, kept: Path, say: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
-        self.failed: list[str] = []
+        self.failed: set[str] = set()
+        self._copy, self._kept, self._say = copy, kept, say
+        self._modules = modules(copy.path)
+        self._code = b"".join((copy.path / file).read_bytes() for file in self._modules)
+        self._folders: set[str] = set()
         self._lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        kept.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, folder: str) -> None:
+        """Find out what the tests in a folder execute, unless that is known.
+
+        Raises:
+            RuntimeError: a file of tests does not come to its end.
+        """
+        if folder in self._folders:
+            return
+        self._folders.add(folder)
+        for path in sorted((self._copy.path / folder).glob("test_*.py")):
+            file = f"{folder}{path.name}"
+            known = (
+                self._kept / f"{hashlib.sha256(self._code + file.encode() + path.read_bytes()).hexdigest()[:16]}.json"
+            )
+            if not known.exists():
+                self._say(f"which lines does {file} execute?")
+                known.write_text(json.dumps(_measured(self._copy, file, self._modules)))
+            self.add(json.loads(known.read_text()))
 
     def add(self, measured: dict[str, Any]) -> None:
         """What one file of tests executes."""
         self.seconds |= measured["seconds"]
-        self.failed += measured["failed"]
+        self.failed.update(measured["failed"])
         for file, lines in measured["lines"].items():
             for line, tests in lines.items():
                 self._lines[file][int(line)].update(tests)
 
-    def tests_of(self, change: Change, budget: float) -> Tests:
-        """The tests that execute the changed lines; those of the module's own folder where none is known to.
+    def tests_of(self, change: Change, own: bool) -> dict[str, list[str]]:
+        """The tests that execute the changed lines, by their files, the fastest file first.
 
         Args:
             change: the change.
-            budget: in seconds; the own folder's tests come first, then those of the fastest files.
+            own: those of the module's own folder (all of them, if no line of the change is known to be executed);
+                otherwise those of the other modules' folders.
         """
+        beside = tests_beside(change.file)
+        for folder in sorted({beside} if own else {tests_beside(file) for file in self._modules}):
+            self.measure(folder)
         lines = self._lines[change.file]
         chosen: set[str] = set()
         for line in lines if change.at_import else range(change.lines[0], change.lines[1] + 1):
             chosen |= lines.get(line, set())
-        own = tests_beside(change.file)
-        chosen = chosen or {test.partition("::")[0] for test in self.seconds if test.startswith(own)}
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in self.seconds:
             file = test.partition("::")[0]
-            if (test in chosen or file in chosen) and test not in self.failed:
+            hit = test in chosen or file in chosen or (own and not chosen)
+            if hit and file.startswith(beside) == own and test not in self.failed:
                 by_file[file].append(test)
-        cost = {file: sum(self.seconds[test] for test in tests) for file, tests in by_file.items()}
-        arguments: list[str] = []
-        seconds = 0.0
-        for file in sorted(by_file, key=lambda file: (not file.startswith(own), cost[file])):
-            if not arguments or seconds + cost[file] <= budget:
-                arguments += by_file[file]
-                seconds += cost[file]
-        return Tests(arguments, seconds, sum(map(len, by_file.values())))
+        return dict(sorted(by_file.items(), key=lambda item: sum(self.seconds[test] for test in item[1])))
 
 
 def tests_beside(file: str) -> str:
     """The folder of a module's own tests."""
     first, second, *_ = file.split("/")
     return f"tests/{second if first == 'runner' else first}/"
-
-
-def executed(copy: Copy, kept: Path, say: Callable[[str], None]) -> Executed:
-    """Measure what has changed since the last time.
-
-    Args:
-        copy: of the project.
-        kept: folder of what was measured.
-        say: called with the progress.
-
-    Raises:
-        RuntimeError: a file of tests does not come to its end.
-    """
-    kept.mkdir(parents=True, exist_ok=True)
-    files = modules(copy.path)
-    code = b"".join((copy.path / file).read_bytes() for file in files)
-    found = Executed()
-    for path in sorted(path for folder in {*map(tests_beside, files)} for path in (copy.path / folder).glob("test_*.py")):
-        file = path.relative_to(copy.path).as_posix()
-        known = kept / f"{hashlib.sha256(code + file.encode() + path.read_bytes()).hexdigest()[:16]}.json"
-        if not known.exists():
-            say(f"which lines does {file} execute?")
-            known.write_text(json.dumps(_measured(copy, file, files)))
-        found.add(json.loads(known.read_text()))
-    return found
 
 
 def _measured(copy: Copy, file: str, files: list[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ PRELOADED = """
     torch torch.distributed.checkpoint torch.utils.data numpy hydra omegaconf yaml orjson xxhash rich.progress submitit
     safetensors.torch hypothesis hypothesis.strategies psutil coverage
 """.split()
-QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins that are imported already
+OPTIONS = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are preloaded
 
 
 def preload() -> None:
@@ -116,6 +116,7 @@ class Copy:
 
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             output = os.open(self._folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for fd in (1, 2):
                 os.dup2(output, fd)
@@ -125,7 +126,7 @@ class Copy:
             own = ("", str(self._root), str(self._root / "tests/support"))
             sys.path[:] = [str(self.path), *(entry for entry in sys.path if entry not in own)]
             hooks = plugin()
-            pytest.main(["-q", "-p", "no:cacheprovider", *QUIET, f"--basetemp={temporary}", *arguments], plugins=[hooks])
+            pytest.main([*OPTIONS, f"--basetemp={temporary}", *arguments], plugins=[hooks])
             whole = result.with_suffix(".part")
             whole.write_text(json.dumps(hooks.result))
             whole.rename(result)
