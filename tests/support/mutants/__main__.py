@@ -53,7 +53,7 @@ def examine(copy: Copy, change: Change, tests: Executed, budget: float, own: boo
         for each in tests.tests_of(change, beside).values():
             seconds = [tests.seconds[test] for test in each]
             of += len(each)
-            if not chosen or cost + sum(seconds) <= budget:
+            if beside or cost + sum(seconds) <= budget:
                 chosen += each
                 cost, slowest = cost + sum(seconds), max(slowest, *seconds)
         run += len(chosen)
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="which changes are drawn")
     parser.add_argument("--count", type=int, default=100, help="how many; a greater number draws more besides these")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of tests for one change")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of other folders' tests for one change")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="of the files that match, as runner/rundir/*")
     parser.add_argument("--own", action="store_true", help="only with the tests of the module's own folder: quicker")
     parser.add_argument("--again", action="store_true", help="try again what was not noticed the last time")
