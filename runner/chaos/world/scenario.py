@@ -139,7 +139,9 @@ class Scenario:
             BrokenPromiseError: it does not hold.
         """
         if not holds:
-            raise BrokenPromiseError(text)
+            error = BrokenPromiseError(text)
+            self.world.broken = self.world.broken or error  # the real code may catch what is raised in it
+            raise error
 
 
 @dataclass(frozen=True)
