@@ -58,6 +58,7 @@ class Host:
         boot: counts its starts.
         booted: when it was started last, in virtual seconds.
         cut_off: it cannot be reached from elsewhere, but runs.
+        clone_of: the machine from whose image it was made: both have the same name, and number their processes alike.
     """
 
     name: str
@@ -67,6 +68,8 @@ class Host:
     booted: float = -1000.0
     cut_off: bool = False
     clone_of: str | None = None
+    started: int = 0  # processes since its boot
+    slept_s: float = 0.0  # since its boot: its clocks for intervals stand still meanwhile
     seen: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What it remembers of a network file system: see `disk`."""
 
@@ -82,7 +85,7 @@ class Task:
     def __init__(self, process: Process, name: str, function: Callable[[], object]) -> None:
         self.process = process
         self.name = name
-        self.ident = process.world.number()
+        self.ident = 1000 + len(process.tasks)  # as on other machines
         self.token = 0  # counts its waits, so that an outdated alarm is not taken for a new one
         self.timed_out = False
         self.over = False
@@ -123,7 +126,8 @@ class Process:
         self.world = world
         self.host = host
         self.name = name
-        self.pid = world.number() + 100
+        host.started += 1
+        self.pid = 100 + host.started
         self.start_time = str(int((world.now - host.booted) * 100))
         self.environment = dict(environment)
         self.tasks: list[Task] = []
@@ -405,6 +409,23 @@ class World:
             process.held.clear()
             self.tell("goes on", process.name)
 
+    def suspend(self, host: Host, seconds: float) -> None:
+        """A machine sleeps for a while (a laptop is shut): its clocks for intervals stand still, its wall clock not."""
+        self.tell("is suspended", host.name)
+        asleep = [each for each in self.processes if each.host is host and each.alive and not each.stopped]
+        for process in asleep:
+            self.stop(process)
+        boot = host.boot
+
+        def wake() -> None:
+            if host.boot == boot:
+                host.slept_s += seconds
+                self.tell("wakes up", host.name)
+                for process in asleep:
+                    self.go_on(process)
+
+        self.at(seconds, wake)
+
     def signal(self, process: Process, signum: int) -> None:
         """Send a signal to a process."""
         if process.dead:
@@ -443,6 +464,7 @@ class World:
             self.kill(process, "ends with its machine")
         host.boot += 1
         host.booted = self.now
+        host.started, host.slept_s = 0, 0.0
         host.seen.clear()
         return ended
 

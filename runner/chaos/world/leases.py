@@ -38,6 +38,8 @@ class Leases(Scenario):
         self.disk.watchers.append(self._watch)
         self.world.checks.append(self._look)
         self.disk.make_dir(RUN)
+        if len(self.hosts) > 1 and self.random.random() < 0.3:
+            self.hosts[1].clone_of = self.hosts[0].name
         for _ in range(self.random.choice((2, 2, 3))):
             self._another()
 

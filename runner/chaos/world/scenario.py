@@ -33,6 +33,7 @@ COMMON = {
     "error": "a call fails with EIO, ENOSPC, ESTALE or EDQUOT",
     "full": "the disk is full for a while",
     "power": "a machine loses power",
+    "suspend": "a machine is suspended, and wakes up later",
 }
 """What may befall any process."""
 
@@ -118,6 +119,8 @@ class Scenario:
         elif kind == "error":
             number = rest.choice(ERRORS)
             process.fails += [(rest.choice(ERROR_CALLS), number)] * rest.choice((1, 1, 1, 2, 5))
+        elif kind == "suspend":
+            world.suspend(process.host, rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5))
         elif kind == "power":
             self.power_loss(process.host)
         else:
