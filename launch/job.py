@@ -62,7 +62,7 @@ class SlurmJob:
         self._has_verdict = True  # the end of this process decides how the job ends
         folder = Path(processes.environment.get("SUBMITIT_FOLDER", os.devnull))
         self._starts = requeue.starts_file(folder, self.job_id)
-        self._verdict = requeue.verdict_file(folder, self.job_id)
+        self._verdict = requeue.verdict_file(folder, self.job_id, self.restart_count)
         self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
     def catch_signals(self) -> None:

@@ -79,6 +79,10 @@ class SchedulerError(OSError):
     """Slurm does not answer, or refuses; the message is Slurm's own, on one line."""
 
 
+class ForgottenError(SchedulerError):
+    """Slurm answers that it knows no such job: it is over for long, or Slurm has lost it."""
+
+
 def missing_commands() -> list[str]:
     """Slurm's commands that are not on this machine's PATH."""
     return [name for name in COMMANDS if processes.find_command(name) is None]
@@ -89,6 +93,7 @@ def ask(*command: str, text: str | None = None) -> str:
 
     Raises:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
+        ForgottenError: Slurm knows no job with the id in question.
     """
     env = {name: value for name, value in processes.environment.items() if not name.startswith(PREFERENCES)}
     env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
@@ -111,7 +116,9 @@ def ask(*command: str, text: str | None = None) -> str:
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         message = lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
-        raise SchedulerError(re.sub(r"^\w+: (error: )*", "", message).strip())
+        # (squeue says "Invalid job id: TEXT" of what could be none.)
+        kind = ForgottenError if "invalid job id specified" in message.lower() else SchedulerError
+        raise kind(re.sub(r"^\w+: (error: )*", "", message).strip())
     return done.stdout
 
 
@@ -197,11 +204,8 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
     columns = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in FIELDS.items())
     try:
         rows = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={arrays}", f"--Format={columns}")
-    except SchedulerError as error:
-        # The controller has forgotten all of them. (squeue itself says "Invalid job id: TEXT".)
-        if "invalid job id specified" in str(error).lower():
-            return {}
-        raise
+    except ForgottenError:  # all of them
+        return {}
     found = {}
     for row in rows.splitlines():
         cells = [cell.strip() for cell in row.split(SEPARATOR, len(FIELDS) - 1)]

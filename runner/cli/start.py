@@ -132,6 +132,7 @@ def run_here(planned: PlannedRun) -> int:
 
     Raises:
         LockedError: another process holds the lease.
+        StoppedError: a signal came while it was not known whether another one does.
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
@@ -140,7 +141,8 @@ def run_here(planned: PlannedRun) -> int:
         files.make_dirs(run.path, files.OWNED)
     except OSError as error:
         raise UserError(unusable(run.path, "written", error)) from None
-    with Lease.acquire(run.lease, LocalJob().identity(), job.config.run.lease_timeout_s, report=_report) as lease:
+    holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
+    with Lease.acquire(run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report) as lease:
         refused = True
         try:
             status = _run_under(lease, planned)

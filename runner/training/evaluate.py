@@ -15,7 +15,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate
 from runner.checkpoint.reader import load_train_state
 from runner.config.schema import Config
-from runner.errors import CheckpointError, FileError, LockedError, UserError
+from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UserError
 from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, work_lease
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -213,7 +213,7 @@ class Work:
                 asked_to_stop=self.stop,
                 report=self.say,
             )
-        except LockedError:
+        except (LockedError, StoppedError):
             return False
         held.enter_context(lease)
         return True

@@ -175,7 +175,7 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
     for run in runs:
         run.mkdir(parents=True)
     folder = tmp_path / "outputs" / ".slurm"
-    theirs = {f"{'0' * 32}.pkl", f".submission_file_{'1' * 32}.sh", "12_0_0_log.out", "12_0.starts", "12_1.verdict"}
+    theirs = {f"{'0' * 32}.pkl", f".submission_file_{'1' * 32}.sh", "12_0_0_log.out", "12_0.starts", "12_1.0.verdict"}
     refusing = slurm.folder / "refusing"
     (slurm.folder / "sbatch").write_text(
         f"#!/bin/sh\nif [ ! -e {refusing} ]; then touch {refusing}; echo Submitted batch job 12; exit 0; fi\n"
