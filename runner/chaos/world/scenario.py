@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -66,6 +67,10 @@ class Scenario:
     def run(self, *command: Any, **options: Any) -> Any:
         """Run a command such as scontrol (see `subprocess.run`)."""
         raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
+
+    def replaced(self) -> AbstractContextManager[object]:
+        """What else is replaced for as long as a story lasts, besides the system layer."""
+        return nullcontext()
 
     def begin(self) -> None:
         """Start the processes that the story begins with."""
@@ -164,7 +169,7 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
     world = World(f"{kind.name} {schedule.seed}", schedule.switching)
     scenario = kind(world, schedule.seed)
     broken = None
-    with installed(world, scenario.disk, scenario.run):
+    with installed(world, scenario.disk, scenario.run), scenario.replaced():
         try:
             for strike in schedule.carried_out:
                 world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
