@@ -164,8 +164,9 @@ class Batch:
             }
         starts = f"{self._prefix}starts"
         if self._disk.full and starts not in there:
-            (self._copy / starts).unlink(missing_ok=True)
-            (self._copy / starts).mkdir(exist_ok=True)  # what cannot be written to
+            if not (self._copy / starts).is_dir():
+                (self._copy / starts).unlink(missing_ok=True)
+                (self._copy / starts).mkdir()  # what cannot be written to
         elif (self._copy / starts).is_dir():
             (self._copy / starts).rmdir()
         for name in os.listdir(self._copy):

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -25,6 +26,7 @@ from runner.chaos.world.disk import ROOT
 from runner.chaos.world.engine import Gone, Host, Process, Task, World
 from runner.chaos.world.scenario import COMMON, Scenario
 from runner.chaos.world.slurm import Job, Slurm
+from runner.config import frozen
 from runner.config.composition import Composed, Composer
 from runner.errors import ExitStatus, UserError
 from runner.rundir import lease, provenance
@@ -57,20 +59,47 @@ JOBS_KINDS = {
 @cache
 def _composed(runs: int, retry_failed: bool) -> tuple[Composed, ...]:
     """The runs of a command; composed once, before any story."""
+    if (runs, retry_failed) != (1, False):
+        (first,) = _composed(1, False)
+        return tuple(_varied(first, number, retry_failed) for number in range(1, runs + 1))
     options = [
         "launcher=slurm",
         "launcher.check_folder=false",
-        f"launcher.retry_failed={str(retry_failed).lower()}",
         f"train.steps={STEPS}",
         f"run.lease_timeout_s={LEASE_S}",
         "train.hang_timeout_s=null",
+        "seed=1",
+        f"run.dir={RUNS / 'run1'}",
     ]
-    made = []
-    for number in range(1, runs + 1):
-        composed = Composer().compose([*options, f"seed={number}", f"run.dir={RUNS / f'run{number}'}"])
-        composed.text  # noqa: B018 kept from now on
-        made.append(composed)
-    return tuple(made)
+    return (Composer().compose(options),)
+
+
+def _varied(first: Composed, number: int, retry_failed: bool) -> Composed:
+    """As it would be composed for another run of the same command."""
+    plain = deepcopy(first.plain)
+    plain["launcher"]["retry_failed"], plain["seed"] = retry_failed, number
+    run_dir = RUNS / f"run{number}"
+    plain["run"]["dir"] = str(run_dir)
+    config = replace(first.config, seed=number, run=replace(first.config.run, dir=str(run_dir)))
+    made = replace(first, config=config, plain=plain, run_dir=run_dir)
+    made.text  # noqa: B018 kept from now on
+    return made
+
+
+_CONFIGS: dict[bytes, Any] = {}
+
+
+def _load(really: Callable[[Path], Any], run_dir: Path) -> Any:
+    """The frozen config of a run; texts that are known are not parsed again."""
+    text = b""
+    with suppress(OSError):
+        text = files.read_regular(RunDir(run_dir).config)
+    if text not in _CONFIGS:
+        made = really(run_dir)
+        if not text:
+            return made
+        _CONFIGS[text] = made
+    return _CONFIGS[text]
 
 
 class Jobs(Scenario):
@@ -128,6 +157,7 @@ class Jobs(Scenario):
             put(slurm, "Console", lambda: None)
             put(slurm.display, "show_submitted", lambda *_: None)
             put(provenance, "describe_code", lambda: CODE)
+            put(frozen, "load", partial(_load, frozen.load))
             put(lease, "MIN_INTERVAL_S", 1.0)
             put(lease, "POLL_S", 2.0)
             before = sys.modules.get(session.__name__)
@@ -338,6 +368,7 @@ class Jobs(Scenario):
             if waiting is not None:
                 slurm.cancel(waiting)
         elif kind not in JOBS_KINDS:
+            self._hinder(kind, self.choose(choice))
             super().strike(kind, choice)
         elif job is None:
             return
@@ -360,6 +391,14 @@ class Jobs(Scenario):
             self._suspend(job, rest)
         elif kind == "term":
             self._term(job)
+
+    def _hinder(self, kind: str, process: Process | None) -> None:
+        """Note what keeps a job from requeueing itself in time."""
+        for job in self.slurm.jobs.values():
+            if process in job.processes and kind in ("kill", "freeze", "error"):
+                job.hindered = True
+                if kind == "kill" and process is job.batch:
+                    job.happens("batch script killed")
 
     def _suspend(self, job: Job, rest: Random) -> None:
         self.slurm.suspend(job)
@@ -466,12 +505,22 @@ class Jobs(Scenario):
             notes = [data for path, data in self.disk.tree().items() if path.endswith(".starts")]
             if any(b"not requeued" in note for note in notes):
                 return
-        ended = [job for job in jobs if job.cancelled or {"lost"} & set().union(*job.truth.values(), set())]
         self.must(
-            ended,
+            any(self._is_excused(job) for job in jobs),
             f"{run.path.name} stands at step {run.newest_step()}, says {said!r}, and none of its jobs is left: "
             + ", ".join(f"{job.job_id} {job.state} after {job.restarts} restarts {job.truth}" for job in jobs),
         )
+
+    def _is_excused(self, job: Job) -> bool:
+        """Whether no program could have brought this job back, or was to."""
+        if job.cancelled or not job.may_requeue:
+            return True
+        last = job.truth.get(job.began_with, set())
+        # Slurm ends a job whose batch script is killed as FAILED, for good; nobody is left on the node to object.
+        if {"lost", "batch script killed"} & last:
+            return True
+        # Slurm was about to end the job, and did not answer until it did: nothing is requeued on a guess.
+        return job.state in ("TIMEOUT", "PREEMPTED") and job.hindered
 
     def _judge_causes(self) -> None:
         """What is recorded as the end of an attempt is what happened, unless Slurm's answers were lost."""

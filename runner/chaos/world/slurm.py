@@ -58,6 +58,7 @@ class Job:
         after: what it becomes once its processes are gone.
         truth: what has really happened to each start of it, by `restarts` then.
         cancelled: whether its user has cancelled it.
+        hindered: whether something kept this start of it from asking for a requeue in time.
     """
 
     number: int
@@ -80,11 +81,11 @@ class Job:
     preempted: float | None = None
     host: Host | None = None
     after: str = ""
-    asked_s: float | None = None
     processes: list[Process] = field(default_factory=list)
     batch: Process | None = None
     truth: dict[int, set[str]] = field(default_factory=dict)
     cancelled: bool = False
+    hindered: bool = False
 
     @property
     def job_id(self) -> str:
@@ -211,7 +212,7 @@ class Slurm:
     def _start(self, job: Job, host: Host) -> None:
         job.starts += 1
         job.state, job.reason, job.host, job.after = "RUNNING", "None", host, ""
-        job.began_with, job.preempted, job.asked_s = job.restarts, None, None
+        job.began_with, job.preempted, job.hindered = job.restarts, None, False
         job.began = float(int(self.now))
         job.end = None if job.limit_s is None else job.began + job.limit_s
         job.truth.setdefault(job.restarts, set())
@@ -547,10 +548,11 @@ class Slurm:
         if trouble == 0:
             there_s, back_s = self._random.choice(((20.0, 0.1), (0.1, 20.0), (6.0, 6.0)))
         if trouble >= 0 or self.is_away or process.host.cut_off:
-            self.troubled.add(process)
+            self._trouble(process)
 
         def arrive() -> None:
             if self.is_away or process.host.cut_off:
+                self._trouble(process)
                 world.at(min(self._random.uniform(3.0, 20.0), timeout + 1.0), lambda: reply((1, "", UNREACHABLE)))
                 return
             result = self._carry_out(words, process)
@@ -574,6 +576,11 @@ class Slurm:
             raise TimeoutExpired(words, timeout)
         status, output, error = answer[0]
         return CompletedProcess(words, status, output, f"{words[0]}: error: {error}\n" if error else "")
+
+    def _trouble(self, process: Process) -> None:
+        self.troubled.add(process)
+        for job in self.jobs.values():
+            job.hindered |= process in job.processes
 
     def _carry_out(self, words: list[str], process: Process) -> tuple[int, str, str]:
         try:
