@@ -57,11 +57,11 @@ class RecordedJob:
         """Whether a job with the same id, as Slurm reports it now, is this one."""
         if self.user not in (None, user):
             return False
+        named = self.name is None or _shown_name(self.name) == _shown_name(name)
         if restarts == 0 and self.submitted is not None:
             return submitted == self.submitted
         if restarts == 0 and self.seen is not None:
-            return submitted <= self.seen
-        named = self.name is None or _shown_name(self.name) == _shown_name(name)
+            return named and submitted <= self.seen
         return named and submitted >= (self.submitted or "")
 
 
@@ -216,6 +216,19 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
             same = [job for job in wanted.get(info.job_id, []) if job.is_same(user, name, submitted, info.restarts)]
             found.update(dict.fromkeys(same, info))
     return found
+
+
+def live_scripts(user: str) -> dict[str, str]:
+    """The batch script of each job of a user (their number) that is not over, as sbatch was given it.
+
+    Raises:
+        SchedulerError: Slurm does not answer.
+    """
+    # --all: jobs in hidden partitions too. The script is last, since a path may contain the separator.
+    columns = f"%i{SEPARATOR}%T{SEPARATOR}%o"
+    rows = ask("squeue", f"--user={user}", "--noheader", "--all", "--array", "--states=all", f"--format={columns}")
+    cells = [row.split(SEPARATOR, 2) for row in rows.splitlines()]
+    return {row[0]: row[2] for row in cells if len(row) == 3 and row[1] not in SLURM_OVER and is_job_id(row[0])}
 
 
 def _job_info(job: dict[str, str]) -> JobInfo:

@@ -216,7 +216,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         finally:
             if status == ExitStatus.USAGE:
                 _discard(new, guards)
-                submitted = {checkpoint for run, checkpoint in _expected(planned) if files.exists(RunDir(run).job)}
+                submitted = {checkpoint for run, checkpoint in _expected(planned) if _is_submitted(RunDir(run))}
                 for checkpoint in pins - submitted:
                     with suppress(OSError):
                         unpin(checkpoint)
@@ -262,7 +262,12 @@ def _is_used(run: RunDir, fence: int, begin: int) -> bool:
     """
     holder = read_holder(run.lease)
     newer = holder is not None and holder[0] > fence
-    return newer or files.exists(run.job) or last_step(run) > begin or run.newest_step() > begin
+    return newer or _is_submitted(run) or last_step(run) > begin or run.newest_step() > begin
+
+
+def _is_submitted(run: RunDir) -> bool:
+    """Whether the run has a job, or may have one that is not recorded."""
+    return files.exists(run.job) or files.exists(run.submitting)
 
 
 @contextmanager

@@ -43,10 +43,15 @@ def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
 def launcher_of(run: RunDir) -> str | None:
     """The class that submitted the run, None if the run was never submitted; it may have been started here since.
 
+    Without job.json (the command was killed before it wrote it), the class of the job that trained last.
+
     Raises:
-        OSError: job.json cannot be read.
+        OSError: job.json or status.json cannot be read.
     """
-    return str(files.read_object(run.job).get("launcher") or "no launcher") if files.exists(run.job) else None
+    if files.exists(run.job):
+        return str(files.read_object(run.job).get("launcher") or "no launcher")
+    launcher = files.read_object(run.status).get("launcher")
+    return None if launcher is None else str(launcher)
 
 
 def _known_launcher(name: str) -> metadata.EntryPoint:
