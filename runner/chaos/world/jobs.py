@@ -11,13 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from random import Random
+from subprocess import CalledProcessError
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -130,6 +131,7 @@ class Jobs(Scenario):
         self._acquired: dict[Path, int] = {}
         self._finished: dict[Path, bytes] = {}
         self._ranks: dict[tuple[int, int], Process] = {}  # by start of a job
+        self._names: dict[Process, str] = {}
         self._locked: set[Path] = set()
         self._began: dict[Process, dict[Path, str]] = {}
 
@@ -153,7 +155,8 @@ class Jobs(Scenario):
                 setattr(module, name, value)
 
             put(slurm.SlurmLauncher, "_executor", lambda launcher, *rest: _Executor(self, launcher, *rest))
-            put(slurm, "_names_by_submitit", lambda made: nullcontext())
+            put(slurm, "_names_by_submitit", self._named)
+            put(slurm.submission, "new_name", lambda: f"{self.world.number():032x}")
             put(slurm, "Console", lambda: None)
             put(slurm.display, "show_submitted", lambda *_: None)
             put(provenance, "describe_code", lambda: CODE)
@@ -168,6 +171,13 @@ class Jobs(Scenario):
                 del sys.modules[session.__name__]
                 if before is not None:
                     sys.modules[session.__name__] = before
+
+    @contextmanager
+    def _named(self, unique: str) -> Iterator[None]:
+        """How the files of the submission that this process makes are called."""
+        assert self.world.current is not None
+        self._names[self.world.current.process] = unique
+        yield
 
     def run(self, *command: Any, **options: Any) -> Any:
         """Run a command of Slurm; there are no others."""
@@ -218,7 +228,7 @@ class Jobs(Scenario):
         script = json.loads(text.partition("\n")[0].removeprefix("# "))
         script["runs"] = [Path(run) for run in script["runs"]]
         script["text"], script["by"] = text, process
-        job_id = self.slurm.submit(script, script["name"], len(script["runs"]), self.limit_s, self.notice_s)
+        job_id = self.slurm.submit(script, script["name"], path, len(script["runs"]), self.limit_s, self.notice_s)
         return f"Submitted batch job {job_id}\n"
 
     def _submitted(self, job: Job) -> None:
@@ -456,6 +466,11 @@ class Jobs(Scenario):
     def on_end(self, process: Process) -> None:
         """Nothing but the end of its work may end a process."""
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
+        others = [each for each in self._began if each.alive]
+        if process in self._began and process.status == 0 and not others:
+            for run in self.runs:
+                live = [job.job_id for job in self.slurm.live() if self._run_of(job) == run.path and job.after == ""]
+                self.must(len(live) < 2, f"{process.name} leaves {run.path.name} with the jobs {live}")
 
     def finish(self) -> None:
         """Each run comes back by itself or says why not; and in calm weather the command finishes all of them."""
@@ -555,12 +570,13 @@ class _Executor:
         self, _: object, runs: list[str], attempts: list[str], timeouts: list[Any], requeue_killed: list[bool]
     ) -> list[Any]:
         """Submit the runs as one job, or as one array."""
-        scheduler, requeue = import_module("launch.scheduler"), import_module("launch.requeue")
-        number, folder = self._story.world.number(), self._folder
-        pickles = [folder / f"{number}-{index}.pkl" for index in range(len(runs))]
+        requeue, folder = import_module("launch.requeue"), self._folder
+        assert self._story.world.current is not None
+        unique = self._story._names[self._story.world.current.process]
+        pickles = [folder / f"{unique}-{index}.pkl" for index in range(len(runs))]
         for path in pickles:
             files.write_atomic(path, b"")
-        script = folder / f"submission_file_{number}.sh"
+        script = folder / f".submission_file_{unique}-{len(runs)}.sh"
         told = {
             "runs": runs,
             "folder": str(folder),
@@ -570,8 +586,10 @@ class _Executor:
         }
         lines = [f"# {json.dumps(told)}", *_script_lines(str(folder), requeue_killed[0]), requeue.ARM_SCRIPT, "srun"]
         files.write_atomic(script, "\n".join(lines) + "\n")
-        answer = scheduler.ask("sbatch", str(script))
-        job_id = answer.split()[-1]
+        done = processes.run(["sbatch", str(script)])
+        if done.returncode:
+            raise RuntimeError(done.stderr) from CalledProcessError(done.returncode, "sbatch")
+        job_id = done.stdout.split()[-1]
         files.rename(script, folder / f"{job_id}_submission.sh")
         ids = [f"{job_id}_{index}" for index in range(len(runs))] if len(runs) > 1 else [job_id]
         for path, each in zip(pickles, ids, strict=True):

@@ -28,6 +28,9 @@ MIN_AGE_S = 300.0
 """How long a job is remembered once it is over (MinJobAge)."""
 UNREACHABLE = "Unable to contact slurm controller (connect failure)"
 UNKNOWN = "Invalid job id specified"
+SILENT = "Socket timed out on send/recv operation"
+GIVES_UP_S = 60.0
+"""How long a command waits for an answer if nobody ends it before."""
 PENDING = "Job is pending execution"
 DISABLED = "Requested operation is presently disabled"
 PARTITIONS = (
@@ -50,6 +53,7 @@ class Job:
         array: (id of the array, number of the task), or None.
         script: what was submitted.
         name: of the job.
+        path: of the script.
         submitted: when; a requeue sets it anew. All times are those of the controller's clock.
         state: as in squeue(1).
         restarts: how often it was requeued.
@@ -65,6 +69,7 @@ class Job:
     array: tuple[int, int] | None
     script: Any
     name: str
+    path: str
     submitted: float
     eligible: float
     limit_s: float | None
@@ -174,7 +179,9 @@ class Slurm:
 
     # ---- the life of a job
 
-    def submit(self, script: Any, name: str, tasks: int, limit_s: float | None, notice_s: float) -> str:
+    def submit(
+        self, script: Any, name: str, path: str, tasks: int, limit_s: float | None, notice_s: float
+    ) -> str:
         """Put a job, or an array of `tasks` tasks, into the queue; its id."""
         first = self._next
         self._next += tasks
@@ -183,7 +190,7 @@ class Slurm:
             number = first + (task + 1) % tasks
             array = (first, task) if tasks > 1 else None
             now = float(int(self.now))
-            job = Job(number, array, script, name, now, now, limit_s, notice_s)
+            job = Job(number, array, script, name, path, now, now, limit_s, notice_s)
             self.jobs[job.job_id] = job
             self.all_jobs.append(job)
             self.world.tell(f"is submitted as job {job.job_id}", f"job {job.job_id}")
@@ -540,7 +547,7 @@ class Slurm:
         world.step(" ".join(words[:4])[:60])
         task = world.current
         assert task is not None
-        process, timeout = task.process, float(options.get("timeout") or 60.0)
+        process, timeout = task.process, float(options.get("timeout") or GIVES_UP_S)
         waiters: list[Task] = []
         answer: list[tuple[int, str, str]] = []
         trouble = self.lost.pop(0) if self.lost else -1
@@ -573,6 +580,8 @@ class Slurm:
             world.wait(waiters, left)
         if not answer:
             world.tell(f"gets no answer from {words[0]}", process.name)
+            if options.get("timeout") is None:
+                return CompletedProcess(words, 1, "", f"{words[0]}: error: {SILENT}\n")
             raise TimeoutExpired(words, timeout)
         status, output, error = answer[0]
         return CompletedProcess(words, status, output, f"{words[0]}: error: {error}\n" if error else "")
@@ -593,9 +602,9 @@ class Slurm:
         match words:
             case ["sbatch", *_, path]:
                 return self.sbatch(path, process)
-            case ["scancel", job_id]:
-                for job in self._found(job_id):
-                    if not job.is_over:
+            case ["scancel", *job_ids]:
+                for job_id in job_ids:
+                    for job in self._found(job_id):
                         self.cancel(job)
                 return ""
             case ["scontrol", "requeue", *rest]:
@@ -619,8 +628,10 @@ class Slurm:
                 return PARTITIONS.format(grace=self.grace_s)
             case ["scontrol", "show", "config"]:
                 return CONFIG.format(kill_wait=self.kill_wait_s)
-            case ["squeue", *rest]:
+            case ["squeue", *rest] if any(option.startswith("--jobs=") for option in rest):
                 return self._queue(rest)
+            case ["squeue", *rest] if rest[-1] == "--format=%i|%T|%o":
+                return "".join(f"{job.job_id}|{job.state}|{job.path}\n" for job in self.jobs.values())
         raise AssertionError(f"this Slurm does not know {words}")
 
     def sbatch(self, path: str, process: Process) -> str:
