@@ -130,7 +130,7 @@ class Jobs(Scenario):
         self._broken_until = 0.0
         self._acquired: dict[Path, int] = {}
         self._finished: dict[Path, bytes] = {}
-        self._ranks: dict[tuple[int, int], Process] = {}  # by start of a job
+        self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
         self._names: dict[Process, str] = {}
         self._locked: set[Path] = set()
         self._began: dict[Process, dict[Path, str]] = {}
@@ -211,7 +211,9 @@ class Jobs(Scenario):
         if done:
             return "finished"
         job = self.slurm.jobs.get(job_id)
-        return job_id if job and run in job.script["runs"] and not job.is_over and job.state != "COMPLETING" else ""
+        if job is None or job.is_strange or run not in job.script["runs"]:
+            return ""
+        return job_id if not job.is_over and job.state != "COMPLETING" else ""
 
     def _start(self, jobs: Sequence[Composed]) -> None:
         start = import_module("runner.cli.start")
@@ -237,7 +239,7 @@ class Jobs(Scenario):
         before = self._began.get(process, {}).get(run, "")
         self.must(before != "finished", f"{process.name} submits {run.name}, which was finished before it began")
         earlier = self.slurm.jobs.get(before)
-        live = earlier is not None and run in earlier.script["runs"] and not earlier.is_over
+        live = earlier in self.slurm.live() and earlier is not None and run in earlier.script["runs"]
         self.must(
             not live, f"{process.name} submits {run.name}, whose job {before} was queued or running since before it began"
         )
@@ -292,7 +294,7 @@ class Jobs(Scenario):
             if job.starts != number or host is None or not job.is_running:
                 return 1, ""
             rank = self.spawn(host, f"rank {job.job_id}.{job.restarts}", partial(self._rank, job), **environment)
-            self._ranks[job.number, job.restarts] = rank
+            self._ranks[job, job.restarts] = rank
             self.slurm.join(job, rank)
             waiters: list[Task] = []
             rank.on_end.append(lambda _: world.wake(waiters))
@@ -345,9 +347,7 @@ class Jobs(Scenario):
     # ---- strikes
 
     def _some_job(self, choice: float, states: Sequence[str] = ()) -> Job | None:
-        jobs = [
-            job for job in self.slurm.jobs.values() if (job.state in states if states else job.is_running)
-        ]
+        jobs = [job for job in self.slurm.live() if (job.state in states if states else job.is_running)]
         return jobs[int(choice * len(jobs))] if jobs else None
 
     def strike(self, kind: str, choice: float) -> None:
@@ -380,6 +380,8 @@ class Jobs(Scenario):
         elif kind not in JOBS_KINDS:
             self._hinder(kind, self.choose(choice))
             super().strike(kind, choice)
+        elif kind == "term":
+            self._term(choice)
         elif job is None:
             return
         elif kind == "preempt":
@@ -399,8 +401,6 @@ class Jobs(Scenario):
             self._cut(job, rest)
         elif kind == "suspend":
             self._suspend(job, rest)
-        elif kind == "term":
-            self._term(job)
 
     def _hinder(self, kind: str, process: Process | None) -> None:
         """Note what keeps a job from requeueing itself in time."""
@@ -428,11 +428,13 @@ class Jobs(Scenario):
         if host.cut_off:
             self.slurm.node_lost(host)
 
-    def _term(self, job: Job) -> None:
-        job.happens("term")
-        for process in job.processes:
-            if process is not job.batch:
-                self.world.signal(process, 15)
+    def _term(self, choice: float) -> None:
+        """From elsewhere: also to a rank that Slurm does not know any more."""
+        ranks = [(rank, start) for start, rank in self._ranks.items() if rank.alive]
+        if ranks:
+            rank, (job, restarts) = ranks[int(choice * len(ranks))]
+            job.truth.setdefault(restarts, set()).add("term")
+            self.world.signal(rank, 15)
 
     def power_loss(self, host: Host) -> None:
         """A node that loses power is down for Slurm until it is back; nobody may work on the login node meanwhile."""
@@ -444,10 +446,18 @@ class Jobs(Scenario):
 
     # ---- what must hold
 
-    def saved(self, run: RunDir, fence: int) -> None:
-        """A checkpoint or the completion mark was written by the holder of this number."""
-        newest = self._acquired.get(run.path, 0)
-        self.must(fence >= newest, f"number {fence} writes into {run.path.name} although number {newest} has begun")
+    def begins(self, run: RunDir, record: dict[str, Any]) -> None:
+        """An attempt is about to train: not after three of its job in a row that failed without a new checkpoint."""
+        with self.world.outside():
+            ended = ended_attempts(run)[-3:]
+        stuck = [
+            line
+            for line in ended
+            if line.get("job_id") == record.get("job_id")
+            and line["cause"] in ("killed", "crash", "node failure", "time limit", "failed")
+            and (line.get("checkpoint_step") or 0) <= (line.get("start_step") or 0)
+        ]
+        self.must(len(stuck) < 3, f"{run.path.name} is tried again after three attempts without progress: {stuck}")
 
     def _watch(self, what: str, path: str, to: str) -> None:
         target = to or path
@@ -547,10 +557,11 @@ class Jobs(Scenario):
                 job, cause = jobs[0], line["cause"]
                 restarts = int(line.get("restart_count") or 0)
                 truth = job.truth.get(restarts, set())
-                rank = self._ranks.get((job.number, restarts))
+                rank = self._ranks.get((job, restarts))
                 if rank in self.slurm.troubled:
                     continue
-                named = {"cancelled": {"cancelled", "lost"}, "preempted": {"preempted"}, "time limit": {"time limit"}}
+                named = {each: {each} for each in ("preempted", "time limit")}
+                named |= {"cancelled": {"cancelled", "lost"}, "interrupted": {"term", "lost"}}
                 self.must(
                     cause not in named or truth & named[cause],
                     f"attempt {line['attempt']} of {run.path.name} is recorded as {cause!r}: what happened is {truth}",
@@ -610,6 +621,7 @@ class _Session:
         self.account = log.account
         self.recorder = SimpleNamespace(close=lambda: None)
         self.step = run.newest_step()
+        story.begins(run, log.record)
         story._acquired[run.path] = max(story._acquired.get(run.path, 0), held.fence)
         clock.sleep(story.random.uniform(0.1, 3.0))
         log.resumed(self.step)

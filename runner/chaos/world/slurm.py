@@ -18,7 +18,7 @@ from random import Random
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
 
-from runner.chaos.world.engine import Host, Process, Task, World
+from runner.chaos.world.engine import BrokenPromiseError, Host, Process, Task, World
 from runner.contracts import SLURM_OVER, SLURM_SUSPENDED, SLURM_WAITING
 from runner.system import processes
 
@@ -62,6 +62,8 @@ class Job:
         after: what it becomes once its processes are gone.
         truth: what has really happened to each start of it, by `restarts` then.
         cancelled: whether its user has cancelled it.
+        user: its number.
+        seen_by: of a stranger's job, the processes that Slurm has shown its record.
         hindered: whether something kept this start of it from asking for a requeue in time.
     """
 
@@ -91,11 +93,18 @@ class Job:
     truth: dict[int, set[str]] = field(default_factory=dict)
     cancelled: bool = False
     hindered: bool = False
+    user: int = 0
+    seen_by: set[Process] = field(default_factory=set)
 
     @property
     def job_id(self) -> str:
         """`12`, or `12_3` for a task of an array."""
         return f"{self.array[0]}_{self.array[1]}" if self.array else str(self.number)
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether it is somebody else's, or another project's."""
+        return self.script is None
 
     @property
     def is_over(self) -> bool:
@@ -190,7 +199,7 @@ class Slurm:
             number = first + (task + 1) % tasks
             array = (first, task) if tasks > 1 else None
             now = float(int(self.now))
-            job = Job(number, array, script, name, path, now, now, limit_s, notice_s)
+            job = Job(number, array, script, name, path, now, now, limit_s, notice_s, user=processes.user_id())
             self.jobs[job.job_id] = job
             self.all_jobs.append(job)
             self.world.tell(f"is submitted as job {job.job_id}", f"job {job.job_id}")
@@ -205,7 +214,7 @@ class Slurm:
     def schedule(self) -> None:
         """Start what may be started."""
         for job in list(self.jobs.values()):
-            if job.state != "PENDING" or job.held:
+            if job.state != "PENDING" or job.held or job.is_strange:
                 continue
             if job.eligible > self.now:
                 self._later(job.eligible - self.now + 0.5, self.schedule)
@@ -522,6 +531,18 @@ class Slurm:
             job.state = "REVOKED" if not job.is_over else job.state
             for process in list(job.processes):
                 self._later(self._random.uniform(0.5, 60.0), partial(self.world.kill, process))
+        self._later(self._random.uniform(1.0, 30.0), self._strangers)
+
+    def _strangers(self) -> None:
+        """Jobs of another user, or of another name, come to the first ids. They run on other nodes, for long."""
+        for _ in range(self._random.choice((0, 1, 1, 2))):
+            number, self._next = self._next, self._next + 1
+            user = processes.user_id() + self._random.choice((0, 1))
+            now = float(int(self.now)) + 1.0
+            job = Job(number, None, None, "something-else", "", now, now, None, 0.0, "RUNNING", user=user)
+            job.began = now
+            self.jobs[job.job_id] = job
+            self.world.tell(f"is submitted by {'another user' if job.user else 'the user'}", f"job {number}")
 
     def calm(self) -> None:
         """Nothing befalls anybody any more: the controller answers, all nodes are there, no job is held."""
@@ -535,8 +556,8 @@ class Slurm:
         self._schedule_soon()
 
     def live(self) -> Iterable[Job]:
-        """The jobs that wait, run or end."""
-        return [job for job in self.jobs.values() if not job.is_over]
+        """The jobs that wait, run or end, without those of strangers."""
+        return [job for job in self.jobs.values() if not job.is_over and not job.is_strange]
 
     # ---- the commands
 
@@ -599,29 +620,33 @@ class Slurm:
             return 1, "", str(refused)
 
     def _answer(self, words: list[str], process: Process) -> str:
+        mine = processes.user_id()
         match words:
             case ["sbatch", *_, path]:
                 return self.sbatch(path, process)
             case ["scancel", *job_ids]:
                 for job_id in job_ids:
-                    for job in self._found(job_id):
+                    for job in self._own(job_id, process):
                         self.cancel(job)
                 return ""
             case ["scontrol", "requeue", *rest]:
-                for job in self._found(rest[-1]):
+                for job in self._own(rest[-1], process):
                     self.requeue(job, "incomplete" in rest)
                 return ""
             case ["scontrol", "update", job_id, "requeue=1"]:
-                for job in self._found(job_id.partition("=")[2]):
+                for job in self._own(job_id.partition("=")[2], process):
                     job.may_requeue = True
                 return ""
             case ["scontrol", "release", job_id]:
-                for job in self._found(job_id):
+                for job in self._own(job_id, process):
                     job.held = False
                 self._schedule_soon()
                 return ""
             case ["scontrol", "show", "job", "-o", job_id]:
-                return "".join(self._record(job) for job in self._found(job_id))
+                found = self._found(job_id)
+                for job in found:
+                    job.seen_by.add(process)
+                return "".join(map(self._record, found))
             case ["scontrol", "show", "node", "-o", name]:
                 return self._node(name)
             case ["scontrol", "show", "partition", *_]:
@@ -631,12 +656,27 @@ class Slurm:
             case ["squeue", *rest] if any(option.startswith("--jobs=") for option in rest):
                 return self._queue(rest)
             case ["squeue", *rest] if rest[-1] == "--format=%i|%T|%o":
-                return "".join(f"{job.job_id}|{job.state}|{job.path}\n" for job in self.jobs.values())
+                return "".join(f"{job.job_id}|{job.state}|{job.path}\n" for job in self.jobs.values() if job.user == mine)
         raise AssertionError(f"this Slurm does not know {words}")
 
     def sbatch(self, path: str, process: Process) -> str:
         """Replaced by the scenario, which knows what a script is."""
         raise NotImplementedError
+
+    def _own(self, job_id: str, process: Process) -> list[Job]:
+        """The jobs that a command changes. Nobody changes the job of a stranger that was shown to be one.
+
+        Raises:
+            BrokenPromiseError: somebody does.
+            Refused: there is none, or it is another user's.
+        """
+        found = self._found(job_id)
+        for job in found:
+            if job.is_strange and process in job.seen_by:
+                raise BrokenPromiseError(f"{process.name} changes job {job_id}, which it was shown to be a stranger's")
+            if job.user != processes.user_id():
+                raise Refused("Access/permission denied")
+        return found
 
     def _found(self, job_id: str) -> list[Job]:
         """One job, or all tasks of an array.
@@ -656,7 +696,7 @@ class Slurm:
 
     def _record(self, job: Job) -> str:
         array = f"ArrayJobId={job.array[0]} ArrayTaskId={job.array[1]} " if job.array else ""
-        user = processes.user_id()
+        user = job.user
         preempted = self._time(job.preempted) if job.preempted is not None else "None"
         return (
             f"JobId={job.number} {array}JobName={job.name} UserId=somebody({user}) GroupId=somebody({user}) "
@@ -692,7 +732,7 @@ class Slurm:
             "State": job.state,
             "RestartCnt": str(job.restarts),
             "SubmitTime": self._time(job.submitted),
-            "UserID": str(processes.user_id()),
+            "UserID": str(job.user),
             "Reason": job.reason,
             "BatchHost": job.host.name if job.host is not None else "n/a",
             "Name": job.name,
