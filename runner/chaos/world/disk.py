@@ -398,7 +398,8 @@ class Disk:
         key = (parent, parts[-1])
         if parts[-1] in parent.entries:
             since, version = host.seen.get(key, (-OLD_S, None))
-            if self.world.now - since < OLD_S and parent in host.seen and version != parent.version:
+            seen = host.seen.get(parent)  # a newer look at the directory, or an own change of it, tells more
+            if seen is not None and self.world.now - since < OLD_S and seen[2] == version != parent.version:
                 raise _error(errno.ENOENT, path)
         else:
             host.seen.setdefault(key, (self.world.now, parent.version))

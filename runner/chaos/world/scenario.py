@@ -174,7 +174,7 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
     world = World(f"{kind.name} {schedule.seed}", schedule.switching)
     scenario = kind(world, schedule.seed)
     broken = None
-    with scenario.around(), installed(world, scenario.disk, scenario.run):
+    with installed(world, scenario.disk, scenario.run), scenario.around():
         try:
             for strike in schedule.carried_out:
                 world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
