@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -66,6 +67,11 @@ class Scenario:
     def run(self, *command: Any, **options: Any) -> Any:
         """Run a command such as scontrol (see `subprocess.run`)."""
         raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
+
+    @contextmanager
+    def furnished(self) -> Iterator[None]:
+        """For as long as a story lasts: a scenario puts in place here what its world cannot have."""
+        yield
 
     def begin(self) -> None:
         """Start the processes that the story begins with."""
@@ -164,7 +170,7 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
     world = World(f"{kind.name} {schedule.seed}", schedule.switching)
     scenario = kind(world, schedule.seed)
     broken = None
-    with installed(world, scenario.disk, scenario.run):
+    with installed(world, scenario.disk, scenario.run), scenario.furnished():
         try:
             for strike in schedule.carried_out:
                 world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
