@@ -326,3 +326,60 @@ def test_a_parent_that_cannot_be_synced_does_not_keep_a_directory_from_being_use
     files.make_dirs(tmp_path)
     with pytest.raises(OSError, match=os.strerror(code)) if code in (errno.EIO, errno.ENOTCONN) else nullcontext():
         files.make_dirs(tmp_path / "new")
+
+
+PLACES = (
+    "file",
+    "directory",
+    "to file",
+    "to directory",
+    "to nothing",
+    "circle",
+    "fifo",
+    "missing",
+    "file/below",
+    "a\0b",
+)
+
+
+@pytest.mark.parametrize("name", [*PLACES, "n" * 300])
+@pytest.mark.parametrize(
+    ("look", "as_path_does"),
+    [
+        (files.exists, Path.exists),
+        (files.is_dir, Path.is_dir),
+        (files.is_file, Path.is_file),
+        (files.is_link, Path.is_symlink),
+        (files.is_taken, os.path.lexists),
+        (files.seems_dir, os.path.isdir),
+        (files.resolve, Path.resolve),
+    ],
+)
+def test_a_look_at_a_path_tells_what_path_itself_tells(
+    tmp_path: Path, name: str, look: Callable[[Path], object], as_path_does: Callable[[Path], object]
+) -> None:
+    """Also where nothing is, and where that cannot be told: then with the same error."""
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    for link, target in (("file", "file"), ("directory", "directory"), ("nothing", "nowhere")):
+        (tmp_path / f"to {link}").symlink_to(target)
+    (tmp_path / "circle").symlink_to("circle")
+
+    def told(function: Callable[[Path], object]) -> object:
+        try:
+            return function(tmp_path / name)
+        except (OSError, ValueError, RuntimeError) as error:
+            return type(error), str(error)
+
+    assert told(look) == told(as_path_does)
+
+
+def test_a_new_file_is_new_and_has_the_usual_mode(tmp_path: Path) -> None:
+    with files.open_new(tmp_path / "new") as file:
+        file.write(b"1")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(FileExistsError):
+        files.open_new(tmp_path / "new")
+    assert (tmp_path / "new").read_bytes() == b"1"

@@ -281,7 +281,7 @@ class Disk:
         """`os.readlink`."""
         parts = self._parts(path)
         if parts is None:
-            return os.readlink(path)
+            return str(os.readlink(path))
         self._call("readlink", path)
         node = self._find(parts, path, follow=False)
         if node.kind != modes.S_IFLNK:
@@ -676,7 +676,7 @@ class Disk:
 
     def tree(self, directory: Node | None = None, prefix: str = ROOT) -> dict[str, bytes]:
         """The content of each file by path, for looks from outside."""
-        found = {}
+        found: dict[str, bytes] = {}
         for name, node in sorted((directory or self.root).entries.items()):
             if node.is_dir:
                 found |= self.tree(node, f"{prefix}/{name}")

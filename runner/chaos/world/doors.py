@@ -78,7 +78,7 @@ def _clock(world: World) -> dict[str, Any]:
             return world.now
         world.look()
         host = task.process.host
-        return (world.now - host.booted) * (1 + host.drift)
+        return (world.now - host.booted - host.slept_s) * (1 + host.drift)
 
     def wall() -> float:
         task = world.current
@@ -112,14 +112,14 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
         """The process of this number on the same machine."""
         here = own()
         for process in world.processes:
-            if process.pid == pid and (here is None or process.host.name == here.host.name):
+            if process.pid == pid and process.alive and (here is None or process.host is here.host):
                 return process
         return None
 
     def state_of(pid: int) -> tuple[str, str] | None:
         world.step("look at process", pid)
-        process, here = find(pid), own()
-        if process is None or process.dead or (here is not None and process.host is not here.host):
+        process = find(pid)
+        if process is None:
             return None
         return ("T" if process.stopped else "S"), process.start_time
 
@@ -141,7 +141,7 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
 
     def send_signal(pid: int, signum: int) -> None:
         process = find(pid)
-        if process is None or process.dead:
+        if process is None:
             raise ProcessLookupError(3, "No such process")
         world.signal(process, signum)
 
@@ -169,7 +169,6 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
 
     return {
         "environment": _Environment(world),
-        "own_pid": lambda: here.pid if (here := own()) else 1,
         "host_name": host_name,
         "find_command": lambda name: f"/usr/bin/{name}" if run is not None else None,
         "state_of": state_of,
@@ -312,6 +311,7 @@ def _threads(world: World) -> dict[str, Any]:
         "Queue": lambda maxsize=0: _Queue(world, maxsize),
         "current": lambda: getattr(world.current, "thread", None) or world.current,
         "ident": lambda: world.current.ident if world.current else 0,
+        "own_pid": lambda: world.current.process.pid if world.current else 1,
     }
 
 

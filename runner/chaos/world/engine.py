@@ -29,11 +29,11 @@ STEP_S = 0.002
 """The longest that a call takes, in seconds of virtual time, unless the world is slow."""
 
 
-class Gone(BaseException):  # noqa: N818 no error: the end of a process
+class Gone(BaseException):
     """Thrown into what a process was doing when it ended; its calls change nothing any more."""
 
 
-class BrokenPromise(AssertionError):
+class BrokenPromiseError(AssertionError):
     """Something that must hold in every story did not."""
 
 
@@ -58,6 +58,7 @@ class Host:
         boot: counts its starts.
         booted: when it was started last, in virtual seconds.
         cut_off: it cannot be reached from elsewhere, but runs.
+        clone_of: the machine from whose image it was made: both have the same name, and number their processes alike.
     """
 
     name: str
@@ -67,6 +68,8 @@ class Host:
     booted: float = -1000.0
     cut_off: bool = False
     clone_of: str | None = None
+    started: int = 0  # processes since its boot
+    slept_s: float = 0.0  # since its boot: its clocks for intervals stand still meanwhile
     seen: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What it remembers of a network file system: see `disk`."""
 
@@ -82,7 +85,7 @@ class Task:
     def __init__(self, process: Process, name: str, function: Callable[[], object]) -> None:
         self.process = process
         self.name = name
-        self.ident = process.world.number()
+        self.ident = 1000 + len(process.tasks)  # as on other machines
         self.token = 0  # counts its waits, so that an outdated alarm is not taken for a new one
         self.timed_out = False
         self.over = False
@@ -105,7 +108,7 @@ class Task:
             if self is process.main:
                 code = error.code
                 process.status = code if isinstance(code, int) else 0 if code is None else 1
-        except BrokenPromise as error:
+        except BrokenPromiseError as error:
             process.world.broken = process.world.broken or error
         except Exception as error:  # noqa: BLE001 what the real code raised: the scenario judges it
             process.errors.append("".join(traceback.format_exception(error)))
@@ -123,7 +126,8 @@ class Process:
         self.world = world
         self.host = host
         self.name = name
-        self.pid = world.number() + 100
+        host.started += 1
+        self.pid = 100 + host.started
         self.start_time = str(int((world.now - host.booted) * 100))
         self.environment = dict(environment)
         self.tasks: list[Task] = []
@@ -172,11 +176,11 @@ class World:
         self.events: list[Event] = []
         self.current: Task | None = None
         self.processes: list[Process] = []
-        self.broken: BrokenPromise | None = None
+        self.broken: BrokenPromiseError | None = None
         self.features: set[Any] = set()
         """What has happened in this story, for the search to tell stories apart."""
         self.checks: list[Callable[[], None]] = []
-        """Called now and then; raise BrokenPromise if something does not hold."""
+        """Called now and then; raise BrokenPromiseError if something does not hold."""
         self._numbers = 0
         self._ready: list[Task] = []
         self._alarms: list[tuple[float, int, Task | None, Any]] = []
@@ -402,6 +406,23 @@ class World:
             process.held.clear()
             self.tell("goes on", process.name)
 
+    def suspend(self, host: Host, seconds: float) -> None:
+        """A machine sleeps for a while (a laptop is shut): its clocks for intervals stand still, its wall clock not."""
+        self.tell("is suspended", host.name)
+        asleep = [each for each in self.processes if each.host is host and each.alive and not each.stopped]
+        for process in asleep:
+            self.stop(process)
+        boot = host.boot
+
+        def wake() -> None:
+            if host.boot == boot:
+                host.slept_s += seconds
+                self.tell("wakes up", host.name)
+                for process in asleep:
+                    self.go_on(process)
+
+        self.at(seconds, wake)
+
     def signal(self, process: Process, signum: int) -> None:
         """Send a signal to a process."""
         if process.dead:
@@ -440,6 +461,7 @@ class World:
             self.kill(process, "ends with its machine")
         host.boot += 1
         host.booted = self.now
+        host.started, host.slept_s = 0, 0.0
         host.seen.clear()
         return ended
 
@@ -449,13 +471,13 @@ class World:
         """Let everything happen until nothing is left to happen.
 
         Raises:
-            BrokenPromise: something did not hold, or the story does not end.
+            BrokenPromiseError: something did not hold, or the story does not end.
         """
         while self.broken is None:
             self._do_urgent()
             if self.steps > self.max_steps:
                 alive = ", ".join(process.name for process in self.processes if process.alive)
-                raise BrokenPromise(f"the story does not end: after {self.steps} steps these still run: {alive}")
+                raise BrokenPromiseError(f"the story does not end: after {self.steps} steps these still run: {alive}")
             if self._strikes and self._strikes[0][0] <= self.steps:
                 _, action = self._strikes.popleft()
                 action()

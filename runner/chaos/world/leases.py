@@ -38,6 +38,8 @@ class Leases(Scenario):
         self.disk.watchers.append(self._watch)
         self.world.checks.append(self._look)
         self.disk.make_dir(RUN)
+        if len(self.hosts) > 1 and self.random.random() < 0.3:
+            self.hosts[1].clone_of = self.hosts[0].name
         for _ in range(self.random.choice((2, 2, 3))):
             self._another()
 
@@ -94,7 +96,7 @@ class Leases(Scenario):
     def _value(self) -> tuple[int, int] | None:
         with self.world.outside():
             found = files.read_json(VALUE)
-        return tuple(found) if isinstance(found, list) else None  # type: ignore[return-value]
+        return tuple(found) if isinstance(found, list) else None
 
     def _look(self) -> None:
         found = self._value()
@@ -124,5 +126,3 @@ class Leases(Scenario):
         self._acquired = max(self._acquired, lease.fence)
         files.write_json(VALUE, [lease.fence, 1], guard=lease.guard)
         lease.release()
-
-

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from runner.chaos.world.disk import Disk
 from runner.chaos.world.doors import installed
-from runner.chaos.world.engine import BrokenPromise, Event, Host, Process, World
+from runner.chaos.world.engine import BrokenPromiseError, Event, Host, Process, World
 from runner.chaos.world.schedule import Schedule
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EDQUOT)
@@ -33,6 +33,7 @@ COMMON = {
     "error": "a call fails with EIO, ENOSPC, ESTALE or EDQUOT",
     "full": "the disk is full for a while",
     "power": "a machine loses power",
+    "suspend": "a machine is suspended, and wakes up later",
 }
 """What may befall any process."""
 
@@ -81,7 +82,7 @@ class Scenario:
         """Check what must hold once nothing happens any more.
 
         Raises:
-            BrokenPromise: it does not.
+            BrokenPromiseError: it does not.
         """
         raise NotImplementedError
 
@@ -119,6 +120,8 @@ class Scenario:
         elif kind == "error":
             number = rest.choice(ERRORS)
             process.fails += [(rest.choice(ERROR_CALLS), number)] * rest.choice((1, 1, 1, 2, 5))
+        elif kind == "suspend":
+            world.suspend(process.host, rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5))
         elif kind == "power":
             self.power_loss(process.host)
         else:
@@ -137,10 +140,10 @@ class Scenario:
         """Check something.
 
         Raises:
-            BrokenPromise: it does not hold.
+            BrokenPromiseError: it does not hold.
         """
         if not holds:
-            raise BrokenPromise(text)
+            raise BrokenPromiseError(text)
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,6 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
             scenario.begin()
             world.run()
             scenario.finish()
-        except BrokenPromise as error:
+        except BrokenPromiseError as error:
             broken = str(error)
-    return Story(
-        schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began
-    )
+    return Story(schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began)
