@@ -23,7 +23,8 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import Candidate, Fence, Retention
 from runner.checkpoint.manifest import Manifest
-from runner.cli import archive, checkpoints, mv, pin, plan, rm, start
+from runner import __main__ as command_line
+from runner.cli import checkpoints, plan, start
 from runner.contracts import JobInfo, Launcher
 from runner.errors import CheckpointError, SupersededError, UserError
 from runner.metrics import jsonl
@@ -35,6 +36,7 @@ from runner.system import clock, files
 
 RUNS = Path(ROOT) / "runs"
 TRUNK = RUNS / "a-1a2b3c4d"
+ELSEWHERE = Path(ROOT) / "elsewhere" / "old"
 ARCHIVE = Path(ROOT) / "a.tar"
 TIMEOUT_S = 6.0
 EVERY, KEPT, TOTAL = 2, 2, 8
@@ -112,7 +114,7 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What a lease records of it."""
-        return {"job_id": str(self.number), "restart_count": 0, "host": None, "node": None}
+        return {"job_id": str(self.number), "restart_count": 0, "node": None}
 
 
 class Queue:
@@ -142,7 +144,7 @@ class Queue:
             number = files.read_object(RunDir(run_dir).job).get("job_id")
             job = self._scenario.queue.get(number)  # type: ignore[arg-type]
             if job is not None:
-                found[run_dir] = JobInfo(str(job.number), job.state, job.live)
+                found[run_dir] = JobInfo(str(job.number), job.state)
         return found
 
 
@@ -161,12 +163,14 @@ class Custodies(Scenario):
         super().__init__(world, seed)
         self.queue: dict[int, Job] = {}
         self._count = 0
+        self._moment = self.random.choice((0.0, self.random.uniform(0.0, 8.0)))
         self._troubled: set[Process] = set()
         self._working: dict[Process, tuple[str, str]] = {}  # (what it does, name of the run)
         self._fences: dict[Process, int] = {}
         self._acquired: dict[str, int] = {}  # the highest number that began to train, by run
         self._committed: dict[str, set[int]] = {"a": set()}  # whose commit has returned
-        self._pinned: dict[str, set[int]] = {"a": set()}
+        self._pinned: set[int] = set()  # of the trunk, as the command has reported
+        self._movers: set[Process] = set()
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
         self._finished: dict[str, bytes] | None = None
@@ -237,7 +241,9 @@ class Custodies(Scenario):
 
     def _command(self, what: Callable[[], int | None], late: bool = True) -> Process:
         self._count += 1
-        delay_s = self.random.choice((0.0, self.random.uniform(0.0, 2.0), self.random.uniform(0.0, 12.0))) * late
+        # Most at about the same moment: only those that meet can be in each other's way.
+        early, soon = self.random.uniform(0.0, 0.3), self.random.uniform(0.0, 12.0)
+        delay_s = self.random.choice((early, self._moment + early, self._moment + 3 * early, soon)) * late
         name = f"{what.__name__.strip('_').replace('_', '-')} {self._count}"
         return self.spawn(self.random.choice(self.hosts), name, partial(self._run_command, what, delay_s))
 
@@ -245,10 +251,26 @@ class Custodies(Scenario):
         clock.sleep(delay_s)
         process = self._own()
         try:
-            self.world.tell(f"is done with status {what() or 0}", process.name)
+            self.world.tell(f"is done: {what() or 0}", process.name)
         except UserError as error:
             self.world.tell(f"is refused: {error}", process.name)
             self.must("malformed" not in str(error), f"{process.name} took sound records for malformed ones: {error}")
+        except OSError as error:
+            if error.filename is None or process not in self._troubled and not self.disk.full:
+                raise
+            self.world.tell(f"fails: {error}", process.name)
+
+    def _carry_out(self, *words: str) -> int:
+        """`python -m runner WORDS`."""
+        process = self._own()
+        status = command_line.run(words)
+        text = "; ".join(process.output)
+        self.world.tell(f"prints: {text}", process.name)
+        self.must("malformed" not in text, f"{process.name} took sound records for malformed ones: {text}")
+        if status == 0 and (words[0] in ("mv", "rm") or "--remove" in words):
+            moved = process in self._movers or ".removed-" in text
+            self.must(moved, f"{process.name} reports success and has moved nothing: {text}")
+        return status
 
     def strike(self, kind: str, choice: float) -> None:
         """Let something befall somebody."""
@@ -265,7 +287,7 @@ class Custodies(Scenario):
         self._working.pop(process, None)
         for job in self.queue.values():
             if job.process is process:
-                job.state = "over"
+                job.state = "completed"
                 self._release_waiting(job)
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
 
@@ -299,24 +321,24 @@ class Custodies(Scenario):
     # ---- the commands
 
     def _move(self) -> int:
-        return mv.main([str(self._place()), str(RUNS / f"b{self._count}")])
+        return self._carry_out("mv", str(self._place()), str(RUNS / f"b{self._own().pid}"))
 
     def _move_into(self) -> int:
-        return mv.main([str(self._place()), str(Path(ROOT) / "elsewhere" / "old") + "/"])
+        return self._carry_out("mv", str(self._place()), f"{ELSEWHERE}/")
 
     def _remove(self) -> int:
         self._to_remove = True
-        return rm.main([str(self._place()), "--yes", *(["--force"] if self.random.random() < 0.5 else [])])
+        return self._carry_out("rm", str(self._place()), "--yes", *(["--force"] if self.random.random() < 0.5 else []))
 
     def _archive(self) -> int:
-        return archive.main([str(self._place()), str(ARCHIVE)])
+        return self._carry_out("archive", str(self._place()), str(ARCHIVE))
 
     def _archive_and_remove(self) -> int:
         self._to_remove = True
-        return archive.main([str(self._place()), str(ARCHIVE), "--remove"])
+        return self._carry_out("archive", str(self._place()), str(ARCHIVE), "--remove")
 
     def _prune(self) -> int:
-        return checkpoints.main([str(self._place()), "--prune", "--keep-last", str(KEPT)])
+        return self._carry_out("checkpoints", str(self._place()), "--prune", "--keep-last", str(KEPT))
 
     def _pin(self) -> int:
         place = self._place()
@@ -324,8 +346,9 @@ class Custodies(Scenario):
         if not steps:
             return 0
         step = self.random.choice(steps)
-        status = pin.main([str(place), "--step", str(step)])
-        self._pinned["a"].add(step)
+        status = self._carry_out("pin", str(place), "--step", str(step))
+        if status == 0:
+            self._pinned.add(step)
         return status
 
     def _resume(self) -> int:
@@ -512,6 +535,7 @@ class Custodies(Scenario):
         with self.world.outside():
             name = str(frozen(target).get("name"))
         self.world.tell(f"renames {source.name} to {target.name}", process.name)
+        self._movers.add(process)
         for other, (doing, run) in self._working.items():
             if run == name and other is not process and other.alive and other not in self._troubled:
                 self.must(False, f"{process.name} moved {source.name} while {other.name} {doing} it")
@@ -567,42 +591,40 @@ class Custodies(Scenario):
         self._check_places()
         self.disk.full = False
         for job in self.queue.values():
-            job.state = "over"
+            job.state = "completed"
         self.spawn(self.hosts[0], "caretaker", self._tidy)
         self.world.run()
         self._check_places()
-        self._check_archive()
         self._check_runs()
+        self._check_strays()
         left = [name for name in _names(self.disk.root, ROOT) if re.search(r"\.tmp-|\.removed-|\.refused-", name)]
         self.must(not left, f"these are left behind: {left}")
 
     def _tidy(self) -> None:
         """What people do at last: give the commands that were killed again, and continue each run for some steps."""
-        with self.world.outside():
-            folders = [RUNS, Path(ROOT) / "elsewhere" / "old", Path(ROOT) / "elsewhere"]
-            removed = [
-                folder / found[1]
-                for folder in folders
-                if files.is_dir(folder)
-                for name in sorted(files.list_dir(folder))
-                if (found := re.fullmatch(r"\.(.+)\.removed-\d+", name))
-            ]
-        for path in dict.fromkeys(removed):
-            if not files.is_taken(path):
-                rm.main([str(path), "--yes"])
-        names = ["a", *(f"branch{number}" for number in range(1, self._count + 1))]
-        for name in names:
+        for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
+            with self.world.outside():
+                names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
+            removed = {found[1]: None for name in names if (found := re.fullmatch(r"\.(.+)\.removed-\d+", name))}
+            for name in removed:
+                if name not in names:
+                    self._carry_out("rm", str(folder / name), "--yes")
+        if self._packed is not None and files.exists(ARCHIVE):
+            self._check_archive()
+            files.remove(ARCHIVE)
+        for name in ("a", *(f"branch{number}" for number in range(1, self._count + 1))):
             for place in self._places(name):
                 self._continue(place, name)
 
     def _continue(self, place: Path, name: str) -> None:
+        """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
         run = RunDir(place)
-        if self._finished is not None and name == "a":
-            return
+        with custody.custody(place):
+            pass
+        if name == "a":
+            self._carry_out("archive", str(place), str(ARCHIVE))
         with Lease.acquire(run.lease, None, TIMEOUT_S) as lease:
-            fence = Fence(lease.fence, lease.check_fence)
-            self._acquired[name] = lease.fence
-            checkpoint_dir.sweep(run.checkpoints, fence)
+            checkpoint_dir.sweep(run.checkpoints, Fence(lease.fence, lease.check_fence))
 
     def _check_places(self) -> None:
         places = self._places("a")
@@ -614,11 +636,30 @@ class Custodies(Scenario):
         if self._packed is not None and files.exists(ARCHIVE):
             self.must(self._content_of_archive() == self._packed, "the archive is damaged")
 
+    def _check_strays(self) -> None:
+        """Where a run was, nothing of one begins anew; what nobody could tidy up any more may be an empty directory."""
+        for path in self._directories(self.disk.root, Path(ROOT)):
+            if path.name.startswith(".") or path.name.startswith("branch") or self._is_run(str(path)):
+                continue
+            left = sorted(_contents(path))
+            self.must(not left, f"{path}, which is no run any more, was begun anew: {left}")
+            ended_early = self._troubled or any(process.killed_by for process in self.world.processes)
+            self.must(ended_early, f"{path} is left behind, empty but for leases")
+
+    def _directories(self, directory: Node, path: Path) -> Iterator[Path]:
+        """Where a run could be."""
+        for entry, node in sorted(directory.entries.items()):
+            if node.is_dir:
+                if any(name in node.entries for name in LEASES):
+                    yield path / entry
+                elif entry not in LEASES:
+                    yield from self._directories(node, path / entry)
+
     def _check_runs(self) -> None:
         for place in self._places("a"):
             run = RunDir(place)
             found = {each.step: checkpoint_dir.corruption_of(each) for each in checkpoint_dir.candidates(run.checkpoints)}
-            kept = set(sorted(self._committed["a"])[-KEPT:]) | (self._pinned["a"] & pins.pinned(run.checkpoints))
+            kept = set(sorted(self._committed["a"])[-KEPT:]) | (self._pinned & pins.pinned(run.checkpoints))
             lost = sorted(step for step in kept if found.get(step, "it is gone"))
             self.must(not lost, f"checkpoints {lost} are lost; there are {sorted(found)}")
             if self._finished is not None:
