@@ -241,7 +241,8 @@ class Jobs(Scenario):
         earlier = self.slurm.jobs.get(before)
         live = earlier in self.slurm.live() and earlier is not None and run in earlier.script["runs"]
         self.must(
-            not live, f"{process.name} submits {run.name}, whose job {before} was queued or running since before it began"
+            not live,
+            f"{process.name} submits {run.name}, whose job {before} was queued or running since before it began",
         )
 
     # ---- jobs

@@ -188,9 +188,7 @@ class Slurm:
 
     # ---- the life of a job
 
-    def submit(
-        self, script: Any, name: str, path: str, tasks: int, limit_s: float | None, notice_s: float
-    ) -> str:
+    def submit(self, script: Any, name: str, path: str, tasks: int, limit_s: float | None, notice_s: float) -> str:
         """Put a job, or an array of `tasks` tasks, into the queue; its id."""
         first = self._next
         self._next += tasks
@@ -656,7 +654,9 @@ class Slurm:
             case ["squeue", *rest] if any(option.startswith("--jobs=") for option in rest):
                 return self._queue(rest)
             case ["squeue", *rest] if rest[-1] == "--format=%i|%T|%o":
-                return "".join(f"{job.job_id}|{job.state}|{job.path}\n" for job in self.jobs.values() if job.user == mine)
+                return "".join(
+                    f"{job.job_id}|{job.state}|{job.path}\n" for job in self.jobs.values() if job.user == mine
+                )
         raise AssertionError(f"this Slurm does not know {words}")
 
     def sbatch(self, path: str, process: Process) -> str:
