@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -181,6 +182,16 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
             scenario.begin()
             world.run()
             scenario.finish()
+            _check_end(world)
         except BrokenPromiseError as error:
             broken = str(error)
+        except Exception:  # noqa: BLE001 whatever it is, the search has to name the schedule
+            broken = f"the simulation itself failed:\n{traceback.format_exc()}"
     return Story(schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began)
+
+
+def _check_end(world: World) -> None:
+    """Nothing is left to happen: whoever is still alive waits for something that never comes."""
+    waiting = [process.name for process in world.processes if process.alive]
+    if waiting:
+        raise BrokenPromiseError(f"the story does not end: these wait for ever: {', '.join(waiting)}")
