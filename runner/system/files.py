@@ -289,6 +289,21 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
         _sync_parent(directory)
 
 
+def make_dirs_in(top: Path, path: Path) -> None:
+    """Create a directory and its missing parents durably inside of `top`, which is not created.
+
+    Raises:
+        FileNotFoundError: `top` is gone.
+        OSError: the file system refused.
+    """
+    there = top
+    for part in path.relative_to(top).parts:
+        there /= part
+        with suppress(FileExistsError):
+            make_dir(there)
+        _sync_parent(there)
+
+
 def _sync_parent(directory: Path) -> None:
     """Make the entry of a new directory survive a power loss, unless its parent may not be opened or synced."""
     try:
@@ -590,13 +605,19 @@ def sweep(directory: Path, lease: str, below: int) -> None:
     """Remove the temporary files of all holders of the lease named `lease` whose numbers are lower than `below`.
 
     Raises:
-        OSError: one of them cannot be removed.
+        OSError: one of them cannot be removed; the others are gone.
     """
+    refused: OSError | None = None
     temporary = re.compile(rf".*\.tmp-(?:.*-)?{re.escape(lease)}-(\d+)(?:-.*)?", re.DOTALL)
     for name in list_dir(directory):
         found = temporary.fullmatch(name)
         if found and int(found[1]) < below:
-            remove(directory / name)
+            try:
+                remove(directory / name)
+            except OSError as error:
+                refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 def write_atomic(path: Path, content: bytes | str, *, durable: bool = True, guard: Guard | None = None) -> None:

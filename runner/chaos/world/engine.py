@@ -48,7 +48,7 @@ class Event(NamedTuple):
     """Whether it belongs to the story that a person reads; the others are single calls."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Host:
     """A machine with a clock of its own.
 
@@ -183,6 +183,8 @@ class World:
         """What has happened in this story, for the search to tell stories apart."""
         self.checks: list[Callable[[], None]] = []
         """Called now and then; raise BrokenPromiseError if something does not hold."""
+        self.switched: Callable[[Task], object] = lambda task: None
+        """Called with the thread that goes on now: what the interpreter has only once can be exchanged there."""
         self._numbers = 0
         self._ready: list[Task] = []
         self._alarms: list[tuple[float, int, Task | None, Any]] = []
@@ -372,6 +374,7 @@ class World:
             if not task.over and task.greenlet:
                 self.current = task
                 STOP.__dict__ = process.stop_flag
+                self.switched(task)
                 task.greenlet.throw(Gone)
         self.current = None
         process.tasks.clear()
@@ -522,6 +525,7 @@ class World:
             return
         self.current = task
         STOP.__dict__ = task.process.stop_flag
+        self.switched(task)
         task.greenlet.switch()
         self.current = None
         self._do_urgent()

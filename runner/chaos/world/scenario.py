@@ -6,6 +6,7 @@ import errno
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -68,6 +69,10 @@ class Scenario:
     def run(self, *command: Any, **options: Any) -> Any:
         """Run a command such as scontrol (see `subprocess.run`)."""
         raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
+
+    def around(self) -> AbstractContextManager[None]:
+        """Entered before the story and left after it: what the scenario changes in the interpreter is put back."""
+        return nullcontext()
 
     def begin(self) -> None:
         """Start the processes that the story begins with."""
@@ -138,7 +143,9 @@ class Scenario:
             BrokenPromiseError: it does not hold.
         """
         if not holds:
-            raise BrokenPromiseError(text)
+            error = BrokenPromiseError(text)
+            self.world.broken = self.world.broken or error  # the real code may catch what is raised in it
+            raise error
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
     world = World(f"{kind.name} {schedule.seed}", schedule.switching)
     scenario = kind(world, schedule.seed)
     broken = None
-    with installed(world, scenario.disk, scenario.run):
+    with installed(world, scenario.disk, scenario.run), scenario.around():
         try:
             for strike in schedule.carried_out:
                 world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
