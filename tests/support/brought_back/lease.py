@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -70,17 +69,6 @@ def _not_exclusive(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(files, "create", create)
 
 
-def _one_look(patch: pytest.MonkeyPatch) -> None:
-    def claim(self: Lease) -> bool:
-        try:
-            files.create(self.directory / f"{self.fence:08d}.json", json.dumps(self.holder).encode() + b"\n")
-        except FileExistsError:
-            return False
-        return True
-
-    patch.setattr(Lease, "_claim", claim)
-
-
 def _by_number_of_process(patch: pytest.MonkeyPatch) -> None:
     real = lease.liveness
 
@@ -141,7 +129,6 @@ FAULTS = [
         "`files.create`",
         _not_exclusive,
     ),
-    Fault("one-look", "lease", "nobody looks again after taking a number", "`Lease._claim`", _one_look),
     Fault(
         "process-number",
         "lease",
