@@ -136,7 +136,7 @@ FAULTS = [
         "`lease.liveness`",
         _by_number_of_process,
     ),
-    Fault("no-wait", "lease", "a newcomer takes over from a live holder", "`lease`", _no_heartbeat),
+    Fault("no-wait", "lease", "a newcomer takes over from a live holder", "`runner.rundir.lease`", _no_heartbeat),
     Fault(
         "tag-without-number",
         "lease",
