@@ -31,6 +31,8 @@ MUTATED = 0.5
 DEPTH = 10
 """How many mutations follow each other at most."""
 REPORT_S = 0.5
+COLLECT = 50
+"""After so many stories the collector is called: a story's threads and closures refer to each other in circles."""
 LEAVE_S = 5.0
 
 
@@ -177,6 +179,8 @@ def _reports(name: str, start: int, stride: int, quota: int | None, seconds: flo
     while (quota is None or played < quota) and (seconds is None or clock.monotonic() - began < seconds):
         story, new = next(explorer)
         played += 1
+        if played % COLLECT == 0:
+            gc.collect()
         report.schedules += 1
         report.features += new
         if story.broken is not None:
