@@ -603,7 +603,7 @@ def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
     monkeypatch.setattr(start, "plan_runs", plan_runs)
     words = ["-m", "seed=0,1"] if sweep else []
     assert run("train.steps=10", *words, launcher="fake" if sweep else "here") == ExitStatus.USAGE
-    assert "was moved or removed meanwhile: rerun the command to begin it anew" in error(capsys)
+    assert "was moved or removed meanwhile: rerun the command" in error(capsys)
     assert FakeLauncher.launched == []
     assert not made.exists()
     assert contents(made.with_name("elsewhere-00000000")) == before

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from runner import __main__ as command_line
 from runner.chaos.world.disk import ROOT, Node
 from runner.chaos.world.engine import Process, World
 from runner.chaos.world.scenario import COMMON, Scenario
@@ -23,10 +24,9 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import Candidate, Fence, Retention
 from runner.checkpoint.manifest import Manifest
-from runner import __main__ as command_line
 from runner.cli import checkpoints, plan, start
 from runner.contracts import JobInfo, Launcher
-from runner.errors import CheckpointError, SupersededError, UserError
+from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, submitted_jobs
 from runner.rundir.attempt_log import is_finished
@@ -258,7 +258,7 @@ class Custodies(Scenario):
             self.world.tell(f"is refused: {error}", process.name)
             self.must("malformed" not in str(error), f"{process.name} took sound records for malformed ones: {error}")
         except OSError as error:
-            if error.filename is None or process not in self._troubled and not self.disk.full:
+            if error.filename is None or (process not in self._troubled and not self.disk.full):
                 raise
             self.world.tell(f"fails: {error}", process.name)
 
@@ -676,14 +676,18 @@ class Custodies(Scenario):
     def _check_runs(self) -> None:
         for place in self._places("a"):
             run = RunDir(place)
-            found = {each.step: checkpoint_dir.corruption_of(each) for each in checkpoint_dir.candidates(run.checkpoints)}
+            found = {
+                each.step: checkpoint_dir.corruption_of(each) for each in checkpoint_dir.candidates(run.checkpoints)
+            }
             kept = set(sorted(self._committed["a"])[-KEPT:]) | (self._promised & self._committed["a"])
             kept |= self._pinned & pins.pinned(run.checkpoints)
             lost = sorted(step for step in kept if found.get(step, "it is gone"))
             self.must(not lost, f"checkpoints {lost} are lost; there are {sorted(found)}")
             if self._finished is not None:
                 now = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
-                changed = sorted(name for name in now.keys() | self._finished.keys() if now.get(name) != self._finished.get(name))
+                changed = sorted(
+                    name for name in now.keys() | self._finished.keys() if now.get(name) != self._finished.get(name)
+                )
                 self.must(not changed, f"the finished run was changed: {changed}")
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from brought_back import Fault
+from runner.chaos.world import custodies
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import pins
-from runner.chaos.world import custodies
 from runner.cli import archive, housekeeping, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
 from runner.rundir.paths import RunDir
@@ -157,14 +157,34 @@ FAULTS = tuple(
             _without_looking_again,
         ),
         ("removed-in-place", "`rm` deletes a run under its name", "`housekeeping.remove`", _in_place),
-        ("removed-before-packed", "`archive --remove` removes before the file has its name", "docs/housekeeping.md", _removed_first),
-        ("archive-not-synced", "an archive gets its name before it is on the disk", "`archive._pack`", _unsynced_archive),
+        (
+            "removed-before-packed",
+            "`archive --remove` removes before the file has its name",
+            "docs/housekeeping.md",
+            _removed_first,
+        ),
+        (
+            "archive-not-synced",
+            "an archive gets its name before it is on the disk",
+            "`archive._pack`",
+            _unsynced_archive,
+        ),
         ("fork-without-pin", "a branch that waits does not pin what it waits for", "docs/forks.md", _unpinned_fork),
         ("pins-ignored", "retention deletes what is pinned", "`pins`", _pins_ignored),
         ("pin-overlooked", "a deletion does not look for a pin again", "`directory.delete`", _pin_not_looked_for_again),
         ("taken-for-deleted", "a sweep does not put back what was pinned", "`directory.sweep`", _taken_stays_away),
-        ("deletion-not-fenced", "a deletion does not look whether it was superseded", "`directory`", _fence_not_checked),
-        ("submission-not-held", "a command that submits holds no lease that others know", "`_submitting`", _no_submission),
+        (
+            "deletion-not-fenced",
+            "a deletion does not look whether it was superseded",
+            "`directory`",
+            _fence_not_checked,
+        ),
+        (
+            "submission-not-held",
+            "a command that submits holds no lease that others know",
+            "`_submitting`",
+            _no_submission,
+        ),
         ("queue-not-asked", "a run with a job in the queue is moved", "docs/housekeeping.md", _queue_not_asked),
         (
             "evaluation-overlooked",
