@@ -21,6 +21,7 @@ from launch import rendezvous, requeue, scheduler
 from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+LAUNCHER = "launch.slurm.SlurmLauncher"  # whose jobs these are; imported there, and not here
 # States of a node that has lost its jobs, see scontrol(1); "*" after the state: it does not respond.
 LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 
@@ -62,7 +63,7 @@ class SlurmJob:
         self._has_verdict = True  # the end of this process decides how the job ends
         folder = Path(processes.environment.get("SUBMITIT_FOLDER", os.devnull))
         self._starts = requeue.starts_file(folder, self.job_id)
-        self._verdict = requeue.verdict_file(folder, self.job_id)
+        self._verdict = requeue.verdict_file(folder, self.job_id, self.restart_count)
         self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
     def catch_signals(self) -> None:
@@ -79,12 +80,17 @@ class SlurmJob:
         self.early_signal = self.early_signal or signum
 
     def identity(self) -> dict[str, Any]:
-        """job_id, restart_count, host, node (its name in Slurm) and the number of nodes."""
+        """job_id, restart_count, host, node (its name in Slurm), the number of nodes, launcher and job_name.
+
+        The last two tell which job it is where the command that submitted it was killed before it recorded that.
+        """
         return {
             "job_id": self.job_id,
             "restart_count": self.restart_count,
             "host": processes.host_name(),
             "node": processes.environment.get("SLURMD_NODENAME"),
+            "launcher": LAUNCHER,
+            "job_name": processes.environment.get("SLURM_JOB_NAME"),
             "nodes": int(processes.environment.get("SLURM_JOB_NUM_NODES", "1")),
         }
 

@@ -30,6 +30,7 @@ STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the sta
 KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, whether or not the step and the save are done
 RETRY_S = 5.0  # pause between two requests to requeue
 MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the job
+MAX_FORGOTTEN = 12  # answers in a row, RETRY_S apart, that Slurm knows no such job: it has lost it
 
 # The batch script's part. It keeps asking for an hour: a controller that is away that long ends no job meanwhile.
 SCRIPT = Path(__file__).with_name("requeue.sh")
@@ -46,12 +47,13 @@ Record = Mapping[str, str]
 """A job as `scontrol show job` prints it; empty if Slurm did not answer."""
 
 
-def verdict_file(folder: Path, job_id: str) -> Path:
-    """Exists once a rank has decided how the job ends. A job that ends without it was killed.
+def verdict_file(folder: Path, job_id: str, restart_count: int) -> Path:
+    """Exists once a rank has decided how this start of the job ends. A start that ends without it was killed.
 
-    srun's exit status does not tell: it is 1 after a memory limit, too, and where srun could not start the ranks.
+    srun's exit status does not tell: it is 1 after a memory limit, too, and where srun could not start the ranks. Each
+    start has a file of its own, because a rank of an earlier one, on a node that was cut off, may write its own late.
     """
-    return folder / f"{job_id}.verdict"
+    return folder / f"{job_id}.{restart_count}.verdict"
 
 
 def starts_file(folder: Path, job_id: str) -> Path:
@@ -174,6 +176,7 @@ class Requeuer:
         self._restart_count = restart_count
         self._began = utc_now()
         self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
+        self._forgotten = False  # Slurm has just answered that it knows no such job
 
     def cause(self, signum: int) -> str:
         """Why the job is asked to stop. If it will be killed without being requeued, a timer requeues it before that.
@@ -200,9 +203,9 @@ class Requeuer:
         preempted job that waits to be killed.
 
         Returns:
-            the final cause ("cancelled" if the job was cancelled meanwhile, "requeued" if Slurm or somebody else
-            requeued it first), or None if nothing could be done here: no scontrol (in a container, say), or Slurm
-            refused `MAX_REFUSALS` times after an interruption.
+            the final cause ("cancelled" if the job was cancelled meanwhile, or Slurm has lost it, "requeued" if Slurm
+            or somebody else requeued it first), or None if nothing could be done here: no scontrol (in a container,
+            say), or Slurm refused `MAX_REFUSALS` times after an interruption.
         """
         if cause not in REQUEUED_CAUSES:
             return cause
@@ -219,9 +222,10 @@ class Requeuer:
     def _ask_until_queued(self, pause_s: float, max_refusals: float = math.inf) -> str | None:
         """Until the job is queued: "asked" if it was us who asked, else "requeued"; "cancelled"; None: gave up.
 
-        Nothing is requeued on a guess: while Slurm does not answer, the job may have been cancelled.
+        Nothing is requeued on a guess: while Slurm does not answer, the job may have been cancelled. A job that Slurm
+        has lost counts as cancelled: there is nothing to requeue, and rerunning the command submits another one.
         """
-        refusals = 0
+        refusals = forgotten = 0
         while processes.find_command("scontrol") and refusals < max_refusals:
             job = self._job()
             ended = ended_by(job, self._restart_count)
@@ -233,7 +237,11 @@ class Requeuer:
                     cancelled = ended_by(self._job(), self._restart_count) == "cancelled"
                     return "cancelled" if cancelled else "asked"
                 refusals += 1
-            clock.sleep(pause_s)
+            forgotten = forgotten + 1 if self._forgotten else 0
+            if forgotten == MAX_FORGOTTEN:
+                _report(f"Slurm has lost job {self._job_id}: nothing is requeued, rerun the command to continue")
+                return "cancelled"
+            clock.sleep(RETRY_S if forgotten else pause_s)
         return None
 
     def _ask(self, job: Record) -> bool:
@@ -249,7 +257,9 @@ class Requeuer:
     def _job(self) -> dict[str, str]:
         try:
             found = scheduler.show_job(self._job_id)
+            self._forgotten = False
         except scheduler.SchedulerError as error:
+            self._forgotten = isinstance(error, scheduler.ForgottenError)
             _report(f"Slurm does not report the state of job {self._job_id}: {error}")
             return {}
         if self._is_another(found):

@@ -21,8 +21,10 @@ read -r REQUEUE_BOOT </proc/sys/kernel/random/boot_id
 export RUNNER_BATCH_BEGAN="$REQUEUE_BOOT $REQUEUE_UPTIME"
 REQUEUE_BEGAN=$(TZ=UTC0 date +%Y-%m-%dT%H:%M:%S)
 
-# Left behind if an earlier start of this job was killed right after its verdict.
-rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict"
+# Each start has a file of its own: a rank of an earlier start, on a node that was cut off, may write its own late.
+REQUEUE_VERDICT="$REQUEUE_FOLDER/$REQUEUE_JOB.${SLURM_RESTART_COUNT:-0}.verdict"
+# Left behind if an earlier start of this job was killed right after its verdict, or by an earlier job with this id.
+rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB".*.verdict
 
 # Failed starts in a row, and why the last one failed. Overwritten in place, which works on a full disk.
 read_failed_starts() {
@@ -40,10 +42,10 @@ note_failed_starts "$REQUEUE_STARTS" || :
 requeue_unless_decided() {
     local status=$?
     set +eu +o pipefail # whatever the user's setup has set
-    if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ] && [ ! -e "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict" ]; then
+    if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ] && [ ! -e "$REQUEUE_VERDICT" ]; then
         requeue_job "$status"
     else
-        rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.verdict"
+        rm -f "$REQUEUE_VERDICT"
         if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ]; then
             note_failed_starts 0 # the job may return, to a disk on which the file cannot be created again
         else
@@ -74,7 +76,8 @@ requeue_job() {
         fi
         echo "[launch] the job ended with status $status and no rank decided that it should: requeueing job $job"
         scontrol requeue incomplete "$job" && return
-        scontrol update jobid="$job" requeue=1 # the site's default may be not to requeue
+        # The site's default may be not to requeue. Asked again at once: the job may be killed during the pause.
+        scontrol update jobid="$job" requeue=1 && scontrol requeue incomplete "$job" && return
     done
 }
 

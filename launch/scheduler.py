@@ -57,11 +57,11 @@ class RecordedJob:
         """Whether a job with the same id, as Slurm reports it now, is this one."""
         if self.user not in (None, user):
             return False
+        named = self.name is None or _shown_name(self.name) == _shown_name(name)
         if restarts == 0 and self.submitted is not None:
             return submitted == self.submitted
         if restarts == 0 and self.seen is not None:
-            return submitted <= self.seen
-        named = self.name is None or _shown_name(self.name) == _shown_name(name)
+            return named and submitted <= self.seen
         return named and submitted >= (self.submitted or "")
 
 
@@ -79,6 +79,10 @@ class SchedulerError(OSError):
     """Slurm does not answer, or refuses; the message is Slurm's own, on one line."""
 
 
+class ForgottenError(SchedulerError):
+    """Slurm answers that it knows no such job: it is over for long, or Slurm has lost it."""
+
+
 def missing_commands() -> list[str]:
     """Slurm's commands that are not on this machine's PATH."""
     return [name for name in COMMANDS if processes.find_command(name) is None]
@@ -89,6 +93,7 @@ def ask(*command: str, text: str | None = None) -> str:
 
     Raises:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
+        ForgottenError: Slurm knows no job with the id in question.
     """
     env = {name: value for name, value in processes.environment.items() if not name.startswith(PREFERENCES)}
     env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
@@ -111,7 +116,9 @@ def ask(*command: str, text: str | None = None) -> str:
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         message = lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
-        raise SchedulerError(re.sub(r"^\w+: (error: )*", "", message).strip())
+        # (squeue says "Invalid job id: TEXT" of what could be none.)
+        kind = ForgottenError if "invalid job id specified" in message.lower() else SchedulerError
+        raise kind(re.sub(r"^\w+: (error: )*", "", message).strip())
     return done.stdout
 
 
@@ -197,11 +204,8 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
     columns = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in FIELDS.items())
     try:
         rows = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={arrays}", f"--Format={columns}")
-    except SchedulerError as error:
-        # The controller has forgotten all of them. (squeue itself says "Invalid job id: TEXT".)
-        if "invalid job id specified" in str(error).lower():
-            return {}
-        raise
+    except ForgottenError:  # all of them
+        return {}
     found = {}
     for row in rows.splitlines():
         cells = [cell.strip() for cell in row.split(SEPARATOR, len(FIELDS) - 1)]
@@ -212,6 +216,19 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
             same = [job for job in wanted.get(info.job_id, []) if job.is_same(user, name, submitted, info.restarts)]
             found.update(dict.fromkeys(same, info))
     return found
+
+
+def live_scripts(user: str) -> dict[str, str]:
+    """The batch script of each job of a user (their number) that is not over, as sbatch was given it.
+
+    Raises:
+        SchedulerError: Slurm does not answer.
+    """
+    # --all: jobs in hidden partitions too. The script is last, since a path may contain the separator.
+    columns = f"%i{SEPARATOR}%T{SEPARATOR}%o"
+    rows = ask("squeue", f"--user={user}", "--noheader", "--all", "--array", "--states=all", f"--format={columns}")
+    cells = [row.split(SEPARATOR, 2) for row in rows.splitlines()]
+    return {row[0]: row[2] for row in cells if len(row) == 3 and row[1] not in SLURM_OVER and is_job_id(row[0])}
 
 
 def _job_info(job: dict[str, str]) -> JobInfo:

@@ -11,24 +11,24 @@ import io
 import os
 import shlex
 import sys
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
-from launch import display, node_range, requeue, scheduler
+from launch import display, node_range, requeue, scheduler, submission
 from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors
 from launch.environment import environment_lines, examine_environment
 from launch.job import start
 from launch.options import SlurmOptions
 from launch.scheduler import RecordedJob
 from runner.contracts import Finding, JobInfo, RankCounts
-from runner.errors import SupersededError, UserError
+from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
@@ -131,27 +131,43 @@ class SlurmLauncher(SlurmOptions):
         return replace(self, dependency=",".join(filter(None, (self.dependency, f"afterok:{info.job_id}"))))
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
-        """Submit the runs and return at once; 0 if all are submitted, else 2."""
+        """Submit the runs and return at once.
+
+        0 if all are submitted, 75 if that is not known of some (rerunning the command finds out), else 2.
+        """
         if self.dry_run:
             print(self.preview(run_dirs))
             return 0
         run_dirs = [run_dir.absolute() for run_dir in run_dirs]
         rights = dict(zip(run_dirs, guards, strict=False))
+        runs = [RunDir(run_dir, rights.get(run_dir)) for run_dir in run_dirs]
         submitted: list[str] = []
         error: OSError | RuntimeError | None = None
         try:
-            for part in self._arrays(run_dirs):
-                submitted += self._submit(part, attempt, _folder(run_dirs), _name(run_dirs), len(run_dirs), rights)
+            for job_id in submission.settle(runs):
+                print(f"job {job_id} was submitted by a command that could not record it: cancelled", file=sys.stderr)
+            parts = iter(runs)
+            for size in map(len, self._arrays(run_dirs)):
+                part = list(islice(parts, size))
+                submitted += self._submit(part, attempt, _folder(run_dirs), _name(run_dirs), len(runs))
         except (OSError, RuntimeError) as refused:  # RuntimeError: submitit's, with the message of sbatch
             error = refused
+        except KeyboardInterrupt:
+            print("interrupted: a job may have been submitted; rerun the command, which finds out", file=sys.stderr)
+            raise
         if submitted:
             display.show_submitted(list(zip(run_dirs, submitted, strict=False)), Console())
         if error is None:
             return 0
         done = f"{len(submitted)} of {len(run_dirs)} runs were submitted" if submitted else "nothing was submitted"
         more = "; rerun the command to submit the others" if submitted else ""
+        if isinstance(error, submission.UncertainError):
+            done = (
+                f"{done}, and of more it is not known" if submitted else "it is not known whether a job was submitted"
+            )
+            more = "; rerun the command, which finds out"
         print(f"error: {done}: {_refusal(error)}{more}", file=sys.stderr)
-        return 2
+        return int(ExitStatus.INTERRUPTED if isinstance(error, submission.UncertainError) else ExitStatus.USAGE)
 
     def _arrays(self, run_dirs: list[Path]) -> list[list[Path]]:
         """The runs by job array: as many as the cluster allows in one.
@@ -201,45 +217,45 @@ class SlurmLauncher(SlurmOptions):
                 found[run_dir] = info
         return found
 
-    def _submit(
-        self,
-        run_dirs: list[Path],
-        attempt: str,
-        folder: Path,
-        name: str,
-        total: int,
-        guards: Mapping[Path, files.Guard],
-    ) -> list[str]:
+    def _submit(self, runs: list[RunDir], attempt: str, folder: Path, name: str, total: int) -> list[str]:
         """Submit runs as one job or job array and record it in their directories; a failure leaves no trace.
 
         Args:
-            run_dirs: of one array.
+            runs: of one array, with the right to submit each.
             attempt: see `launch`.
             folder: where submitit's files go.
             name: of the job.
             total: how many runs the command submits, in this array and others.
-            guards: by run directory.
+
+        Raises:
+            RuntimeError: sbatch refused; the message is its own.
+            UncertainError: the job may be in the queue; a note of that is kept in the run directories.
+            OSError: the file system refused; there is no job.
+            SupersededError: another command has taken over.
         """
         created = not files.exists(folder)
-        for guard in guards.values():
-            guard.check()
+        for run in runs:
+            if run.guard is not None:
+                run.guard.check()
         files.make_dirs(folder, files.OWNED if total == 1 else 0o777)
-        arguments = [str(run_dir) for run_dir in run_dirs], [attempt] * len(run_dirs)
-        options = [self.max_timeouts] * len(run_dirs), [self.requeue_killed] * len(run_dirs)
-        made: list[str] = []
+        arguments = [str(run.path) for run in runs], [attempt] * len(runs)
+        options = [self.max_timeouts] * len(runs), [self.requeue_killed] * len(runs)
+        unique = submission.new_name()
         try:
             # submitit prints the error that it raises as well.
             with (
-                _names_by_submitit(made),
+                _names_by_submitit(unique),
                 contextlib.redirect_stderr(io.StringIO()),
                 self._no_conflicting_variables(),
                 files.owned(),
             ):
-                executor = self._executor(folder, name, len(run_dirs), total)
+                executor = self._executor(folder, name, len(runs), total)
+                submission.begin(runs, unique)
                 jobs = executor.map_array(start, *arguments, *options)
-        except BaseException:
+        except BaseException as error:
+            submission.abandon(runs, error)
             for leftover in files.list_dir(folder):
-                if any(each in leftover for each in made):
+                if unique in leftover:
                     files.remove(folder / leftover)
             if created:
                 with contextlib.suppress(OSError):  # another command has put something into it
@@ -247,11 +263,19 @@ class SlurmLauncher(SlurmOptions):
             raise
         try:
             identity = self._identity(jobs[0].job_id, name)
-            for run_dir, job in zip(run_dirs, jobs, strict=True):
-                self._register(RunDir(run_dir, guards.get(run_dir)), job.job_id, folder, identity)
-        except (OSError, SupersededError):
-            scheduler.ask("scancel", jobs[0].job_id.partition("_")[0])
+            for run, job in zip(runs, jobs, strict=True):
+                self._register(run, job.job_id, folder, identity)
+        except (OSError, SupersededError) as error:
+            job_id = jobs[0].job_id.partition("_")[0]
+            try:
+                scheduler.ask("scancel", job_id)
+            except scheduler.SchedulerError as silent:
+                raise submission.UncertainError(
+                    f"job {job_id} is not recorded ({error}) nor cancelled ({silent})"
+                ) from error
+            submission.end(runs)
             raise
+        submission.end(runs)
         return [job.job_id for job in jobs]
 
     def _identity(self, job_id: str, name: str) -> dict[str, str | None]:
@@ -355,33 +379,38 @@ class SlurmLauncher(SlurmOptions):
 
 
 @contextlib.contextmanager
-def _names_by_submitit(made: list[str]) -> Iterator[None]:
-    """Add to `made` the random names that submitit gives to files: other commands write into the same folder."""
+def _names_by_submitit(unique: str) -> Iterator[None]:
+    """Let submitit name its files after `unique` and a number instead of at random.
+
+    So they are told from those of other commands in the same folder, and their job from other jobs.
+    """
     from submitit.core import core
     from submitit.slurm import slurm
 
-    def uuid4() -> uuid.UUID:
-        name = uuid.uuid4()
-        made.append(name.hex)
-        return name
-
+    numbers = count()
+    names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{unique}-{next(numbers)}"))
     with contextlib.ExitStack() as restored:
         for module in (core, slurm):
-            restored.callback(setattr, module, "uuid", uuid)
-            setattr(module, "uuid", SimpleNamespace(uuid4=uuid4))  # noqa: B010
+            restored.callback(setattr, module, "uuid", getattr(module, "uuid"))  # noqa: B009
+            setattr(module, "uuid", names)  # noqa: B010
         yield
 
 
 def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
-    """The job that was submitted last and the one that trained last: a kill may have kept the two apart."""
+    """The job that was submitted last and the one that trained last: a kill may have kept the two apart.
+
+    Or the first is not recorded, because the command that submitted it was killed.
+    """
     run = RunDir(run_dir)
-    if not files.exists(run.job):
+    status = files.read_object(run.status)
+    if not files.exists(run.job) and status.get("launcher") is None:
         return []  # never submitted
-    job, status = files.read_object(run.job), files.read_object(run.status)
+    job = files.read_object(run.job)
     user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted)]
     if status.get("job_id") != job.get("job_id"):
-        found.append(RecordedJob(str(status.get("job_id")), user, seen=_slurm_time(status.get("updated"))))
+        named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
+        found.append(RecordedJob(str(status.get("job_id")), user, named, seen=seen))
     return [each for each in found if scheduler.is_job_id(each.job_id)]
 
 

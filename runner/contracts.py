@@ -154,7 +154,10 @@ class Job(Protocol):
     """A signal that came before the attempt's handlers were installed."""
 
     def identity(self) -> dict[str, Any]:
-        """job_id, restart_count, host and node; more than one node as `nodes`."""
+        """job_id, restart_count, host and node; more than one node as `nodes`.
+
+        A scheduler's job adds its `launcher` (`module.Class`) and its `job_name`.
+        """
 
     def began(self) -> float:
         """When this start of the job began to hold its nodes, on `clock.monotonic`, or when this process began."""

@@ -16,7 +16,7 @@ class ExitStatus(IntEnum):
     CRASH_LOOP = 70  # restarted too often without progress
     LOCKED = 73  # another process works in this run directory
     SUPERSEDED = 74  # a newer attempt holds the lease; this one wrote nothing more
-    INTERRUPTED = 75  # stopped by a signal: rerun the command to resume from the last checkpoint
+    INTERRUPTED = 75  # stopped by a signal, or it is not known whether a job was accepted: rerun the command
 
 
 class UserError(Exception):

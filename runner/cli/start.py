@@ -132,14 +132,17 @@ def run_here(planned: PlannedRun) -> int:
 
     Raises:
         LockedError: another process holds the lease.
+        StoppedError: a signal came while it was not known whether another one does.
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
     missing = {parent for parent in (run.path, *run.path.parents) if not files.exists(parent)}
     if planned.state == "new":
         _make(run.path)
-    timeout_s = job.config.run.lease_timeout_s
-    with Lease.acquire(run.lease, LocalJob().identity(), timeout_s, report=_report, within=run.path) as lease:
+    holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
+    with Lease.acquire(
+        run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report, within=run.path
+    ) as lease:
         refused = True
         try:
             status = _run_under(lease, planned)
@@ -227,7 +230,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         finally:
             if status == ExitStatus.USAGE:
                 _discard(new, guards)
-                submitted = {checkpoint for run, checkpoint in _expected(planned) if files.exists(RunDir(run).job)}
+                submitted = {checkpoint for run, checkpoint in _expected(planned) if _is_submitted(RunDir(run))}
                 for checkpoint in pins - submitted:
                     with suppress(OSError):
                         unpin(checkpoint)
@@ -273,7 +276,12 @@ def _is_used(run: RunDir, fence: int, begin: int) -> bool:
     """
     holder = read_holder(run.lease)
     newer = holder is not None and holder[0] > fence
-    return newer or files.exists(run.job) or last_step(run) > begin or run.newest_step() > begin
+    return newer or _is_submitted(run) or last_step(run) > begin or run.newest_step() > begin
+
+
+def _is_submitted(run: RunDir) -> bool:
+    """Whether the run has a job, or may have one that is not recorded."""
+    return files.exists(run.job) or files.exists(run.submitting)
 
 
 @contextmanager

@@ -296,7 +296,8 @@ class AttemptLog:
         return {"attempt": self.record["attempt"], "time": self.account.state()}
 
     def _write_status(self) -> None:
-        identity = {key: self.record.get(key) for key in ("job_id", "restart_count", "host", "node", "ranks", "pid")}
+        keys = ("job_id", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
+        identity = {key: self.record.get(key) for key in keys}
         status = {
             "state": "running",
             **self.status,

@@ -175,7 +175,7 @@ class Lease:
                 `restart_count` order the attempts of one job.
             timeout_s: how long a holder of unknown liveness may go without a heartbeat.
             wait_s: how long a live holder may take to release the lease.
-            asked_to_stop: ends that wait when true.
+            asked_to_stop: ends every wait for another holder when true.
             report: receives a message when there is something to wait for.
             heart: beats for this lease and others; without one, it has a thread of its own.
             within: the run directory, of a run that is there already. It is not created: whoever waited for its lease
@@ -184,6 +184,7 @@ class Lease:
         Raises:
             RunDirError: `within` is gone.
             LockedError: the holder is alive.
+            StoppedError: `asked_to_stop` ended the wait for a sign of life.
             SupersededError: this process was stopped for so long that it has lost the lease already.
             UserError: the directory cannot be written.
         """
@@ -194,7 +195,7 @@ class Lease:
         deadline, reported = clock.monotonic() + wait_s, False
         while True:
             try:
-                return cls._take(directory, own, timeout_s, report, heart, within)
+                return cls._take(directory, own, timeout_s, asked_to_stop, report, heart, within)
             except LockedError as error:
                 if asked_to_stop() or clock.monotonic() >= deadline:
                     raise
@@ -221,6 +222,7 @@ class Lease:
         directory: Path,
         own: dict[str, Any],
         timeout_s: float,
+        asked_to_stop: Callable[[], object],
         report: Callable[[str], None] | None,
         heart: Heart | None,
         within: Path | None,
@@ -231,7 +233,7 @@ class Lease:
             files.make_dirs_in(within, directory)
         while True:
             fence, holder = read_holder(directory) or (0, {"released": True})
-            _wait_until_gone(directory, fence, holder, own, timeout_s, report)
+            _wait_until_gone(directory, fence, holder, own, timeout_s, asked_to_stop, report)
             lease = cls(directory, fence + 1, own, threads.Event())
             if lease._claim():
                 break
@@ -432,9 +434,15 @@ def _wait_until_gone(
     holder: dict[str, Any],
     own: Mapping[str, Any],
     timeout_s: float,
+    asked_to_stop: Callable[[], object],
     report: Callable[[str], None] | None,
 ) -> None:
-    """Return when the holder is gone; raise LockedError when it turns out to be alive."""
+    """Return when the holder is gone.
+
+    Raises:
+        LockedError: it turned out to be alive.
+        StoppedError: there was a request to stop before that was known.
+    """
     patience = max(timeout_s, _patience(holder))
     first, started = _heartbeat(directory, fence), clock.monotonic()
     reported = False
@@ -448,6 +456,8 @@ def _wait_until_gone(
             )
         if waited >= patience:  # checked last: this process itself may have been stopped or starved for that long
             return
+        if verdict == "unknown" and asked_to_stop():
+            raise StoppedError(f"{directory.parent} may be in use by {describe_holder(holder)}; rerun the command")
         if verdict == "unknown" and report is not None and not reported:
             report(f"{describe_holder(holder)} held this run last; waiting up to {patience:.0f} s for its heartbeat")
             reported = True
@@ -478,7 +488,7 @@ def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[s
             report=report,
             within=run.path,
         )
-    except LockedError as error:
+    except (LockedError, StoppedError) as error:
         if STOP.signum is None or not job.auto_restarts:
             raise
         cause = job.requeue_if_needed(job.cause(STOP.signum))

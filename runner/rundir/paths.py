@@ -90,6 +90,11 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def submitting(self) -> Path:
+        """That the run is being submitted; only as long as it is not known whether a scheduler has accepted its job."""
+        return self.path / "submitting.json"
+
+    @property
     def lease(self) -> Path:
         """The lease of the process that trains: a file per fencing number, the highest is the holder's."""
         return self.path / "lease"

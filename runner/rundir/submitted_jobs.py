@@ -47,15 +47,18 @@ def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
 def launcher_of(run: RunDir) -> str | None:
     """The class that submitted the run, None if the run was never submitted; it may have been started here since.
 
+    Without job.json (the command was killed before it wrote it), the class of the job that trained last.
+
     Raises:
-        OSError: job.json cannot be read.
+        OSError: job.json or status.json cannot be read.
     """
     try:
         # Opened, and not looked at first: on a network file system a machine may believe for seconds that what it has
         # missed once is missing still, but asks the server when it opens a file.
         found = files.read_regular(run.job)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        launcher = files.read_object(run.status).get("launcher")
+        return None if launcher is None else str(launcher)
     with suppress(ValueError, RecursionError, AttributeError):
         return str(json.loads(found).get("launcher") or NONE)
     return NONE

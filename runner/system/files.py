@@ -605,13 +605,19 @@ def sweep(directory: Path, lease: str, below: int) -> None:
     """Remove the temporary files of all holders of the lease named `lease` whose numbers are lower than `below`.
 
     Raises:
-        OSError: one of them cannot be removed.
+        OSError: one of them cannot be removed; the others are gone.
     """
+    refused: OSError | None = None
     temporary = re.compile(rf".*\.tmp-(?:.*-)?{re.escape(lease)}-(\d+)(?:-.*)?", re.DOTALL)
     for name in list_dir(directory):
         found = temporary.fullmatch(name)
         if found and int(found[1]) < below:
-            remove(directory / name)
+            try:
+                remove(directory / name)
+            except OSError as error:
+                refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 def write_atomic(path: Path, content: bytes | str, *, durable: bool = True, guard: Guard | None = None) -> None:

@@ -15,7 +15,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate
 from runner.checkpoint.reader import load_train_state
 from runner.config.schema import Config
-from runner.errors import CheckpointError, FileError, LockedError, UserError
+from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UserError
 from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, make_work, work_lease
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -216,7 +216,7 @@ class Work:
                 report=self.say,
                 within=self.run.path,
             )
-        except LockedError:
+        except (LockedError, StoppedError):
             return False
         held.enter_context(lease)
         return True

@@ -658,3 +658,16 @@ def test_a_killed_run_continues_bit_for_bit_from_an_archive_and_under_another_na
     assert len(renamed.lines()) < len(plain.lines())
     forked.finish([forked.fork(["resume", str(renamed.path)], log)], log)
     assert_same_run(renamed, plain)
+
+
+def test_what_a_file_system_refuses_at_a_first_look_is_one_line(
+    made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no traceback."""
+
+    def broken(path: object, **_: object) -> object:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(files, "stat", broken)
+    assert command("mv", str(made), "b") == ExitStatus.FAILED
+    assert "Input/output error" in error(capsys)

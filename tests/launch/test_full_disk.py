@@ -62,7 +62,7 @@ def test_a_job_that_returns_to_a_full_disk_is_requeued_and_continues_once_there_
     run.config.write_text(composed.text)
     run.job.write_text(json.dumps({"job_id": "12", "folder": str(run.logs)}))
     requeue_starts = requeue.starts_file(run.logs, "12")
-    verdict = requeue.verdict_file(run.logs, "12")
+    verdict = f"{run.logs}/12.$SLURM_RESTART_COUNT.verdict"
     (slurm.folder / "srun").write_text(f"#!/bin/sh\ntouch {verdict}\nexit 75\n")
     assert not any(start_job(slurm, run, restarts) for restarts in range(5))  # preempted: a rank requeues the job
     (slurm.folder / "srun").write_text(SRUN.format(root=ROOT, python=sys.executable, run=run.path))

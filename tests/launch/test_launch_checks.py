@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm, runs, slurm
 
-from launch import checks, environment
+from launch import checks, environment, scheduler
 from launch.slurm import SlurmLauncher
 
 __all__ = ["runs", "slurm"]
@@ -160,3 +160,64 @@ def test_the_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
     assert checks.file_system_of(tmp_path / "not" / "there", mounts) == "nfs4"
     assert checks.file_system_of(Path("/"), mounts) == "ext4"
+
+
+PREEMPTING = {"PreemptType": "preempt/partition_prio", "KillWait": "30 sec"}
+CANCELS = "preemption: partition low cancels jobs instead of requeueing them"
+NO_GRACE = "preemption without a grace time: 30 s (KillWait) from the signal to the kill"
+
+
+@pytest.mark.parametrize(
+    ("partition", "config", "save_s", "findings"),
+    [
+        # The site preempts nobody, or not in this partition.
+        ("PreemptMode=REQUEUE", {"PreemptType": "preempt/none"}, 1.0, [("ok", "preemption: none in partition low")]),
+        ("PreemptMode=REQUEUE", {}, 1.0, [("ok", "preemption: none in partition low")]),
+        ("PreemptMode=OFF GraceTime=60", PREEMPTING, 1.0, [("ok", "preemption: none in partition low")]),
+        ("GraceTime=60", PREEMPTING, 1.0, [("ok", "preemption: none in partition low")]),
+        # Without a grace time.
+        (
+            "PreemptMode=REQUEUE GraceTime=0",
+            PREEMPTING,
+            1.0,
+            [("ok", "preemption: REQUEUE in partition low"), ("warning", NO_GRACE)],
+        ),
+        (
+            "PreemptMode=SUSPEND,GANG",
+            {**PREEMPTING, "KillWait": "5 sec"},
+            None,
+            [("ok", "preemption: SUSPEND in partition low"), ("warning", NO_GRACE.replace("30 s", "5 s"))],
+        ),
+        ("PreemptMode=CANCEL", {"PreemptType": "preempt/qos"}, 1.0, [("warning", CANCELS), ("warning", NO_GRACE)]),
+        # With one, which is long enough for twice a save, for one, or for none.
+        (
+            "PreemptMode=REQUEUE GraceTime=20",
+            PREEMPTING,
+            None,
+            [
+                ("ok", "preemption: REQUEUE in partition low"),
+                ("ok", "preemption with a grace time of 20 s (GraceTime)"),
+            ],
+        ),
+        *(
+            (
+                f"PreemptMode={mode} GraceTime=20",
+                PREEMPTING,
+                save_s,
+                [
+                    (said, CANCELS if mode == "CANCEL" else f"preemption: {mode} in partition low"),
+                    (level, f"a save takes {save_s:.1f} s, the grace time of a preemption (GraceTime) is 20 s"),
+                ],
+            )
+            for mode, said in (("CANCEL", "warning"), ("REQUEUE", "ok"), ("CHECKPOINT", "ok"))
+            for save_s, level in ((10.0, "ok"), (10.1, "warning"), (20.0, "warning"), (20.1, "error"))
+        ),
+    ],
+)
+def test_the_doctor_says_what_a_preemption_does(
+    partition: str, config: dict[str, str], save_s: float | None, findings: list[tuple[str, str]]
+) -> None:
+    row = scheduler.fields(f"PartitionName=low {partition}")
+    found = checks._preemption_findings(row, config, save_s)
+    assert [(each.level, each.text) for each in found] == findings
+    assert all(each.remedy for each in found if each.level != "ok")

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from runs import ROOT
 
 from launch import display, requeue, scheduler
-from launch.job import SlurmJob
+from launch.job import LAUNCHER, SlurmJob
 from launch.local import LocalLauncher
 from launch.scheduler import RecordedJob
 from launch.slurm import SlurmLauncher
 from runner.contracts import Job, Launcher
+from runner.rundir import submitted_jobs
+from runner.rundir.paths import RunDir
 
 __all__ = ["runs", "slurm"]
 
@@ -159,13 +161,13 @@ def test_the_environment_of_the_batch_script_reaches_the_ranks(
 def test_a_refused_submission_is_one_line_and_leaves_nothing_behind(
     slurm: FakeSlurm, runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm.fails("sbatch", "sbatch: error: Batch job submission failed: Socket timed out\n")
+    slurm.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid account\n")
     assert SlurmLauncher().launch(runs, "somewhere:attempt") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.startswith("error: nothing was submitted: ")
-    assert "Socket timed out" in error
-    assert not any((run / "job.json").exists() for run in runs)
+    assert "Invalid account" in error
+    assert not any(list(run.iterdir()) for run in runs)
     assert not (runs[0].parent / ".slurm").exists()
 
 
@@ -175,7 +177,7 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
     for run in runs:
         run.mkdir(parents=True)
     folder = tmp_path / "outputs" / ".slurm"
-    theirs = {f"{'0' * 32}.pkl", f".submission_file_{'1' * 32}.sh", "12_0_0_log.out", "12_0.starts", "12_1.verdict"}
+    theirs = {f"{'0' * 32}.pkl", f".submission_file_{'1' * 32}.sh", "12_0_0_log.out", "12_0.starts", "12_1.0.verdict"}
     refusing = slurm.folder / "refusing"
     (slurm.folder / "sbatch").write_text(
         f"#!/bin/sh\nif [ ! -e {refusing} ]; then touch {refusing}; echo Submitted batch job 12; exit 0; fi\n"
@@ -478,6 +480,20 @@ def test_a_job_whose_submit_time_slurm_did_not_tell_is_known_by_user_and_name(
     assert [info.state for info in SlurmLauncher().jobs(runs).values()] == ["pending"]
     slurm.prints("squeue", row("12", Name="theirs"))
     assert SlurmLauncher().jobs(runs) == {}
+
+
+def test_a_job_that_only_its_attempt_recorded_is_known(slurm: FakeSlurm, runs: list[Path]) -> None:
+    """The command was killed before it wrote job.json."""
+    recorded = {"job_id": "12", "job_name": "run0", "launcher": LAUNCHER, "updated": 1767225600.0}  # SUBMITTED
+    (runs[0] / "status.json").write_text(json.dumps(recorded))
+    (runs[1] / "status.json").write_text(json.dumps({**recorded, "job_id": "13", "launcher": None}))  # torchrun's
+    slurm.prints("squeue", row("12", "RUNNING", Name="run0") + row("13", "RUNNING", Name="run0"))
+    assert [info.job_id for info in SlurmLauncher().jobs(runs).values()] == ["12"]
+    found, unanswered = submitted_jobs.jobs([RunDir(run) for run in runs])
+    assert ([info.job_id for info in found.values()], unanswered) == (["12"], {})
+    slurm.prints("squeue", row("12", "RUNNING", Name="theirs"))
+    assert SlurmLauncher().jobs(runs) == {}
+    assert f"{SlurmLauncher.__module__}.{SlurmLauncher.__qualname__}" == LAUNCHER
 
 
 def test_the_job_that_trained_last_is_not_one_that_was_submitted_after_that(slurm: FakeSlurm, runs: list[Path]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -270,6 +270,28 @@ def test_a_controller_that_does_not_answer_does_not_count_as_a_refusal(
     assert len(inside.calls("scontrol requeue")) == 1
 
 
+def test_a_job_that_slurm_has_lost_is_not_waited_for_for_ever(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing left to requeue. One answer may be that of a controller that has not read its state yet."""
+    lost = "slurm_load_jobs error: Invalid job id specified\n"
+    inside.fails("scontrol_show_job", lost)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == requeue.MAX_FORGOTTEN - 1:
+            inside.fails("scontrol_show_job", SILENT)
+        elif len(pauses) == requeue.MAX_FORGOTTEN:
+            inside.fails("scontrol_show_job", lost)
+
+    monkeypatch.setattr(clock, "sleep", pause)
+    assert job.SlurmJob().requeue_if_needed("preempted") == "cancelled"
+    assert len(pauses) == 2 * requeue.MAX_FORGOTTEN - 1  # they count in a row only
+    assert not inside.calls("scontrol requeue")
+    assert "Slurm has lost job 12_1: nothing is requeued" in capsys.readouterr().err
+
+
 def test_a_refused_requeue_is_retried(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     inside.shows_job(**RUNNING)
     inside.fails("scontrol_requeue_incomplete", SILENT)
@@ -297,7 +319,7 @@ def test_after_an_interruption_that_slurm_refuses_to_requeue_the_batch_script_de
     assert here.requeue_if_needed("interrupted") == "interrupted"
     assert len(inside.calls("scontrol requeue")) == requeue.MAX_REFUSALS
     here.record_verdict()
-    assert not requeue.verdict_file(tmp_path, "12_1").exists()
+    assert not requeue.verdict_file(tmp_path, "12_1", 0).exists()
 
 
 def test_a_job_that_is_queued_already_counts_as_requeued(inside: FakeSlurm) -> None:
@@ -326,7 +348,7 @@ def test_what_cannot_be_requeued_here_is_left_to_the_batch_script(
     cause = here.cause(signal.SIGUSR2)
     assert here.requeue_if_needed(cause) == "time limit"
     here.record_verdict()
-    assert not requeue.verdict_file(tmp_path, "12_1").exists()
+    assert not requeue.verdict_file(tmp_path, "12_1", 0).exists()
 
 
 @pytest.mark.parametrize("decides", [True, False])
@@ -335,6 +357,7 @@ def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
 ) -> None:
     """But not from a rank that ends because another one did."""
     monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -355,14 +378,17 @@ def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
         for signum, handler in before.items():
             signal.signal(signum, handler)
     assert left.value.code == 1
-    assert requeue.verdict_file(tmp_path, "12_1").exists() == decides
+    assert [path.name for path in tmp_path.glob("*.verdict")] == (["12_1.3.verdict"] if decides else [])
 
 
 # Requeueing from the batch script
 
 
-def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> int:
-    """Run the batch script of a run as task 1 of array 12, with `srun` as its ranks; its exit status."""
+def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str], left: Sequence[str] = ()) -> int:
+    """Run the batch script of a run as task 1 of array 12, with `srun` as its ranks; its exit status.
+
+    Besides `left`, it leaves nothing but the count of failed starts.
+    """
     (slurm.folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
     (run / "logs").mkdir(parents=True, exist_ok=True)
     script = SlurmLauncher(setup=setup).preview([run])
@@ -370,7 +396,7 @@ def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str]) -> in
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert "unbound" not in done.stderr
-    assert sorted(path.name for path in (run / "logs").iterdir()) in ([], ["12_1.starts"]), done.stderr
+    assert {path.name for path in (run / "logs").iterdir()} - {"12_1.starts"} == set(left), done.stderr
     return done.returncode
 
 
@@ -420,13 +446,39 @@ def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
 def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm, tmp_path: Path) -> None:
     """Whatever happens to the other ranks then."""
     slurm.shows_job(**RUNNING)
-    verdict = requeue.verdict_file(tmp_path / "run" / "logs", "12_1")
+    verdict = requeue.verdict_file(tmp_path / "run" / "logs", "12_1", 0)
     verdict.parent.mkdir(parents=True)
     assert batch_script(slurm, tmp_path / "run", f"touch {verdict}; exit 137", []) == 137
     assert not slurm.calls("scontrol requeue")
-    verdict.touch()  # a leftover of an earlier attempt
+    verdict.touch()  # of an earlier job with this id
     assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
     assert len(slurm.calls("scontrol requeue")) == 1
+
+
+def test_a_verdict_of_an_earlier_start_decides_nothing(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank, on a node that was cut off, wrote it after the next start had begun."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    slurm.shows_job(**{**RUNNING, "Restarts": "2"})
+    late, own = (requeue.verdict_file(tmp_path / "run" / "logs", "12_1", count) for count in (1, 2))
+    assert batch_script(slurm, tmp_path / "run", f"touch {late} {own}; exit 1", [], left=[late.name]) == 1
+    assert not slurm.calls("scontrol requeue")
+    assert batch_script(slurm, tmp_path / "run", f"touch {late}; exit 137", [], left=[late.name]) == 137
+    assert slurm.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
+    assert batch_script(slurm, tmp_path / "run", "exit 0", []) == 0  # the next start removes it
+
+
+def test_the_batch_script_requeues_although_the_sites_default_is_not_to(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the job may be killed before the pause between two requests is over."""
+    monkeypatch.setattr(requeue, "SCRIPT_TRIES", 1)
+    slurm.shows_job(**RUNNING)
+    slurm.fails("scontrol_requeue_incomplete", "Requested operation is presently disabled for job 12_1\n")
+    (slurm.folder / "scontrol_update_jobid=12_1.then").write_text("scontrol_requeue_incomplete.err")
+    assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
+    assert [call.split()[1] for call in slurm.calls("scontrol")] == ["show", "requeue", "update", "requeue"]
 
 
 def test_a_setup_that_fails_ends_the_job(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -518,7 +570,8 @@ def test_preemptions_leave_the_file_that_counts_failed_starts(
 ) -> None:
     """On a disk that is full at the next start it could not be created again, only overwritten."""
     run = tmp_path / "run"
-    starts, verdict = requeue.starts_file(run / "logs", "12_1"), requeue.verdict_file(run / "logs", "12_1")
+    starts = requeue.starts_file(run / "logs", "12_1")
+    verdict = run / "logs" / "12_1.$SLURM_RESTART_COUNT.verdict"
     inodes = set()
     for restarts in range(5):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))

@@ -98,9 +98,8 @@ def captured(node: ast.AST, *, importing: bool = True) -> Iterator[tuple[int, st
     """
     evaluated = list(ast.iter_child_nodes(node))
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-        body = node.body if isinstance(node.body, list) else [node.body]
-        for each in body:
-            yield from captured(each, importing=False)
+        for statement in node.body if isinstance(node.body, list) else [node.body]:
+            yield from captured(statement, importing=False)
         defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
         # Those of an inner function are evaluated at each call of the outer one.
         evaluated = [*defaults, *getattr(node, "decorator_list", [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_a_signal_ends_the_wait_and_the_job_is_requeued(
         lease.acquire_for_job(run, job, TIMEOUT_S, lambda _: monkeypatch.setattr(STOP, "signum", signal.SIGTERM))
     assert job.requeued == ["preempted"]
     assert caught.value.status == ExitStatus.INTERRUPTED
+
+
+@pytest.mark.parametrize("held_by", [{}, {"job_id": "12", "pid": 1, "host": "another"}])
+@pytest.mark.parametrize(("job", "requeued"), [(QueuedJob(), ["preempted"]), (LocalJob(), [])])
+def test_a_signal_ends_the_wait_for_a_sign_of_life(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, job: LocalJob, requeued: list[str], held_by: dict[str, Any]
+) -> None:
+    """Of a holder on another machine; a job that is preempted meanwhile would be lost at the end of its grace time."""
+    run.lease.mkdir(parents=True)
+    (run.lease / "00000001.json").write_text(json.dumps(held_by))
+    asked = getattr(job, "requeued", [])
+    asked.clear()
+    with pytest.raises(StoppedError, match="may be in use by process") as caught:
+        lease.acquire_for_job(run, job, 3600.0, lambda _: monkeypatch.setattr(STOP, "signum", signal.SIGTERM))
+    assert asked == requeued
+    assert caught.value.status == ExitStatus.INTERRUPTED
+    assert [path.name for path in run.lease.iterdir()] == ["00000001.json"]
 
 
 def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -326,6 +327,29 @@ def test_a_parent_that_cannot_be_synced_does_not_keep_a_directory_from_being_use
     files.make_dirs(tmp_path)
     with pytest.raises(OSError, match=os.strerror(code)) if code in (errno.EIO, errno.ENOTCONN) else nullcontext():
         files.make_dirs(tmp_path / "new")
+
+
+def test_a_leftover_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them could still be renamed by a process that wakes up later."""
+    old = [tmp_path / f"{name}.json.tmp-lease-00000001-1-1" for name in "abcde"]
+    newer = tmp_path / "a.json.tmp-lease-00000002-1-1"
+    for path in (*old, newer):
+        path.touch()
+    remove = files.remove
+
+    def refuses(path: Path) -> None:
+        if path in old[1:4:2]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        remove(path)
+
+    monkeypatch.setattr(files, "remove", refuses)
+    monkeypatch.setattr(files, "list_dir", lambda path: [each.name for each in (*old, newer)])
+    with pytest.raises(OSError, match=re.escape(old[1].name)) as caught:
+        files.sweep(tmp_path, "lease", 2)
+    assert caught.value.errno == errno.EIO
+    assert set(tmp_path.iterdir()) == {old[1], old[3], newer}
 
 
 PLACES = (

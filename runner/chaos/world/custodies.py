@@ -180,7 +180,7 @@ class Custodies(Scenario):
     # ---- what stands in for what a story cannot have
 
     @contextmanager
-    def furnished(self) -> Iterator[None]:
+    def around(self) -> Iterator[None]:
         """Configs without Hydra, a queue without Slurm, an attempt without torch, in the code that starts runs."""
         launcher = SimpleNamespace(load=lambda: lambda: Queue(self))
         stand_ins: dict[tuple[Any, str], Any] = {

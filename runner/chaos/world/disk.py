@@ -180,9 +180,11 @@ class Disk:
         self._note(Change(node, parent, name, added=False))
 
     def _note(self, change: Change) -> None:
-        for directory in (change.parent, change.target):
+        for directory, name in ((change.parent, change.name), (change.target, change.to)):
             if directory is not None:
                 self._changed(directory)
+                if (host := self._host()) is not None:  # a machine knows of its own changes
+                    host.seen.pop((directory, name), None)
         if self.network or self.world.current is None:
             _make_lasting(change)
         else:
@@ -396,7 +398,8 @@ class Disk:
         key = (parent, parts[-1])
         if parts[-1] in parent.entries:
             since, version = host.seen.get(key, (-OLD_S, None))
-            if self.world.now - since < OLD_S and parent in host.seen and version != parent.version:
+            seen = host.seen.get(parent)  # a newer look at the directory, or an own change of it, tells more
+            if seen is not None and self.world.now - since < OLD_S and seen[2] == version != parent.version:
                 raise _error(errno.ENOENT, path)
         else:
             host.seen.setdefault(key, (self.world.now, parent.version))

@@ -1,0 +1,142 @@
+"""Submissions are written down before sbatch is asked, so that a job that Slurm has accepted is never lost from sight.
+
+Between the moment in which Slurm accepts a job and the moment in which its id is in job.json, the command may be
+killed, the disk may be full, or sbatch's answer may be lost. The note in each run directory names the batch script, and
+Slurm tells which jobs have that script: the next command that submits the run cancels a job that nobody recorded.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from subprocess import CalledProcessError
+from typing import Any
+
+from launch import scheduler
+from runner.errors import SupersededError
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+
+NAME = re.compile("[0-9a-f]{32}")
+SCRIPT = re.compile(r"\.submission_file_([0-9a-f]{32})-\d+\.sh")  # submitit's name for it, with ours in it
+# What sbatch says if it does not know whether the controller has accepted the job, see slurm_errno.c.
+LOST_ANSWER = re.compile(
+    r"timed out|zero bytes|unexpected message|(send|receive|shutdown|communication connection) failure|reset by peer",
+    re.IGNORECASE,
+)
+
+
+class UncertainError(OSError):
+    """It is not known whether Slurm has accepted a job; the note of it is kept, and rerunning the command finds out."""
+
+
+def new_name() -> str:
+    """A name that no other submission has, for its files."""
+    return uuid.uuid4().hex
+
+
+def begin(runs: Sequence[RunDir], name: str) -> None:
+    """Note durably that these runs are about to be submitted as one job, or as one array in this order.
+
+    Args:
+        runs: with the right to write to each.
+        name: of this submission, in the name of its batch script.
+
+    Raises:
+        OSError: a run directory cannot be written; no note is left.
+        SupersededError: another command has taken over.
+    """
+    user, written = str(processes.user_id()), clock.wall()
+    try:
+        for index, run in enumerate(runs):
+            task = index if len(runs) > 1 else None
+            note = {"name": name, "task": task, "user": user, "written": written}
+            files.write_json(run.submitting, note, guard=run.guard)
+    except BaseException:
+        end(runs)
+        raise
+
+
+def end(runs: Sequence[RunDir]) -> None:
+    """Remove the notes: the job is recorded, or there is none. One that stays is removed by the next submission."""
+    for run in runs:
+        with suppress(OSError, SupersededError):
+            if run.guard is not None:
+                run.guard.check()
+            files.remove(run.submitting)
+
+
+def settle(runs: Sequence[RunDir]) -> list[str]:
+    """Cancel the jobs of earlier submissions of these runs that nobody recorded; their ids.
+
+    Slurm is asked only if there are notes.
+
+    Raises:
+        SchedulerError: Slurm does not answer, so that there may be such a job, or it does not cancel one.
+        OSError: a note cannot be read.
+        SupersededError: another command has taken over.
+    """
+    noted = [(run, note) for run in runs if (note := _note(run))]
+    for run, _ in noted:
+        if run.guard is not None:
+            run.guard.check()  # after the look: the note may be that of a command which has taken over
+    found = []
+    try:
+        live = {user: _by_name(user) for user in {note["user"] for _, note in noted}}
+        for run, note in noted:
+            job_id = live[note["user"]].get((note["name"], note["task"]))
+            if job_id is None or job_id == files.read_object(run.job).get("job_id"):
+                continue
+            if note["user"] != str(processes.user_id()):
+                raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
+            found.append(job_id)
+        if found:
+            scheduler.ask("scancel", *found)
+    except scheduler.SchedulerError as error:
+        raise scheduler.SchedulerError(
+            "an earlier submission may have left a job that nobody recorded, and Slurm does not tell, or does not "
+            f"cancel it ({error}): rerun the command later"
+        ) from None
+    end([run for run, _ in noted])
+    return found
+
+
+def abandon(runs: Sequence[RunDir], error: BaseException) -> None:
+    """After a submission that failed with `error`, of submitit; returns if no job is left of it, and no note either.
+
+    Raises:
+        UncertainError: a job may be left, or may still be accepted; the notes are kept.
+        BaseException: `error` itself if it is an interruption, which is not to wait for Slurm; the notes are kept.
+    """
+    if not isinstance(error, Exception):
+        raise error
+    said = error.__cause__
+    if isinstance(said, CalledProcessError):  # by sbatch
+        if said.returncode < 0 or LOST_ANSWER.search(str(error)):
+            raise UncertainError(str(error)) from error
+        end(runs)
+        return
+    try:
+        settle(runs)
+    except OSError as silent:
+        raise UncertainError(f"{error}; {silent}") from error
+
+
+def _note(run: RunDir) -> dict[str, Any] | None:
+    """The note in a run directory, if there is one that `begin` can have written."""
+    note = files.read_object(run.submitting)
+    name, task, user = (note.get(key) for key in ("name", "task", "user"))
+    valid = isinstance(name, str) and NAME.fullmatch(name) and (task is None or type(task) is int)
+    return note if valid and isinstance(user, str) and user.isdecimal() else None
+
+
+def _by_name(user: str) -> dict[tuple[str, int | None], str]:
+    """The live jobs of a user by the name of their submission and their place in the array."""
+    found = {}
+    for job_id, script in scheduler.live_scripts(user).items():
+        task = job_id.partition("_")[2]
+        if named := SCRIPT.search(script):
+            found[named[1], int(task) if task else None] = job_id
+    return found

@@ -1,0 +1,649 @@
+"""The scenario of jobs: runs that are submitted to Slurm, stopped, requeued, and resumed by whoever may.
+
+Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a real
+bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what submitit
+writes (a script, one file per run), and for the training: a step is a pause, a save a manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from subprocess import CalledProcessError
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+from runner.chaos.world.batch import Answer, Batch
+from runner.chaos.world.disk import ROOT
+from runner.chaos.world.engine import Gone, Host, Process, Task, World
+from runner.chaos.world.scenario import COMMON, Scenario
+from runner.chaos.world.slurm import Job, Slurm
+from runner.config import frozen
+from runner.config.composition import Composed, Composer
+from runner.errors import ExitStatus, UserError
+from runner.rundir import lease, provenance
+from runner.rundir.attempt_log import ended_attempts, finished_at, status_of
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+from runner.system.signals import STOP
+
+RUNS = Path(ROOT) / "outputs"
+STEPS = 6
+LEASE_S = 8.0
+CODE = {"python": "3", "packages": {}, "runner": {"source": "", "digest": ""}, "repositories": {}}
+JOBS_KINDS = {
+    "preempt": "a job of higher priority needs a node",
+    "limit": "a job's time limit is near",
+    "scancel": "the user cancels a job",
+    "requeue": "an administrator requeues a job",
+    "cut": "a node is cut off from Slurm, and runs on",
+    "suspend": "a job is suspended, and resumed later",
+    "term": "a rank is sent SIGTERM",
+    "late": "Slurm's next answers come late or never, or it never gets the requests",
+    "away": "Slurm's controller is away for a while",
+    "amnesia": "Slurm's controller loses its state",
+    "again": "the user gives the command again, perhaps in two shells",
+    "broken": "the environment of the jobs is broken for a while",
+    "hold": "a job in the queue is held",
+}
+
+
+@cache
+def _composed(runs: int, retry_failed: bool) -> tuple[Composed, ...]:
+    """The runs of a command; composed once, before any story."""
+    if (runs, retry_failed) != (1, False):
+        (first,) = _composed(1, False)
+        return tuple(_varied(first, number, retry_failed) for number in range(1, runs + 1))
+    options = [
+        "launcher=slurm",
+        "launcher.check_folder=false",
+        f"train.steps={STEPS}",
+        f"run.lease_timeout_s={LEASE_S}",
+        "train.hang_timeout_s=null",
+        "seed=1",
+        f"run.dir={RUNS / 'run1'}",
+    ]
+    return (Composer().compose(options),)
+
+
+def _varied(first: Composed, number: int, retry_failed: bool) -> Composed:
+    """As it would be composed for another run of the same command."""
+    plain = deepcopy(first.plain)
+    plain["launcher"]["retry_failed"], plain["seed"] = retry_failed, number
+    run_dir = RUNS / f"run{number}"
+    plain["run"]["dir"] = str(run_dir)
+    config = replace(first.config, seed=number, run=replace(first.config.run, dir=str(run_dir)))
+    made = replace(first, config=config, plain=plain, run_dir=run_dir)
+    made.text  # noqa: B018 kept from now on
+    return made
+
+
+_CONFIGS: dict[bytes, Any] = {}
+
+
+def _load(really: Callable[[Path], Any], run_dir: Path) -> Any:
+    """The frozen config of a run; texts that are known are not parsed again."""
+    text = b""
+    with suppress(OSError):
+        text = files.read_regular(RunDir(run_dir).config)
+    if text not in _CONFIGS:
+        made = really(run_dir)
+        if not text:
+            return made
+        _CONFIGS[text] = made
+    return _CONFIGS[text]
+
+
+class Jobs(Scenario):
+    """One run, or two as an array; the command is given now and then."""
+
+    name = "jobs"
+    about = "runs that are submitted to Slurm, stopped, requeued and resumed"
+    kinds = COMMON | JOBS_KINDS
+    horizon = 1500
+    network = True
+    host_names = ("login", "node1", "node2")
+    current: ClassVar[Jobs | None] = None
+
+    def __init__(self, world: World, seed: str) -> None:
+        super().__init__(world, seed)
+        for host in self.hosts:  # Slurm needs clocks that agree (munge refuses others)
+            host.offset_s, host.drift = self.random.uniform(-0.5, 0.5), 0.0
+        self.slurm = Slurm(world, self.random, self.hosts[1:], self._begin_batch)
+        self.slurm.sbatch = self._sbatch  # type: ignore[method-assign]
+        self.slurm.on_submit.append(self._submitted)
+        self.limit_s = self.random.choice((None, None, None, 60.0, 200.0))
+        self.notice_s = self.random.choice((5.0, 20.0))
+        self.step_s = self.random.choice((1.0, 4.0, 12.0))
+        self.save_s = self.random.choice((0.1, 2.0, 10.0))
+        self.count = self.random.choice((1, 1, 2))
+        self._commands = 0
+        self._broken_until = 0.0
+        self._acquired: dict[Path, int] = {}
+        self._finished: dict[Path, bytes] = {}
+        self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
+        self._names: dict[Process, str] = {}
+        self._locked: set[Path] = set()
+        self._began: dict[Process, dict[Path, str]] = {}
+
+    @property
+    def runs(self) -> list[RunDir]:
+        """The run directories."""
+        return [RunDir(each.run_dir) for each in _composed(self.count, False)]
+
+    # ---- what is replaced
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The training, submitit, the description of the code; the lease beats slowly (it has its own scenario)."""
+        slurm = import_module("launch.slurm")
+        session = ModuleType("runner.training.session")
+        session.Session = SimpleNamespace(open=partial(_Session, self))  # type: ignore[attr-defined]
+        with ExitStack() as restored:
+
+            def put(module: Any, name: str, value: Any) -> None:
+                restored.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+
+            put(slurm.SlurmLauncher, "_executor", lambda launcher, *rest: _Executor(self, launcher, *rest))
+            put(slurm, "_names_by_submitit", self._named)
+            put(slurm.submission, "new_name", lambda: f"{self.world.number():032x}")
+            put(slurm, "Console", lambda: None)
+            put(slurm.display, "show_submitted", lambda *_: None)
+            put(provenance, "describe_code", lambda: CODE)
+            put(frozen, "load", partial(_load, frozen.load))
+            put(lease, "MIN_INTERVAL_S", 1.0)
+            put(lease, "POLL_S", 2.0)
+            before = sys.modules.get(session.__name__)
+            sys.modules[session.__name__] = session
+            try:
+                yield
+            finally:
+                del sys.modules[session.__name__]
+                if before is not None:
+                    sys.modules[session.__name__] = before
+
+    @contextmanager
+    def _named(self, unique: str) -> Iterator[None]:
+        """How the files of the submission that this process makes are called."""
+        assert self.world.current is not None
+        self._names[self.world.current.process] = unique
+        yield
+
+    def run(self, *command: Any, **options: Any) -> Any:
+        """Run a command of Slurm; there are no others."""
+        words = [str(word) for word in command[0]]
+        if "git" in words[:1]:
+            raise FileNotFoundError(2, "there is no git in this world")
+        return self.slurm.run(words, **options)
+
+    # ---- the user
+
+    def begin(self) -> None:
+        """The command is given once, and perhaps again later."""
+        self.disk.make_dir(RUNS)
+        self.disk.watchers.append(self._watch)
+        _composed(self.count, True)
+        self._command()
+        for _ in range(self.random.choice((0, 1, 2))):
+            self.world.at(self.random.uniform(1.0, 400.0), self._command)
+
+    def _command(self, retry_failed: bool = False) -> None:
+        self._commands += 1
+        jobs = _composed(self.count, retry_failed)
+        process = self.spawn(self.hosts[0], f"command {self._commands}", partial(self._start, jobs))
+        self._began[process] = {run.path: self._live_since_before(run.path) for run in self.runs}
+
+    def _live_since_before(self, run: Path) -> str:
+        """The job that job.json names, if it is queued or running."""
+        with self.world.outside():
+            job_id = str(files.read_object(RunDir(run).job).get("job_id"))
+            done = finished_at(RunDir(run))
+        if done:
+            return "finished"
+        job = self.slurm.jobs.get(job_id)
+        if job is None or job.is_strange or run not in job.script["runs"]:
+            return ""
+        return job_id if not job.is_over and job.state != "COMPLETING" else ""
+
+    def _start(self, jobs: Sequence[Composed]) -> None:
+        start = import_module("runner.cli.start")
+        STOP.install()
+        try:
+            status = start.start_runs(jobs)
+        except UserError as error:
+            print(error)
+            status = int(error.status)
+        sys.exit(status)
+
+    def _sbatch(self, path: str, process: Process) -> str:
+        text = files.read_text(Path(path))
+        script = json.loads(text.partition("\n")[0].removeprefix("# "))
+        script["runs"] = [Path(run) for run in script["runs"]]
+        script["text"], script["by"] = text, process
+        job_id = self.slurm.submit(script, script["name"], path, len(script["runs"]), self.limit_s, self.notice_s)
+        return f"Submitted batch job {job_id}\n"
+
+    def _submitted(self, job: Job) -> None:
+        """A run that was finished, or queued or running all the time, is not submitted by a later command."""
+        run, process = self._run_of(job), job.script["by"]
+        before = self._began.get(process, {}).get(run, "")
+        self.must(before != "finished", f"{process.name} submits {run.name}, which was finished before it began")
+        earlier = self.slurm.jobs.get(before)
+        live = earlier in self.slurm.live() and earlier is not None and run in earlier.script["runs"]
+        self.must(
+            not live,
+            f"{process.name} submits {run.name}, whose job {before} was queued or running since before it began",
+        )
+
+    # ---- jobs
+
+    def _run_of(self, job: Job) -> Path:
+        run: Path = job.script["runs"][job.array[1] if job.array else 0]
+        return run
+
+    def _environment(self, job: Job) -> dict[str, str]:
+        assert job.host is not None
+        uptime = (self.world.now - job.host.booted) * (1 + job.host.drift)
+        return {
+            "SLURM_JOB_ID": str(job.number),
+            "SLURM_JOB_UID": str(processes.user_id()),
+            "SLURM_JOB_NAME": job.name,
+            "SLURMD_NODENAME": job.host.name,
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NTASKS": "1",
+            "SUBMITIT_FOLDER": job.script["folder"],
+            "RUNNER_BATCH_BEGAN": f"{job.host.boot_id} {uptime:.2f}",
+            **({"SLURM_RESTART_COUNT": str(job.restarts)} if job.restarts else {}),
+            **(
+                {"SLURM_ARRAY_JOB_ID": str(job.array[0]), "SLURM_ARRAY_TASK_ID": str(job.array[1])} if job.array else {}
+            ),
+        }
+
+    def _begin_batch(self, job: Job) -> Process:
+        self.must(not job.cancelled, f"job {job.job_id} was cancelled, and is started again")
+        assert job.host is not None
+        environment = self._environment(job)
+        name = f"batch {job.job_id}.{job.restarts}"
+        process = self.spawn(job.host, name, partial(self._batch, job, environment), **environment)
+        # Its shell outlives them from its first line on.
+        process.handlers |= dict.fromkeys((15, 10, 12), lambda *_: None)
+        return process
+
+    def _batch(self, job: Job, environment: dict[str, str]) -> None:
+        world, process, number = self.world, self.world.current.process, job.starts  # type: ignore[union-attr]
+
+        def scontrol(words: Sequence[str]) -> Answer:
+            try:
+                done = processes.run(["scontrol", *words], timeout=120.0)
+            except processes.TimeoutExpired:
+                return 1, ""
+            return done.returncode, done.stdout.rstrip("\n")
+
+        def srun(_: Sequence[str]) -> Answer:
+            world.step("srun")
+            host = job.host
+            if job.starts != number or host is None or not job.is_running:
+                return 1, ""
+            rank = self.spawn(host, f"rank {job.job_id}.{job.restarts}", partial(self._rank, job), **environment)
+            self._ranks[job, job.restarts] = rank
+            self.slurm.join(job, rank)
+            waiters: list[Task] = []
+            rank.on_end.append(lambda _: world.wake(waiters))
+            while rank.alive:
+                world.wait(waiters, None)
+            return (rank.status if rank.status is not None and rank.status >= 0 else 137), ""
+
+        def sleep(words: Sequence[str]) -> Answer:
+            clock.sleep(float(words[0]))
+            return 0, ""
+
+        def date(_: Sequence[str]) -> Answer:
+            return 0, self.slurm._time(clock.wall())
+
+        def echo(words: Sequence[str]) -> Answer:
+            world.tell(" ".join(words), process.name)
+            return 0, ""
+
+        commands: dict[str, Callable[[Sequence[str]], Answer]] = {
+            "scontrol": scontrol,
+            "srun": srun,
+            "sleep": sleep,
+            "date": date,
+            "echo": echo,
+        }
+        folder = Path(job.script["folder"])
+        sys.exit(Batch(world, self.disk, job.script["text"], folder, job.job_id, environment, commands).run())
+
+    def _rank(self, job: Job) -> None:
+        """What srun starts: submitit loads its file, and calls the function that was submitted."""
+        script, run = job.script, self._run_of(job)
+        pickle = Path(script["folder"]) / f"{job.job_id}_submitted.pkl"
+        if self.world.now < self._broken_until:
+            self.world.tell("cannot start: the environment is broken", f"rank {job.job_id}")
+            sys.exit(1)
+        for _ in range(60):  # as submitit does
+            if files.exists(pickle):
+                break
+            clock.sleep(1.0)
+        else:
+            sys.exit(1)
+        start = import_module("launch.job").start
+        try:
+            start(str(run), "runner.training.attempt:attempt", script["max_timeouts"], script["requeue_killed"])
+        except SystemExit as end:
+            if end.code == ExitStatus.LOCKED:
+                self._locked.add(run)
+            raise
+
+    # ---- strikes
+
+    def _some_job(self, choice: float, states: Sequence[str] = ()) -> Job | None:
+        jobs = [job for job in self.slurm.live() if (job.state in states if states else job.is_running)]
+        return jobs[int(choice * len(jobs))] if jobs else None
+
+    def strike(self, kind: str, choice: float) -> None:
+        """Let something befall somebody."""
+        rest, world, slurm = Random(f"jobs {choice}"), self.world, self.slurm
+        job = self._some_job(choice)
+        lag_s = rest.choice((0.0, 0.0, rest.uniform(0.05, 1.3)))
+        if kind == "again":
+            for _ in range(rest.choice((1, 1, 2))):
+                self._command(rest.random() < 0.3)
+        elif kind == "late":
+            slurm.lost += [rest.choice((0, 1, 2)) for _ in range(rest.choice((1, 1, 2, 4, 10)))]
+        elif kind == "away":
+            slurm.away_until = max(slurm.away_until, world.now + rest.choice((5.0, 40.0, 300.0)))
+            world.tell("is away for a while", "slurmctld")
+        elif kind == "amnesia":
+            slurm.lose_state()
+        elif kind == "broken":
+            self._broken_until = world.now + rest.choice((10.0, 150.0, 800.0))
+            world.tell("is broken for a while", "environment")
+        elif kind == "hold":
+            waiting = self._some_job(choice, ("PENDING",))
+            if waiting is not None:
+                waiting.held, waiting.reason = True, "JobHeldAdmin"
+                world.tell("is held", f"job {waiting.job_id}")
+        elif kind == "scancel" and rest.random() < 0.3:
+            waiting = self._some_job(choice, ("PENDING", "COMPLETING")) or job
+            if waiting is not None:
+                slurm.cancel(waiting)
+        elif kind not in JOBS_KINDS:
+            self._hinder(kind, self.choose(choice))
+            super().strike(kind, choice)
+        elif kind == "term":
+            self._term(choice)
+        elif job is None:
+            return
+        elif kind == "preempt":
+            mode = rest.choice(("REQUEUE", "REQUEUE", "CANCEL", "SUSPEND"))
+            if mode == "SUSPEND":
+                self._suspend(job, rest)
+            else:
+                slurm.preempt(job, mode, rest.choice((0.0, slurm.grace_s)), lag_s)
+        elif kind == "limit":
+            slurm.shorten(job, rest.choice((3.0, 15.0, 60.0)), self.notice_s)
+        elif kind == "scancel":
+            slurm.cancel(job, lag_s)
+        elif kind == "requeue":
+            job.happens("requeued")
+            slurm.requeue(job)
+        elif kind == "cut":
+            self._cut(job, rest)
+        elif kind == "suspend":
+            self._suspend(job, rest)
+
+    def _hinder(self, kind: str, process: Process | None) -> None:
+        """Note what keeps a job from requeueing itself in time."""
+        for job in self.slurm.jobs.values():
+            if process in job.processes and kind in ("kill", "freeze", "error"):
+                job.hindered = True
+                if kind == "kill" and process is job.batch:
+                    job.happens("batch script killed")
+
+    def _suspend(self, job: Job, rest: Random) -> None:
+        self.slurm.suspend(job)
+        self.world.at(rest.choice((1.0, 30.0, 300.0)), partial(self.slurm.go_on, job))
+
+    def _cut(self, job: Job, rest: Random) -> None:
+        host = job.host
+        assert host is not None
+        if host.cut_off:
+            return
+        host.cut_off = True
+        self.world.tell("is cut off from Slurm", host.name)
+        self.world.at(rest.choice((1.0, 10.0)), partial(self._found_lost, host))
+        self.world.at(rest.choice((30.0, 200.0, 900.0)), partial(self.slurm.node_back, host))
+
+    def _found_lost(self, host: Host) -> None:
+        if host.cut_off:
+            self.slurm.node_lost(host)
+
+    def _term(self, choice: float) -> None:
+        """From elsewhere: also to a rank that Slurm does not know any more."""
+        ranks = [(rank, start) for start, rank in self._ranks.items() if rank.alive]
+        if ranks:
+            rank, (job, restarts) = ranks[int(choice * len(ranks))]
+            job.truth.setdefault(restarts, set()).add("term")
+            self.world.signal(rank, 15)
+
+    def power_loss(self, host: Host) -> None:
+        """A node that loses power is down for Slurm until it is back; nobody may work on the login node meanwhile."""
+        if host is not self.hosts[0]:
+            self.slurm.node_lost(host)
+        super().power_loss(host)
+        if host is not self.hosts[0]:
+            self.world.at(60.0, partial(self.slurm.node_back, host))
+
+    # ---- what must hold
+
+    def begins(self, run: RunDir, record: dict[str, Any]) -> None:
+        """An attempt is about to train: not after three of its job in a row that failed without a new checkpoint."""
+        with self.world.outside():
+            ended = ended_attempts(run)[-3:]
+        stuck = [
+            line
+            for line in ended
+            if line.get("job_id") == record.get("job_id")
+            and line["cause"] in ("killed", "crash", "node failure", "time limit", "failed")
+            and (line.get("checkpoint_step") or 0) <= (line.get("start_step") or 0)
+        ]
+        self.must(len(stuck) < 3, f"{run.path.name} is tried again after three attempts without progress: {stuck}")
+
+    def _watch(self, what: str, path: str, to: str) -> None:
+        target = to or path
+        if what != "rename" or not target.endswith(("manifest.json", "finished.json")):
+            return
+        run = Path(ROOT, *Path(target).relative_to(ROOT).parts[:2])
+        self.must(run not in self._finished, f"{target} is written although the run was finished")
+        fence = int(match[1]) if (match := re.search(r"lease-(\d{8})", path)) else 0
+        newest = self._acquired.get(run, 0)
+        self.must(
+            fence == 0 or fence >= newest, f"number {fence} writes {target} although number {newest} has begun to work"
+        )
+        if target.endswith("finished.json"):
+            self._finished[run] = b""
+
+    def on_end(self, process: Process) -> None:
+        """Nothing but the end of its work may end a process."""
+        self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
+        others = [each for each in self._began if each.alive]
+        if process in self._began and process.status == 0 and not others:
+            for run in self.runs:
+                live = [job.job_id for job in self.slurm.live() if self._run_of(job) == run.path and job.after == ""]
+                self.must(len(live) < 2, f"{process.name} leaves {run.path.name} with the jobs {live}")
+
+    def finish(self) -> None:
+        """Each run comes back by itself or says why not; and in calm weather the command finishes all of them."""
+        self._calm()
+        self.world.run()
+        self._must_be_quiet()
+        for run in self.runs:
+            self._judge(run)
+        for _ in range(4):
+            if all(finished_at(run) == STEPS for run in self.runs):
+                break
+            self._command(retry_failed=True)
+            self.world.run()
+            self._must_be_quiet()
+        for run in self.runs:
+            self.must(finished_at(run) == STEPS, f"{run.path.name} cannot be finished: {status_of(run)}")
+        before = len(self.slurm.all_jobs)
+        self._command()
+        self.world.run()
+        self.must(len(self.slurm.all_jobs) == before, "finished runs were submitted")
+        self._judge_causes()
+
+    def _calm(self) -> None:
+        self.disk.full = False
+        self._broken_until = 0.0
+        self.slurm.calm()
+
+    def _must_be_quiet(self) -> None:
+        alive = [process.name for process in self.world.processes if process.alive]
+        self.must(not alive, f"these do not end: {alive}")
+        queued = [f"{job.job_id} ({job.state}, {job.reason})" for job in self.slurm.live()]
+        self.must(not queued, f"jobs are left in the queue: {queued}")
+
+    def _judge(self, run: RunDir) -> None:
+        """A run that is not finished, and has no job, says why."""
+        if finished_at(run) == STEPS:
+            return
+        jobs = [job for job in self.slurm.all_jobs if self._run_of(job) == run.path]
+        if not jobs:
+            return  # the command was killed before it submitted anything, or was refused
+        said = status_of(run).get("state")
+        if said in ("failed", "crash loop", "cancelled", "stuck"):
+            return
+        if run.path in self._locked:  # waited five minutes for a live process, and said so in its log
+            return
+        with suppress(OSError):
+            notes = [data for path, data in self.disk.tree().items() if path.endswith(".starts")]
+            if any(b"not requeued" in note for note in notes):
+                return
+        self.must(
+            any(self._is_excused(job) for job in jobs),
+            f"{run.path.name} stands at step {run.newest_step()}, says {said!r}, and none of its jobs is left: "
+            + ", ".join(f"{job.job_id} {job.state} after {job.restarts} restarts {job.truth}" for job in jobs),
+        )
+
+    def _is_excused(self, job: Job) -> bool:
+        """Whether no program could have brought this job back, or was to."""
+        if job.cancelled or not job.may_requeue:
+            return True
+        last = job.truth.get(job.began_with, set())
+        # Slurm ends a job whose batch script is killed as FAILED, for good; nobody is left on the node to object.
+        if {"lost", "batch script killed"} & last:
+            return True
+        # Slurm was about to end the job, and did not answer until it did: nothing is requeued on a guess.
+        return job.state in ("TIMEOUT", "PREEMPTED") and job.hindered
+
+    def _judge_causes(self) -> None:
+        """What is recorded as the end of an attempt is what happened, unless Slurm's answers were lost."""
+        for run in self.runs:
+            for line in ended_attempts(run):
+                jobs = [job for job in self.slurm.all_jobs if job.job_id == line.get("job_id")]
+                if len(jobs) != 1:
+                    continue  # an id that was given twice
+                job, cause = jobs[0], line["cause"]
+                restarts = int(line.get("restart_count") or 0)
+                truth = job.truth.get(restarts, set())
+                rank = self._ranks.get((job, restarts))
+                if rank in self.slurm.troubled:
+                    continue
+                named = {each: {each} for each in ("preempted", "time limit")}
+                named |= {"cancelled": {"cancelled", "lost"}, "interrupted": {"term", "lost"}}
+                self.must(
+                    cause not in named or truth & named[cause],
+                    f"attempt {line['attempt']} of {run.path.name} is recorded as {cause!r}: what happened is {truth}",
+                )
+
+
+class _Executor:
+    """What submitit does: a file per run, a script, sbatch, and their final names."""
+
+    def __init__(self, story: Jobs, launcher: Any, folder: Path, name: str, *_: Any) -> None:
+        self._story = story
+        self._launcher = launcher
+        self._folder = folder
+        self._name = name
+
+    def map_array(
+        self, _: object, runs: list[str], attempts: list[str], timeouts: list[Any], requeue_killed: list[bool]
+    ) -> list[Any]:
+        """Submit the runs as one job, or as one array."""
+        requeue, folder = import_module("launch.requeue"), self._folder
+        assert self._story.world.current is not None
+        unique = self._story._names[self._story.world.current.process]
+        pickles = [folder / f"{unique}-{index}.pkl" for index in range(len(runs))]
+        for path in pickles:
+            files.write_atomic(path, b"")
+        script = folder / f".submission_file_{unique}-{len(runs)}.sh"
+        told = {
+            "runs": runs,
+            "folder": str(folder),
+            "name": self._name,
+            "max_timeouts": timeouts[0],
+            "requeue_killed": requeue_killed[0],
+        }
+        lines = [f"# {json.dumps(told)}", *_script_lines(str(folder), requeue_killed[0]), requeue.ARM_SCRIPT, "srun"]
+        files.write_atomic(script, "\n".join(lines) + "\n")
+        done = processes.run(["sbatch", str(script)])
+        if done.returncode:
+            raise RuntimeError(done.stderr) from CalledProcessError(done.returncode, "sbatch")
+        job_id = done.stdout.split()[-1]
+        files.rename(script, folder / f"{job_id}_submission.sh")
+        ids = [f"{job_id}_{index}" for index in range(len(runs))] if len(runs) > 1 else [job_id]
+        for path, each in zip(pickles, ids, strict=True):
+            files.rename(path, folder / f"{each}_submitted.pkl")
+        return [SimpleNamespace(job_id=each) for each in ids]
+
+
+def _script_lines(folder: str, requeue_killed: bool) -> list[str]:
+    lines: list[str] = import_module("launch.requeue").script_lines(Path(folder), requeue_killed)
+    return lines
+
+
+class _Session:
+    """Stands for the training: a step is a pause, a save a manifest."""
+
+    def __init__(self, story: Jobs, run: RunDir, config: Any, world: Any, log: Any, held: lease.Lease) -> None:
+        self._story, self._run, self._log = story, run, log
+        self.account = log.account
+        self.recorder = SimpleNamespace(close=lambda: None)
+        self.step = run.newest_step()
+        story.begins(run, log.record)
+        story._acquired[run.path] = max(story._acquired.get(run.path, 0), held.fence)
+        clock.sleep(story.random.uniform(0.1, 3.0))
+        log.resumed(self.step)
+
+    def train(self, total: int) -> bool:
+        """Train to the end, or to the first step boundary after a signal."""
+        while self.step < total:
+            if STOP:
+                self._save()
+                return False
+            clock.sleep(self._story.step_s)
+            self.step += 1
+            self._log.update(step=self.step)
+            if self.step % 2 == 0 or self.step == total:
+                self._save()
+        return True
+
+    def _save(self) -> None:
+        if self._run.newest_step() >= self.step:
+            return
+        clock.sleep(self._story.save_s)
+        folder = self._run.checkpoint(self.step)
+        files.make_dirs(folder)
+        files.write_json(folder / "manifest.json", {"step": self.step, "sha256": {}}, guard=self._run.guard)

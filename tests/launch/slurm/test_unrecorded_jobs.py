@@ -1,0 +1,109 @@
+"""The command is killed after Slurm has accepted a job and before it has recorded that: one job remains in the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import PATIENCE, Cluster
+from jobs import COMMON, SLURM, Job, environment, runner
+from runs import ROOT, Run, assert_same_run
+
+pytestmark = pytest.mark.slurm
+
+KILLING = """\
+#!/bin/sh
+{real} "$@"
+case "$*" in {call}*) mkdir {once} 2>/dev/null && kill -KILL $PPID ;; esac
+"""
+
+
+def killed_after(call: str, cluster: Cluster, directory: Path, *arguments: str, **env: str) -> None:
+    """Run the command, which is killed as soon as this call of one of Slurm's commands has done its work.
+
+    The job inherits the PATH of the command, and is not killed by its own calls.
+    """
+    name, _, words = call.partition(" ")
+    directory.mkdir()
+    real = shutil.which(name, path=cluster.environment["PATH"])
+    (directory / name).write_text(KILLING.format(real=real, call=f'"{words}"', once=directory / "once"))
+    (directory / name).chmod(0o755)
+    path = f"{directory}{os.pathsep}{cluster.environment['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *SLURM, *arguments],
+        cwd=ROOT,
+        env={**cluster.environment, **environment(**env), "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def jobs_of(cluster: Cluster, root: Path, *states: str) -> list[str]:
+    """The live jobs that were submitted from below `root`, or those in these states."""
+    chosen = f"--states={','.join(states)}" if states else "--states=PD,R,S,CG"
+    rows = cluster.run("squeue", "--noheader", "--array", chosen, "--format=%i %o").splitlines()
+    return sorted(row.split()[0] for row in rows if str(root) in row)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_job_that_was_submitted_by_a_killed_command_is_replaced(
+    cluster: Cluster, tmp_path: Path, reference: Run, hold: bool
+) -> None:
+    """Be it in the queue or under way; submitit had not given its files their names yet, so it could not train."""
+    job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
+    held = ["+launcher.additional.hold=true"] if hold else []
+    killed_after("sbatch", cluster, tmp_path / "bin", *job.overrides, *held, f"run.dir={job.path}")
+    (lost,) = jobs_of(cluster, tmp_path)
+    if not hold:
+        cluster.wait(lambda: jobs_of(cluster, tmp_path, "RUNNING"), 60, "the start of the job that nobody recorded")
+    assert not (job.path / "job.json").exists()
+    done = runner(cluster, *SLURM, *job.overrides, f"run.dir={job.path}")
+    assert done.returncode == 0, done.stderr
+    assert f"job {lost} was submitted by a command that could not record it: cancelled" in done.stderr
+    assert job.job_id != lost
+    cluster.wait(lambda: jobs_of(cluster, tmp_path) in ([], [job.job_id]), 60, "the end of the cancelled job")
+    assert job.ends() == "COMPLETED"
+    assert jobs_of(cluster, tmp_path, "CANCELLED") == [lost]
+    assert_same_run(job, reference)
+
+
+def test_a_job_that_trains_unrecorded_is_left_alone(cluster: Cluster, tmp_path: Path, reference: Run) -> None:
+    """The command was killed right before job.json: the attempt has recorded which job it is."""
+    job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
+    # It asks for the record of the job right after the submission.
+    arguments = [*job.overrides, f"run.dir={job.path}"]
+    killed_after("scontrol show job", cluster, tmp_path / "bin", *arguments, **job.hold(20))
+    (mine,) = jobs_of(cluster, tmp_path)
+    job.wait_for_step(20)
+    assert not (job.path / "job.json").exists()
+    done = runner(cluster, *SLURM, *job.overrides, f"run.dir={job.path}")
+    assert done.returncode == 0, done.stderr
+    assert f"running, job {mine}" in done.stdout
+    assert jobs_of(cluster, tmp_path) == [mine]
+    assert job.row()["state"] == "running"
+    job.release()
+    cluster.wait(lambda: jobs_of(cluster, tmp_path, "COMPLETED") == [mine], 240, "the end of the run")
+    assert_same_run(job, reference)
+
+
+def test_the_tasks_of_an_array_that_nobody_recorded_are_replaced(cluster: Cluster, tmp_path: Path) -> None:
+    arguments = ["-m", *COMMON, "seed=1,2", f"run.root={tmp_path / 'runs'}", "+launcher.additional.hold=true"]
+    killed_after("sbatch", cluster, tmp_path / "bin", *arguments)
+    lost = jobs_of(cluster, tmp_path)
+    assert [job_id.partition("_")[2] for job_id in lost] == ["0", "1"]
+    done = runner(cluster, *SLURM, *arguments)
+    assert done.returncode == 0, done.stderr
+    left = jobs_of(cluster, tmp_path)
+    assert [job_id.partition("_")[2] for job_id in left] == ["0", "1"]
+    assert not set(left) & set(lost)
+    assert runner(cluster, *SLURM, *arguments).returncode == 0
+    assert jobs_of(cluster, tmp_path) == left
+    cluster.run("scancel", *left)
