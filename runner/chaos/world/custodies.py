@@ -28,10 +28,11 @@ from runner.cli import checkpoints, plan, start
 from runner.contracts import JobInfo, Launcher
 from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
-from runner.rundir import custody, evaluations, submitted_jobs
+from runner.rundir import custody, evaluations, provenance, submitted_jobs
 from runner.rundir.attempt_log import is_finished
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
+from runner.rundir.trunk import find
 from runner.system import clock, files
 
 RUNS = Path(ROOT) / "runs"
@@ -187,8 +188,8 @@ class Custodies(Scenario):
             (plan, "load_plain"): frozen,
             (plan, "trained"): settings,
             (plan, "holds"): lambda run_dir, plain: True,
-            (start.provenance, "describe_code"): dict,
-            (start.provenance, "code_changes"): lambda run_dir: [],
+            (provenance, "describe_code"): dict,
+            (provenance, "code_changes"): lambda run_dir: [],
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
             (custody, "TIMEOUT_S"): TIMEOUT_S,
             (_attempts(), "attempt"): self._attempt_under,
@@ -483,7 +484,7 @@ class Custodies(Scenario):
             self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
             if wanted.fork.run is not None:
-                _branches().take_over(run, start.find(wanted.fork.run, run.path), wanted.fork.step, fence)
+                _branches().take_over(run, find(wanted.fork.run, run.path), wanted.fork.step, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
             newest = checkpoint_dir.newest(run.checkpoints)
             step = newest.step if newest else 0
