@@ -256,7 +256,7 @@ def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], fence
     """
     for job in jobs:
         path, begin = job.run_dir, job.config.fork.step or 0
-        aside = RunDir(path.with_name(f".{path.name}.refused-{processes.own_pid()}"))
+        aside = RunDir(path.with_name(f".{path.name}.removed-{processes.own_pid()}"))
         with suppress(OSError, SupersededError):
             guards[path].check()
             if _is_used(RunDir(path), fence, begin):

@@ -66,12 +66,12 @@ def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator
         try:
             # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
             acquired = acquire((run.submission, run.lease, run.evaluation_lease))
-            # Whoever wants to evaluate or submit an evaluation adds a lease under that of the evaluations (`make_work`).
+            # Whoever evaluates, or submits that, adds a lease under that of the evaluations (see `make_work`).
             acquired += acquire(_leases_of_evaluations(run))
         except LockedError as error:  # another run directory is no way out here
             raise LockedError(f"{str(error).partition(';')[0]}; wait for it, or stop it") from None
         if not is_run(run):
-            raise RunDirError(f"{run.path} was moved or removed meanwhile")
+            raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command")
         _check_queue(run)
         yield Custody(run, acquired)
 

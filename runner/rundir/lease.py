@@ -204,7 +204,7 @@ class Lease:
                     reported = True
             except OSError as error:
                 if within is not None and isinstance(error, FileNotFoundError):
-                    raise RunDirError(f"{within} was moved or removed meanwhile") from None
+                    raise RunDirError(f"{within} was moved or removed meanwhile: rerun the command") from None
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 remedy = (
                     "free some space there"

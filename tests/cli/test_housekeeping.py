@@ -603,7 +603,7 @@ def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
     monkeypatch.setattr(start, "plan_runs", plan_runs)
     words = ["-m", "seed=0,1"] if sweep else []
     assert run("train.steps=10", *words, launcher="fake" if sweep else "here") == ExitStatus.USAGE
-    assert "was moved or removed meanwhile: rerun the command to begin it anew" in error(capsys)
+    assert "was moved or removed meanwhile: rerun the command" in error(capsys)
     assert FakeLauncher.launched == []
     assert not made.exists()
     assert contents(made.with_name("elsewhere-00000000")) == before
@@ -658,3 +658,16 @@ def test_a_killed_run_continues_bit_for_bit_from_an_archive_and_under_another_na
     assert len(renamed.lines()) < len(plain.lines())
     forked.finish([forked.fork(["resume", str(renamed.path)], log)], log)
     assert_same_run(renamed, plain)
+
+
+def test_what_a_file_system_refuses_at_a_first_look_is_one_line(
+    made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no traceback."""
+
+    def broken(path: object, **_: object) -> object:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(files, "stat", broken)
+    assert command("mv", str(made), "b") == ExitStatus.FAILED
+    assert "Input/output error" in error(capsys)

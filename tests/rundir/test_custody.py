@@ -16,7 +16,7 @@ from disk import tree_of
 from runner.contracts import JobInfo
 from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import custody as module
-from runner.rundir import submitted_jobs
+from runner.rundir import evaluations, submitted_jobs
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
@@ -95,6 +95,38 @@ def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
             pytest.fail("two at once")
     for lease in (run.lease, run.submission):
         Lease.acquire(lease).release()
+
+
+def test_a_run_that_is_moved_while_its_leases_are_waited_for_is_not_made_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or two commands would both report success, and one of them would have moved an empty directory."""
+    elsewhere = run.path.with_name("b-12345678")
+
+    def walk(*arguments: object) -> list[object]:
+        run.path.rename(elsewhere)  # after the look whether it is a run
+        return []
+
+    monkeypatch.setattr(module.files, "walk", walk)
+    with pytest.raises(RunDirError, match="was moved or removed meanwhile"), custody(run.path):
+        pytest.fail("custody of nothing")
+    assert not run.path.exists()
+    assert RunDir(elsewhere).config.exists()
+
+
+def test_an_evaluation_that_begins_while_the_run_is_moved_waits_for_that(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By settings that nobody has used before, so that their lease is none of those that custody holds."""
+    monkeypatch.setattr(evaluations, "ADDING_S", 0.0)
+    directory = evaluations.work_lease(run, "0f0f")
+    with custody(run.path):
+        with pytest.raises(LockedError):
+            evaluations.make_work(run, directory, None, 5.0)
+        assert not directory.exists()
+    evaluations.make_work(run, directory, None, 5.0)
+    with Lease.acquire(directory, within=run.path), pytest.raises(LockedError), custody(run.path):
+        pytest.fail("it is being evaluated")
 
 
 def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
@@ -185,3 +217,17 @@ class TestWhatIsNoRun:
         monkeypatch.chdir(run.path)
         assert run_at(Path()).path == run.path
         assert run_at(Path(os.path.join("..", run.path.name, "."))).path == run.path
+
+
+def test_a_job_is_found_by_opening_its_file_and_not_by_a_look(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system a machine may believe for seconds that a file is missing which another one has made."""
+    assert submitted_jobs.launcher_of(run) is None
+    run.job.write_text('{"launcher": "launch.slurm.SlurmLauncher"}')
+
+    def missing(path: object, **_: object) -> object:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(module.files, "stat", missing)
+    assert submitted_jobs.launcher_of(run) == "launch.slurm.SlurmLauncher"
+    run.job.write_text("[]")
+    assert submitted_jobs.launcher_of(run) == submitted_jobs.NONE

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from runner import __main__ as command_line
 from runner.chaos.world.disk import ROOT, Node
 from runner.chaos.world.engine import Process, World
 from runner.chaos.world.scenario import COMMON, Scenario
@@ -23,15 +24,15 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import Candidate, Fence, Retention
 from runner.checkpoint.manifest import Manifest
-from runner import __main__ as command_line
 from runner.cli import checkpoints, plan, start
 from runner.contracts import JobInfo, Launcher
-from runner.errors import CheckpointError, SupersededError, UserError
+from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
-from runner.rundir import custody, evaluations, submitted_jobs
+from runner.rundir import custody, evaluations, provenance, submitted_jobs
 from runner.rundir.attempt_log import is_finished
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
+from runner.rundir.trunk import find
 from runner.system import clock, files
 
 RUNS = Path(ROOT) / "runs"
@@ -39,8 +40,8 @@ TRUNK = RUNS / "a-1a2b3c4d"
 ELSEWHERE = Path(ROOT) / "elsewhere" / "old"
 ARCHIVE = Path(ROOT) / "a.tar"
 TIMEOUT_S = 6.0
-EVERY, KEPT, TOTAL = 2, 2, 8
-"""The trunk saves every second step, keeps the two newest checkpoints, and ends after eight steps."""
+EVERY, KEPT, TOTAL = 2, 2, 10
+"""The trunk saves every second step, keeps the two newest checkpoints, and ends after ten steps."""
 BEGUN = 4
 """What it has saved when a story begins."""
 WEIGHTS = b"weights of step %d\n"
@@ -170,7 +171,9 @@ class Custodies(Scenario):
         self._acquired: dict[str, int] = {}  # the highest number that began to train, by run
         self._committed: dict[str, set[int]] = {"a": set()}  # whose commit has returned
         self._pinned: set[int] = set()  # of the trunk, as the command has reported
+        self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
+        self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
         self._finished: dict[str, bytes] | None = None
@@ -185,8 +188,8 @@ class Custodies(Scenario):
             (plan, "load_plain"): frozen,
             (plan, "trained"): settings,
             (plan, "holds"): lambda run_dir, plain: True,
-            (start.provenance, "describe_code"): dict,
-            (start.provenance, "code_changes"): lambda run_dir: [],
+            (provenance, "describe_code"): dict,
+            (provenance, "code_changes"): lambda run_dir: [],
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
             (custody, "TIMEOUT_S"): TIMEOUT_S,
             (_attempts(), "attempt"): self._attempt_under,
@@ -256,7 +259,7 @@ class Custodies(Scenario):
             self.world.tell(f"is refused: {error}", process.name)
             self.must("malformed" not in str(error), f"{process.name} took sound records for malformed ones: {error}")
         except OSError as error:
-            if error.filename is None or process not in self._troubled and not self.disk.full:
+            if error.filename is None or (process not in self._troubled and not self.disk.full):
                 raise
             self.world.tell(f"fails: {error}", process.name)
 
@@ -269,7 +272,7 @@ class Custodies(Scenario):
         self.must("malformed" not in text, f"{process.name} took sound records for malformed ones: {text}")
         if status == 0 and (words[0] in ("mv", "rm") or "--remove" in words):
             moved = process in self._movers or ".removed-" in text
-            self.must(moved, f"{process.name} reports success and has moved nothing: {text}")
+            self.must(moved or not self._places("a"), f"{process.name} reports success and has moved nothing: {text}")
         return status
 
     def strike(self, kind: str, choice: float) -> None:
@@ -342,10 +345,11 @@ class Custodies(Scenario):
 
     def _pin(self) -> int:
         place = self._place()
-        steps = sorted(self._committed["a"])[-3:]
+        with self.world.outside():
+            steps = sorted(RunDir(place).checkpoint_steps())
         if not steps:
             return 0
-        step = self.random.choice(steps)
+        step = steps[0] if self.random.random() < 0.7 else self.random.choice(steps)
         status = self._carry_out("pin", str(place), "--step", str(step))
         if status == 0:
             self._pinned.add(step)
@@ -375,7 +379,7 @@ class Custodies(Scenario):
 
     def _fork_later(self) -> int:
         """A branch that waits for a checkpoint, which the trunk would delete again."""
-        return self._branch(self._place(), TOTAL - EVERY)
+        return self._branch(self._place(), TOTAL - EVERY * KEPT)
 
     def _branch(self, trunk: Path, step: int) -> int:
         if not files.is_file(RunDir(trunk).config):
@@ -426,6 +430,11 @@ class Custodies(Scenario):
         number, process = len(self.queue) + 1, self._own()
         files.write_json(RunDir(run_dir).job, {"launcher": LAUNCHER, "job_id": number}, guard=guard)
         job = self.queue[number] = Job(number, run_dir, process, after)
+        if after is not None and process not in self._troubled:
+            with self.world.outside():
+                step = int(frozen(run_dir)["fork"]["step"])
+                if step not in self._committed["a"] or files.is_dir(RunDir(after).checkpoint(step)):
+                    self._promised.add(step)
         self.world.tell(f"submits {run_dir.name} as job {number}", process.name)
         if after is None or self._is_over(after):
             self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
@@ -475,7 +484,7 @@ class Custodies(Scenario):
             self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
             if wanted.fork.run is not None:
-                _branches().take_over(run, start.find(wanted.fork.run, run.path), wanted.fork.step, fence)
+                _branches().take_over(run, find(wanted.fork.run, run.path), wanted.fork.step, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
             newest = checkpoint_dir.newest(run.checkpoints)
             step = newest.step if newest else 0
@@ -521,6 +530,8 @@ class Custodies(Scenario):
         process = task.process
         if what == "rename" and Path(path).parent.name != "checkpoints" and self._is_run(to):
             self._moved(process, Path(path), Path(to))
+        if what == "rename" and self._is_watched and re.fullmatch(r".*/checkpoints/step_\d+", to):
+            self.world.at(self.random.uniform(0.0, 0.05), partial(self._command, self._pin, False))
         if what == "link" and to == str(ARCHIVE):
             self._check_packed()
         if what in ("rename", "unlink") and self._working.get(process, ("", ""))[0] == "trains":
@@ -542,7 +553,7 @@ class Custodies(Scenario):
         for job in self.queue.values():
             if job.live and job.run_dir == source and job.submitter not in self._troubled:
                 self.must(False, f"{process.name} moved {source.name}, which has job {job.number} in the queue")
-        if target.name.startswith(".") and ".refused-" not in target.name:
+        if target.name.startswith("."):
             self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
             if process.name.startswith("archive"):
                 self.must(self._packed is not None, f"{process.name} removes {source.name} before it was packed")
@@ -603,7 +614,9 @@ class Custodies(Scenario):
             for path in self._directories(self.disk.root, Path(ROOT))
             if path.name.startswith("branch") and not self._is_run(str(path))
         ]
-        left = [name for name in _names(self.disk.root, ROOT) if re.search(r"\.tmp-|\.removed-|\.refused-", name)]
+        left = [name for name in _names(self.disk.root, ROOT) if re.search(r"\.tmp-|\.removed-", name)]
+        if not self._places("a"):
+            begun.append(f"{ARCHIVE.with_name('.' + ARCHIVE.name)}.tmp-")  # the next archive of this name removes it
         left = [name for name in left if not name.startswith(tuple(begun))]
         self.must(not left, f"these are left behind: {left}")
 
@@ -649,18 +662,17 @@ class Custodies(Scenario):
             if path.name.startswith(".") or path.name.startswith("branch") or self._is_run(str(path)):
                 continue
             left = sorted(_contents(path))
-            self.must(not left, f"{path}, which is no run any more, was begun anew: {left}")
+            self.must(not left, f"{path} is no run, or no run any more, and holds {left}")
             ended_early = self._troubled or any(process.killed_by for process in self.world.processes)
             self.must(ended_early, f"{path} is left behind, empty but for leases")
 
     def _directories(self, directory: Node, path: Path) -> Iterator[Path]:
         """Where a run could be."""
         for entry, node in sorted(directory.entries.items()):
-            if node.is_dir:
-                if any(name in node.entries for name in LEASES):
-                    yield path / entry
-                elif entry not in LEASES:
-                    yield from self._directories(node, path / entry)
+            if node.is_dir and path / entry in (RUNS, ELSEWHERE, ELSEWHERE.parent):
+                yield from self._directories(node, path / entry)
+            elif node.is_dir:
+                yield path / entry
 
     def _check_runs(self) -> None:
         for place in self._places("a"):
@@ -668,7 +680,8 @@ class Custodies(Scenario):
             found = {
                 each.step: checkpoint_dir.corruption_of(each) for each in checkpoint_dir.candidates(run.checkpoints)
             }
-            kept = set(sorted(self._committed["a"])[-KEPT:]) | (self._pinned & pins.pinned(run.checkpoints))
+            kept = set(sorted(self._committed["a"])[-KEPT:]) | (self._promised & self._committed["a"])
+            kept |= self._pinned & pins.pinned(run.checkpoints)
             lost = sorted(step for step in kept if found.get(step, "it is gone"))
             self.must(not lost, f"checkpoints {lost} are lost; there are {sorted(found)}")
             if self._finished is not None:
