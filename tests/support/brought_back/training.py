@@ -84,7 +84,9 @@ def _appends_to_what_another_has_open(patch: pytest.MonkeyPatch) -> None:
 def _corrupt_ones_count(patch: pytest.MonkeyPatch) -> None:
     def to_delete(self: Retention, found: Any, pinned: Any = ()) -> list[Candidate]:
         there = sorted(found, key=lambda each: each.step)
-        kept = {each.path for each in there[-self.keep_last :]} | {each.path for each in self.best(there)[: self.keep_best]}
+        kept = {each.path for each in there[-self.keep_last :]} | {
+            each.path for each in self.best(there)[: self.keep_best]
+        }
         return [each for each in there if each.path not in kept and each.step not in pinned]
 
     patch.setattr(Retention, "to_delete", to_delete)
