@@ -192,6 +192,16 @@ def _names(directory: Path) -> list[str]:
         raise CheckpointError(f"{directory} cannot be read ({error.strerror}); restore it and rerun") from error
 
 
+def look_anew(directory: Path) -> None:
+    """Let the next look at the directory show what there is now.
+
+    A client of a network file system may show for half a minute what it listed before, and what another machine has
+    committed since is missing. It notices that when it changes something of the directory itself, such as its time.
+    """
+    with contextlib.suppress(OSError):  # not there yet, or somebody else's
+        files.set_times(directory)
+
+
 def corruption_of(candidate: Candidate) -> str | None:
     """What is wrong with a checkpoint, or None; reads every byte.
 

@@ -241,6 +241,7 @@ class TrainStateManager:
     def _restore(
         self, model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None, another_optimizer: bool
     ) -> tuple[Info, TrainState] | None:
+        self._world.run_on_main(lambda: checkpoint_dir.look_anew(self.directory))
         self._world.run_on_main(self._saver.sweep)
 
         def load(info: Info) -> tuple[Info, TrainState]:

@@ -420,7 +420,11 @@ class Disk:
     def set_times(self, path: Any, *_: Any, **__: Any) -> None:
         """`os.utime`."""
         self._call("utime", path)
-        self._find(self._parts(path) or [], path).changed = self.world.now
+        node = self._find(self._parts(path) or [], path)
+        node.changed = self.world.now
+        if (host := self._host()) is not None:  # the server's answer shows whether anything else has changed there
+            for key in [key for key in host.seen if key is node or (type(key) is tuple and key[0] is node)]:
+                del host.seen[key]
 
     # ---- open files
 

@@ -1,4 +1,4 @@
-"""The smallest thing that a run can train: a few points, a line through them, dropout. Named by the configs of stories."""
+"""The smallest thing that a run can train: a few points, a line through them, dropout."""
 
 from __future__ import annotations
 
@@ -50,4 +50,5 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The squared error of each point, (B,); a coordinate is left out now and then, as the generators say."""
     points = batch["points"]
     known = nn.functional.dropout(points[:, :2], 0.3, model.training)
-    return (model(known).squeeze(1) - points[:, 2]).square()
+    foretold: torch.Tensor = model(known)
+    return (foretold.squeeze(1) - points[:, 2]).square()

@@ -1,20 +1,22 @@
 """The scenario of training: attempts at one run, one after another and at once, that may end at any moment.
 
-Everything of an attempt is real, from its lease to its last record: `runner.training.attempt.attempt` runs in a simulated
-process and trains a line through a few points. What comes out is compared with the same run that nothing befell.
+Everything of an attempt is real, from its lease to its last record: `runner.training.attempt.attempt` runs in a
+simulated process and trains a line through a few points. What comes out is compared, bit for bit, with the same run
+that nothing befell.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +28,6 @@ from runner.chaos.world.schedule import Schedule
 from runner.checkpoint.manager import TrainStateManager
 from runner.checkpoint.manifest import NAME as MANIFEST
 from runner.checkpoint.manifest import TRAIN_STATE, Manifest
-from runner.checkpoint.reader import load_train_state
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.config.composition import compose
 from runner.config.frozen import to_yaml
@@ -112,8 +113,6 @@ def _same_but_evaluated(mine: dict[str, bytes], found: dict[str, bytes], name: s
 
 
 def _loaded(raw: bytes) -> dict[str, Any]:
-    import io
-
     return dict(_plain_values(torch.load(io.BytesIO(raw), weights_only=True)))
 
 
@@ -415,7 +414,7 @@ class _Quiet(Training):
     """The same run without strikes, which keeps all its checkpoints. Its seed is the number of its kind."""
 
     name = "undisturbed"
-    trees: dict[int, dict[str, bytes]] = {}
+    trees: ClassVar[dict[int, dict[str, bytes]]] = {}
 
     def __init__(self, world: World, seed: str) -> None:
         Scenario.__init__(self, world, seed)
