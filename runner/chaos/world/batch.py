@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from runner.chaos.world.disk import Disk
 from runner.chaos.world.engine import World
@@ -103,7 +104,7 @@ class Batch:
             shutil.rmtree(self._copy, ignore_errors=True)
 
     @contextmanager
-    def _bash(self) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[bytes], int]]:
+    def _bash(self) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], int]]:
         asked_by, asks = os.pipe()
         hears, answers = os.pipe()
         self._fetch()
@@ -119,7 +120,7 @@ class Batch:
         os.close(hears)
         with open(asked_by, "rb") as asked:
             try:
-                yield bash, asked, answers  # type: ignore[misc]
+                yield bash, asked, answers
             finally:
                 os.close(answers)
                 bash.kill()
