@@ -1,8 +1,8 @@
-"""The batch script of a simulated job: its real text in a real bash, which asks the world whenever it leaves the shell.
+"""The batch script of a simulated job: its real text in a real bash, which asks the world to run commands.
 
 `scontrol`, `srun`, `sleep`, `date`, `rm` and `echo` are shell functions that send their words through a pipe and wait
-for the answer. Bash's own reads and writes of the marker files go to a real folder, a copy of the simulated one: what it
-has changed there is carried over whenever it asks, and what others have changed is put there before it goes on. What
+for the answer. Bash itself reads and writes the marker files in a real folder, a copy of the simulated one: what it has
+changed there is carried over whenever it asks, and what others have changed is put there before it goes on. What
 happens between two questions is therefore one moment.
 """
 

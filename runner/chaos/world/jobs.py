@@ -1,8 +1,8 @@
 """The scenario of jobs: runs that are submitted to Slurm, stopped, requeued, and resumed by whoever may.
 
 Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a
-real bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what submitit
-writes (a script, one file per run), and for the training: a step is a pause, a save a manifest.
+real bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what
+submitit writes (a script, one file per run), and for the training: a step is a pause, a save a manifest.
 """
 
 from __future__ import annotations
@@ -88,20 +88,18 @@ def _varied(first: Composed, number: int, retry_failed: bool) -> Composed:
     return made
 
 
-_CONFIGS: dict[bytes, Any] = {}
-
-
 def _load(really: Callable[[Path], Any], run_dir: Path) -> Any:
-    """The frozen config of a run; texts that are known are not parsed again."""
+    """The frozen config of a run; those that commands write are not parsed."""
     text = b""
     with suppress(OSError):
         text = files.read_regular(RunDir(run_dir).config)
-    if text not in _CONFIGS:
-        made = really(run_dir)
-        if not text:
-            return made
-        _CONFIGS[text] = made
-    return _CONFIGS[text]
+    known = _configs()
+    return known[text] if text in known else really(run_dir)
+
+
+@cache
+def _configs() -> dict[bytes, Any]:
+    return {each.text.encode(): each.config for retried in (False, True) for each in _composed(2, retried)}
 
 
 class Jobs(Scenario):
@@ -194,6 +192,7 @@ class Jobs(Scenario):
         self.disk.make_dir(RUNS)
         self.disk.watchers.append(self._watch)
         _composed(self.count, True)
+        _configs()
         self._command()
         for _ in range(self.random.choice((0, 1, 2))):
             self.world.at(self.random.uniform(1.0, 400.0), self._command)

@@ -1,7 +1,7 @@
 """A simulated Slurm: one controller, a few nodes, and the commands by which it is asked.
 
-What it prints is what `launch.scheduler` reads, dated by the controller's clock. A job is started, asked to stop, killed
-and requeued as on real clusters (see docs/slurm.md): the processes on the nodes get signals, and only when all of them
+What it prints is what `launch.scheduler` reads, dated by its own clock. A job is started, asked to stop, killed and
+requeued as on real clusters (see docs/slurm.md): the processes on the nodes get signals, and only when all of them
 are gone does the job leave the state COMPLETING. A controller that is away carries nothing out, and what it should have
 done meanwhile it does when it is back. A node that is cut off goes on with what runs there, while its jobs are given to
 other nodes.
@@ -525,7 +525,7 @@ class Slurm:
             self._schedule_soon()
 
     def lose_state(self) -> None:
-        """The controller starts with nothing: it knows no job, and ids begin anew. Nodes end all jobs."""
+        """The controller starts anew with nothing: it knows no job, ids begin at 1, and nodes end what runs there."""
         self.world.tell("has lost its state", "slurmctld")
         jobs = list(self.jobs.values())
         self.jobs.clear()
