@@ -584,6 +584,10 @@ class Jobs(Scenario):
         # Slurm ends a job whose batch script is killed as FAILED, for good; nobody is left on the node to object.
         if {"lost", "batch script killed"} & last:
             return True
+        # The disk refused even the record of the end, again and again: the log says so.
+        rank = self._ranks.get((job, job.began_with))
+        if rank is not None and any("could not be recorded" in line for line in rank.output):
+            return True
         # Slurm was about to end the job, and did not answer until it did: nothing is requeued on a guess.
         return job.state in ("TIMEOUT", "PREEMPTED") and job.hindered
 
