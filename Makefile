@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 BIN = $(VENV)/bin
 
-.PHONY: run test fast check docs bench clean
+.PHONY: run test fast check docs bench mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m runner $(ARGS)
@@ -30,6 +30,10 @@ docs: $(VENV)/.docs
 # Ratios against peers and limits; run it on an otherwise idle machine. ARGS="loader" runs one of them.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Small random changes of the code, each of which a test should notice: docs/mutants.md. Hours; it resumes.
+mutants: $(VENV)/.test
+	PYTHONPATH=tests/support nice -n 19 $(BIN)/python -m mutants $(ARGS)
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

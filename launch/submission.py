@@ -75,15 +75,23 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
 
     Raises:
         SchedulerError: Slurm does not answer, so that there may be such a job, or it does not cancel one.
+        OSError: a note cannot be read.
+        SupersededError: another command has taken over.
     """
     noted = [(run, note) for run in runs if (note := _note(run))]
+    for run, _ in noted:
+        if run.guard is not None:
+            run.guard.check()  # after the look: the note may be that of a command which has taken over
     found = []
     try:
         live = {user: _by_name(user) for user in {note["user"] for _, note in noted}}
         for run, note in noted:
             job_id = live[note["user"]].get((note["name"], note["task"]))
-            if job_id is not None and job_id != files.read_object(run.job).get("job_id"):
-                found.append(job_id)
+            if job_id is None or job_id == files.read_object(run.job).get("job_id"):
+                continue
+            if note["user"] != str(processes.user_id()):
+                raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
+            found.append(job_id)
         if found:
             scheduler.ask("scancel", *found)
     except scheduler.SchedulerError as error:
@@ -112,7 +120,7 @@ def abandon(runs: Sequence[RunDir], error: BaseException) -> None:
         return
     try:
         settle(runs)
-    except scheduler.SchedulerError as silent:
+    except OSError as silent:
         raise UncertainError(f"{error}; {silent}") from error
 
 

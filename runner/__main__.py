@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from runner.cli.commands import COMMANDS, WITH_SETTINGS
 from runner.cli.help import config_dirs, text
-from runner.errors import ExitStatus, UserError, nearest
+from runner.errors import ExitStatus, FileError, UserError, nearest
 from runner.system.signals import STOP
 
 HELP = ("-h", "--help")
@@ -46,6 +46,12 @@ def run(arguments: Sequence[str]) -> int:
         from runner.cli.console import print_errors
 
         return print_errors(error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        from runner.cli.console import print_errors
+
+        return print_errors(FileError(f"{error.filename or 'the file system'}: {error.strerror or error}"))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # as a shell reports it
     except SystemExit as end:  # argparse has printed a command's help, or a class of the user's exits

@@ -6,6 +6,7 @@ import hashlib
 import lzma
 import os
 import re
+import stat
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody
 from runner.rundir.paths import RunDir
-from runner.system import files, processes
+from runner.system import accounts, files, processes
 
 SUFFIXES = {".tar": "w", ".tar.gz": "w:gz", ".tar.xz": "w:xz"}
 KEEP = ("all", "last", "best", "none")
@@ -219,12 +220,24 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
         tar.addfile(entry)
         return f"link to {link}"
     if files.is_dir(path):
-        tar.addfile(tar.gettarinfo(path, arcname=name))
+        tar.addfile(_entry(name, files.stat(path)))
         return "directory"
     with files.open_regular(path) as source:
         hashing = _Hashing(source)
-        tar.addfile(tar.gettarinfo(arcname=name, fileobj=source), hashing)
+        tar.addfile(_entry(name, files.stat_fd(source.fileno())), hashing)
     return hashing.digest.hexdigest()
+
+
+def _entry(name: str, found: os.stat_result) -> tarfile.TarInfo:
+    """What `TarFile.gettarinfo` makes of a file or a directory, which looks past the system layer."""
+    entry = tarfile.TarInfo(name)
+    entry.mode, entry.mtime = found.st_mode, found.st_mtime
+    entry.uid, entry.gid, entry.uname = found.st_uid, found.st_gid, accounts.user_name(found.st_uid)
+    if stat.S_ISDIR(found.st_mode):
+        entry.type = tarfile.DIRTYPE
+    else:
+        entry.size = found.st_size
+    return entry
 
 
 def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:

@@ -212,7 +212,8 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
     """
     if keep_last < 1:
         raise UserError(f"--keep-last {keep_last}: must be 1 or more; the newest valid one is never deleted")
-    with Lease.acquire(RunDir(directory.parent).lease, {"job_id": None}, report=_warn) as lease:
+    run = RunDir(directory.parent)
+    with Lease.acquire(run.lease, {"job_id": None}, report=_warn, within=run.path) as lease:
         fence = Fence(lease.fence, lease.check_fence)
         kept = checkpoint_dir.newest(directory)
         found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]

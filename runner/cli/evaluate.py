@@ -19,7 +19,7 @@ from runner.cli.resume import jobs
 from runner.config.identity import evaluation_digest
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, RunDirError, UserError
-from runner.rundir.evaluations import ALL, Request, evaluated, given_up, request_file
+from runner.rundir.evaluations import ALL, Request, evaluated, given_up, make_work, request_file
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import reading
@@ -226,9 +226,10 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
             return int(ExitStatus.FINISHED)
         if errors := launcher.check([directory]):
             raise UserError("\n".join(errors))
-        files.make_dirs(directory, files.OWNED)
         timeout_s = composed.config.run.lease_timeout_s
-        with Lease.acquire(RunDir(directory).submission, None, timeout_s, wait_s=SUBMISSION_WAIT_S) as lease:
+        make_work(run, directory, None, timeout_s)
+        submission = RunDir(directory).submission
+        with Lease.acquire(submission, None, timeout_s, wait_s=SUBMISSION_WAIT_S, within=run.path) as lease:
             job = launcher.jobs([directory]).get(directory)  # another shell may have submitted it meanwhile
             if job is not None and job.live:
                 say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")

@@ -137,12 +137,12 @@ def run_here(planned: PlannedRun) -> int:
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
     missing = {parent for parent in (run.path, *run.path.parents) if not files.exists(parent)}
-    try:
-        files.make_dirs(run.path, files.OWNED)
-    except OSError as error:
-        raise UserError(unusable(run.path, "written", error)) from None
+    if planned.state == "new":
+        _make(run.path)
     holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
-    with Lease.acquire(run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report) as lease:
+    with Lease.acquire(
+        run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report, within=run.path
+    ) as lease:
         refused = True
         try:
             status = _run_under(lease, planned)
@@ -152,6 +152,18 @@ def run_here(planned: PlannedRun) -> int:
                 _discard([job], {run.path: lease.guard}, lease.fence)
                 _remove_empty(missing)
     return status
+
+
+def _make(run_dir: Path) -> None:
+    """Create the directory of a new run, which may be there already.
+
+    Raises:
+        UserError: the file system refuses.
+    """
+    try:
+        files.make_dirs(run_dir, files.OWNED)
+    except OSError as error:
+        raise UserError(unusable(run_dir, "written", error)) from None
 
 
 def _run_under(lease: Lease, before: PlannedRun) -> int:
@@ -197,6 +209,8 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
     status, pins = int(ExitStatus.USAGE), set[Path]()
     with ExitStack() as held:
         jobs = [run.job for run in planned if run.starts]
+        for job in new:
+            _make(job.run_dir)
         guards = held.enter_context(_submitting(jobs))
         try:
             # Another shell may have submitted them while this one waited.
@@ -278,16 +292,13 @@ def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
 
     Raises:
         LockedError: another command is submitting one of them, and does not finish.
+        RunDirError: one of them was moved or removed.
         UserError: a run directory cannot be written.
     """
     guards = {}
     with Heart() as heart, ExitStack() as held:
         # Sorted, so that two sweeps that share runs cannot wait for each other.
         for job in counted(sorted(jobs, key=lambda job: job.run_dir), "creating run directories"):
-            try:
-                files.make_dirs(job.run_dir, files.OWNED)
-            except OSError as error:
-                raise UserError(unusable(job.run_dir, "written", error)) from None
             lease = held.enter_context(
                 Lease.acquire(
                     RunDir(job.run_dir).submission,
@@ -297,6 +308,7 @@ def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
                     asked_to_stop=lambda: STOP,
                     report=_report,
                     heart=heart,
+                    within=job.run_dir,
                 )
             )
             guards[job.run_dir] = lease.guard

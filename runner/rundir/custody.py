@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,18 +50,28 @@ def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator
         report: receives a message when there is something to wait for.
 
     Raises:
-        RunDirError: see `run_at`.
+        RunDirError: see `run_at`; or the run was moved or removed meanwhile.
         LockedError: the run is live, or has a job in a queue.
         UserError: a scheduler that may have a job of it does not answer, or the directory cannot be written.
     """
     run = run_at(path)
     with ExitStack() as held:
-        # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
-        leases = [run.submission, run.lease, *(lease for lease in _evaluation_leases(run) if files.is_dir(lease))]
+
+        def acquire(leases: Iterable[Path]) -> list[Lease]:
+            return [
+                held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
+                for lease in leases
+            ]
+
         try:
-            acquired = [held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report)) for lease in leases]
+            # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
+            acquired = acquire((run.submission, run.lease, run.evaluation_lease))
+            # Whoever wants to evaluate or submit an evaluation adds a lease under that of the evaluations (`make_work`).
+            acquired += acquire(_leases_of_evaluations(run))
         except LockedError as error:  # another run directory is no way out here
             raise LockedError(f"{str(error).partition(';')[0]}; wait for it, or stop it") from None
+        if not is_run(run):
+            raise RunDirError(f"{run.path} was moved or removed meanwhile")
         _check_queue(run)
         yield Custody(run, acquired)
 
@@ -74,15 +84,17 @@ def check_idle(run: RunDir) -> None:
         UserError: a scheduler that may have a job of it does not answer.
     """
     with reading(run):
-        for lease in (run.lease, run.submission, *_evaluation_leases(run)):
+        for lease in (run.lease, run.submission, run.evaluation_lease, *_leases_of_evaluations(run)):
             found = read_holder(lease)
             if found and "pid" in found[1] and liveness(found[1], processes.this_process()) == "alive":
                 raise LockedError(f"{run.path} is in use by {describe_holder(found[1])}; wait for it, or stop it")
     _check_queue(run)
 
 
-def _evaluation_leases(run: RunDir) -> list[Path]:
-    return [run.evaluation_lease, *leases_and_jobs(run)[0]]
+def _leases_of_evaluations(run: RunDir) -> list[Path]:
+    """Of those that are made here, and of the commands that submit others."""
+    leases, jobs = leases_and_jobs(run)
+    return [lease for lease in (*leases, *(job.submission for job in jobs)) if files.is_dir(lease.parent)]
 
 
 def _check_queue(run: RunDir) -> None:

@@ -116,6 +116,22 @@ def work_lease(run: RunDir, settings: str) -> Path:
     return run.evaluation_work / settings
 
 
+def make_work(run: RunDir, directory: Path, holder: Mapping[str, Any] | None, timeout_s: float) -> None:
+    """Make the directory of a lease or of a submitted evaluation, unless it is there.
+
+    Under the lease of whoever adds a result: who moves or removes the run holds that before looking which others there
+    are, so that none is overlooked.
+
+    Raises:
+        RunDirError: the run was moved or removed.
+        UserError: another process does not release that lease.
+        OSError: the file system refused.
+    """
+    if not files.is_dir(directory):
+        with Lease.acquire(run.evaluation_lease, holder, timeout_s, wait_s=ADDING_S, within=run.path):
+            files.make_dirs_in(run.path, directory)
+
+
 def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
     """The results by these settings, by step.
 
@@ -144,7 +160,7 @@ def add(run: RunDir, record: Mapping[str, Any], holder: Mapping[str, Any], timeo
         UserError: another process does not finish adding its own.
         OSError: the file system refused.
     """
-    with Lease.acquire(run.evaluation_lease, holder, timeout_s, wait_s=ADDING_S) as lease:
+    with Lease.acquire(run.evaluation_lease, holder, timeout_s, wait_s=ADDING_S, within=run.path) as lease:
         if record["step"] in evaluated(run, str(record["digest"])):
             return False
         lines = [json.dumps(value) for value in (*files.read_lines(run.evaluations), dict(record))]

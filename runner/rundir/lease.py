@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.contracts import Job
-from runner.errors import LockedError, StoppedError, SupersededError, UserError
+from runner.errors import LockedError, RunDirError, StoppedError, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes, threads
 from runner.system.signals import STOP
@@ -165,6 +165,7 @@ class Lease:
         asked_to_stop: Callable[[], object] = lambda: False,
         report: Callable[[str], None] | None = None,
         heart: Heart | None = None,
+        within: Path | None = None,
     ) -> Lease:
         """Acquire the lease kept in `directory`.
 
@@ -177,8 +178,11 @@ class Lease:
             asked_to_stop: ends every wait for another holder when true.
             report: receives a message when there is something to wait for.
             heart: beats for this lease and others; without one, it has a thread of its own.
+            within: the run directory, of a run that is there already. It is not created: whoever waited for its lease
+                while it was moved or removed must not begin another one in its place.
 
         Raises:
+            RunDirError: `within` is gone.
             LockedError: the holder is alive.
             StoppedError: `asked_to_stop` ended the wait for a sign of life.
             SupersededError: this process was stopped for so long that it has lost the lease already.
@@ -191,7 +195,7 @@ class Lease:
         deadline, reported = clock.monotonic() + wait_s, False
         while True:
             try:
-                return cls._take(directory, own, timeout_s, asked_to_stop, report, heart)
+                return cls._take(directory, own, timeout_s, asked_to_stop, report, heart, within)
             except LockedError as error:
                 if asked_to_stop() or clock.monotonic() >= deadline:
                     raise
@@ -199,6 +203,8 @@ class Lease:
                     report(f"{str(error).partition(';')[0]}: waiting up to {wait_s:.0f} s for it")
                     reported = True
             except OSError as error:
+                if within is not None and isinstance(error, FileNotFoundError):
+                    raise RunDirError(f"{within} was moved or removed meanwhile") from None
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 remedy = (
                     "free some space there"
@@ -219,8 +225,12 @@ class Lease:
         asked_to_stop: Callable[[], object],
         report: Callable[[str], None] | None,
         heart: Heart | None,
+        within: Path | None,
     ) -> Lease:
-        files.make_dirs(directory)
+        if within is None:
+            files.make_dirs(directory)
+        else:
+            files.make_dirs_in(within, directory)
         while True:
             fence, holder = read_holder(directory) or (0, {"released": True})
             _wait_until_gone(directory, fence, holder, own, timeout_s, asked_to_stop, report)
@@ -463,13 +473,20 @@ def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[s
 
     Raises:
         LockedError: another process holds it and is alive (for such a job: even after JOB_WAIT_S).
+        RunDirError: the run was moved or removed.
         StoppedError: a signal came while the job waited; it was requeued if the cause requires that.
         UserError: the run directory cannot be written.
     """
     wait_s = JOB_WAIT_S if job.auto_restarts else 0.0
     try:
         return Lease.acquire(
-            run.lease, job.identity(), timeout_s, wait_s=wait_s, asked_to_stop=lambda: STOP, report=report
+            run.lease,
+            job.identity(),
+            timeout_s,
+            wait_s=wait_s,
+            asked_to_stop=lambda: STOP,
+            report=report,
+            within=run.path,
         )
     except (LockedError, StoppedError) as error:
         if STOP.signum is None or not job.auto_restarts:

@@ -6,7 +6,9 @@ installation knows; nothing is imported because a file names it. Nothing here im
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from runner.system import files
 
 GROUP = "runner.launchers"
 """The entry-point group in which a package registers its launchers, classes that can be called without arguments."""
+NONE = "no launcher"
+"""In place of the class, where job.json does not name one."""
 SHIPPED = ("launch.local:LocalLauncher", "launch.slurm:SlurmLauncher")
 
 
@@ -48,10 +52,16 @@ def launcher_of(run: RunDir) -> str | None:
     Raises:
         OSError: job.json or status.json cannot be read.
     """
-    if files.exists(run.job):
-        return str(files.read_object(run.job).get("launcher") or "no launcher")
-    launcher = files.read_object(run.status).get("launcher")
-    return None if launcher is None else str(launcher)
+    try:
+        # Opened, and not looked at first: on a network file system a machine may believe for seconds that what it has
+        # missed once is missing still, but asks the server when it opens a file.
+        found = files.read_regular(run.job)
+    except (FileNotFoundError, NotADirectoryError):
+        launcher = files.read_object(run.status).get("launcher")
+        return None if launcher is None else str(launcher)
+    with suppress(ValueError, RecursionError, AttributeError):
+        return str(json.loads(found).get("launcher") or NONE)
+    return NONE
 
 
 def _known_launcher(name: str) -> metadata.EntryPoint:

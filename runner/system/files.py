@@ -289,6 +289,21 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
         _sync_parent(directory)
 
 
+def make_dirs_in(top: Path, path: Path) -> None:
+    """Create a directory and its missing parents durably inside of `top`, which is not created.
+
+    Raises:
+        FileNotFoundError: `top` is gone.
+        OSError: the file system refused.
+    """
+    there = top
+    for part in path.relative_to(top).parts:
+        there /= part
+        with suppress(FileExistsError):
+            make_dir(there)
+        _sync_parent(there)
+
+
 def _sync_parent(directory: Path) -> None:
     """Make the entry of a new directory survive a power loss, unless its parent may not be opened or synced."""
     try:

@@ -28,6 +28,9 @@ start = subprocess.Popen
 run = subprocess.run
 """Run a command to its end."""
 
+become = os.execve
+"""(path, arguments, environment): replace the program of this process; what its buffers hold is lost."""
+
 send_signal = os.kill
 """Send a signal to a process of this machine."""
 

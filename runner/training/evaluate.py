@@ -16,7 +16,7 @@ from runner.checkpoint.directory import Candidate
 from runner.checkpoint.reader import load_train_state
 from runner.config.schema import Config
 from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UserError
-from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, work_lease
+from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, make_work, work_lease
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
@@ -204,14 +204,17 @@ class Work:
 
     def _acquire(self, held: ExitStack) -> bool:
         """Acquire the lease of these settings, however long another process keeps it; False if asked to stop."""
+        directory = work_lease(self.run, self.request.settings)
+        make_work(self.run, directory, self.holder, self.config.run.lease_timeout_s)
         try:
             lease = Lease.acquire(
-                work_lease(self.run, self.request.settings),
+                directory,
                 self.holder,
                 self.config.run.lease_timeout_s,
                 wait_s=UNLIMITED_S,
                 asked_to_stop=self.stop,
                 report=self.say,
+                within=self.run.path,
             )
         except (LockedError, StoppedError):
             return False

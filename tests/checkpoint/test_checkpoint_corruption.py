@@ -306,6 +306,15 @@ def test_a_file_of_another_size_is_not_read(run: Path) -> None:
     assert load(run) == 1
 
 
+def test_what_is_wrong_is_also_said_without_reading_the_files(run: Path) -> None:
+    """A list of checkpoints looks at names and sizes alone."""
+    (run / "step_00000001" / "manifest.json").write_bytes(b"")
+    os.truncate(run / "step_00000002" / "train_state.pt", 3)
+    newer, older = checkpoint_dir.candidates(run)
+    assert str(checkpoint_dir.size_error(newer)).startswith("train_state.pt has 3 bytes, but ")
+    assert str(checkpoint_dir.size_error(older)).startswith("manifest.json is not JSON")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_links_are_not_followed(run: Path, tmp_path: Path, name: str) -> None:
     path = run / "step_00000002" / name

@@ -453,6 +453,11 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, options: dict[str, An
         TrainStateManager(tmp_path, **options)
 
 
+@pytest.mark.parametrize("options", [{"keep_last": 1}, {"keep_every_steps": 1}, {"keep_best": 0}])
+def test_the_smallest_settings_are_not(tmp_path: Path, options: dict[str, Any]) -> None:
+    TrainStateManager(tmp_path, **options)
+
+
 FIRST_SAVE = """
 import sys, threading, time
 import torch

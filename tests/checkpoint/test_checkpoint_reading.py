@@ -171,3 +171,26 @@ def test_more_ranks_may_have_saved_than_a_process_may_have_files_open(tmp_path: 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found.tolist() == list(range(ranks))
+
+
+@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize("rows", [3, 300])
+def test_a_part_is_read_into_memory_of_any_layout(tmp_path: Path, rows: int, verified: bool) -> None:
+    """Columns of a tensor, whole rows into a transposed target, another dtype; large pieces and small ones."""
+    columns = 1000
+    part = Part("model.w", torch.int64, (rows, columns), (0, 0), (rows, columns))
+    whole = torch.arange(rows * columns).reshape(rows, columns)
+    contents = {file_name(0): header([part]) + whole.numpy().tobytes(), INDEX: index([[part]])}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    manifest = Manifest(1, {name: record_of(tmp_path / name) for name in contents})
+    plain, transposed = torch.zeros(rows, columns, dtype=torch.int64), torch.zeros(columns, rows, dtype=torch.int64).T
+    some, other = torch.zeros(rows, 7, dtype=torch.int64), torch.zeros(rows, columns, dtype=torch.float64)
+    with CheckpointReader(tmp_path, manifest) as reader:
+        for target, offsets in ((plain, (0, 0)), (transposed, (0, 0)), (some, (0, 990)), (other, (0, 0))):
+            reader.want("model.w", target, offsets)
+        reader.fetch(contents if verified else ())
+    assert torch.equal(plain, whole)
+    assert torch.equal(transposed, whole)
+    assert torch.equal(some, whole[:, 990:997])
+    assert torch.equal(other, whole.double())

@@ -6,17 +6,22 @@ import io
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import Clockwork
+from checkpoints import Clockwork, manager
+from torch import nn
 
 from runner.checkpoint import build_train_state, get_rng_state, restore_train_state, set_rng_state
+from runner.checkpoint.directory import step_name
+from runner.checkpoint.manifest import TRAIN_STATE
 from runner.checkpoint.staging import snapshot
 from runner.checkpoint.state import TrainState, rng_for_rank
 from runner.errors import CheckpointError, UserError
+from runner.system.distributed import World
 
 
 def draw() -> tuple[float, float, list[float]]:
@@ -122,6 +127,28 @@ def test_the_positions_of_another_number_of_ranks_are_split_anew_or_refused() ->
     loader = Splitting()
     restore_train_state(state, dataloader=loader)
     assert loader.position == 31
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_holds_the_data_position_and_the_generators_of_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Each rank reads its own part of the data. The other ranks are fake: they answer when rank 0 gathers."""
+
+    def gather(world: World, value: Any) -> list[Any]:
+        if not isinstance(value, tuple):  # the plan, and what was written
+            return [value]
+        rng, dataloader = value
+        return [(rng, dataloader), *(({**rng, "of_rank": rank}, {"position": 10 * rank}) for rank in range(1, ranks))]
+
+    monkeypatch.setattr(World, "gather_on_main", gather)
+    saving = manager(tmp_path)
+    assert saving.save(1, nn.Linear(1, 1), None, build_train_state(1, 1, None, Clockwork(5)), wait=True)
+    state = torch.load(tmp_path / step_name(1) / TRAIN_STATE, weights_only=True)
+    assert [rng.get("of_rank", 0) for rng in state["rng_by_rank"]] == list(range(ranks))
+    assert state["dataloader"] == {"position": 5}
+    positions = [each["position"] for each in state.get("dataloader_by_rank", [])]
+    assert positions == ([5, 10, 20] if ranks > 1 else [])
 
 
 def test_a_snapshot_is_independent_of_the_original_and_contains_plain_values() -> None:

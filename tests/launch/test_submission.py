@@ -16,8 +16,8 @@ from fake_slurm import FakeSlurm, runs, slurm
 
 from launch import scheduler
 from launch.slurm import SlurmLauncher
-from runner.errors import ExitStatus
-from runner.system import files
+from runner.errors import ExitStatus, SupersededError
+from runner.system import files, processes
 
 __all__ = ["command", "conf", "runs", "slurm"]
 
@@ -214,6 +214,51 @@ def test_a_full_disk_is_found_before_anything_is_submitted(
     assert launch(runs) == ExitStatus.USAGE
     assert not queue.calls("sbatch", "squeue")
     assert not any(list(run.iterdir()) for run in runs)
+
+
+def test_a_job_of_another_user_is_named_and_nothing_is_submitted(
+    queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They share the directory; Slurm lets nobody else cancel it."""
+    again = killed_at_job_json(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        launch(runs[:1])
+    again()
+    monkeypatch.setattr(processes, "user_id", lambda: os.getuid() + 1)
+    assert launch(runs[:1]) == ExitStatus.USAGE
+    assert f"job 12 is of user {os.getuid()}, who has to cancel it" in capsys.readouterr().err
+    assert queue.calls("sbatch", "scancel") == ["sbatch"]
+    (queue.slurm.folder / "queue").write_text("")
+    assert launch(runs[:1]) == 0
+
+
+def test_a_superseded_command_does_not_cancel_the_job_of_its_successor(
+    queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has submitted it and is about to record it."""
+    killed_at_job_json(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        launch(runs[:1])
+
+    def superseded() -> None:
+        raise SupersededError("somebody else")
+
+    with pytest.raises(SupersededError):
+        SlurmLauncher().launch(runs[:1], "somewhere:attempt", [files.Guard("submission-00000001", superseded)])
+    assert queue.jobs() == ["12"]
+    assert notes(runs[:1]) == [True]
+
+
+def test_a_disk_that_refuses_everything_leaves_it_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
+    """Neither the files of the job can be renamed, nor the note be read."""
+    note = runs[0] / "submitting.json"
+    queue.then(f"rm -f $(dirname $1)/*.pkl; mv {note} {note}.kept; mkdir {note}")
+    assert launch(runs[:1]) == ExitStatus.INTERRUPTED
+    queue.then("")
+    note.rmdir()
+    note.with_name(f"{note.name}.kept").rename(note)
+    assert launch(runs[:1]) == 0
+    assert queue.jobs() == recorded(runs[:1]) == ["13"]
 
 
 MALFORMED = [{"name": "x"}, {"name": ""}, {"name": "0" * 32, "user": "root"}, {"name": "0" * 32, "task": "1"}, []]

@@ -159,6 +159,34 @@ def test_after_an_error_all_lines_are_written_to_a_new_file(
     assert run.metrics.stat().st_ino != before
 
 
+def test_a_sync_that_failed_once_is_repeated_with_a_new_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing is written in between: the second fsync of the same file may succeed though lines are lost."""
+    writer = resume_jsonl(run.metrics, 0)
+    writer.write(record(1))
+    before = run.metrics.stat().st_ino
+
+    def refused(fd: int) -> None:
+        raise OSError(errno.EIO, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "fsync_fd", refused)
+        with pytest.raises(OSError, match="refused"):
+            writer.sync()
+    writer.sync()
+    assert run.metrics.stat().st_ino != before
+    assert list(read_lines(run.metrics)) == [record(1)]
+
+
+def test_what_was_written_is_durable_when_the_file_is_closed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a run nothing else makes it so."""
+    writer, synced = resume_jsonl(run.metrics, 0), []
+    monkeypatch.setattr(files, "fsync_fd", lambda fd: synced.append(list(read_lines(run.metrics))))
+    writer.write(record(1))
+    assert synced == []
+    writer.close()
+    assert synced == [[record(1)]]
+
+
 def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, real, calls = resume_jsonl(run.metrics, 0), files.write_fd, []
 

@@ -8,6 +8,7 @@ import os
 import signal
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tiny_attempts import TinyJob
 
 from runner.config.composition import compose
-from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, UserError
+from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -79,6 +80,35 @@ def test_three_attempts_without_progress_are_a_crash_loop(
             log.check_budgets(max_timeouts)
     else:
         log.check_budgets(max_timeouts)
+
+
+@pytest.mark.parametrize(("saved", "stops"), [(7, True), (8, False)])
+@pytest.mark.parametrize("cause", ["crash", "time limit"])
+def test_an_attempt_that_saved_a_single_step_made_progress(tmp_path: Path, cause: str, saved: int, stops: bool) -> None:
+    """However slow the steps are: the run comes to its end, and so is retried."""
+    run = RunDir(tmp_path)
+    progress = {"start_step": 7, "checkpoint_step": saved, "steps_lost": 0}
+    lines = [{"attempt": number, "job_id": "7", "cause": cause, **progress} for number in (1, 2, 3)]
+    run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = begin(run)
+    with pytest.raises((CrashLoopError, TimeoutsError)) if stops else nullcontext():
+        log.check_budgets(3 if cause == "time limit" else None)
+
+
+@pytest.mark.parametrize(("saved", "stops"), [(None, True), (1, False)])
+def test_the_last_time_limit_that_is_allowed_is_one_without_a_new_checkpoint(
+    tmp_path: Path, saved: int | None, stops: bool
+) -> None:
+    """At the end of an attempt: one step is progress here, too."""
+    run = RunDir(tmp_path)
+    record_ends(run, "time limit", "time limit")
+    log = begin(run)
+    log.check_timeouts(4)  # after the third there may be a fourth
+    if saved:
+        run.checkpoint(saved).mkdir(parents=True)
+        (run.checkpoint(saved) / "manifest.json").write_text(json.dumps({"step": saved, "sha256": ""}))
+    with pytest.raises(TimeoutsError, match="3 time limits in a row") if stops else nullcontext():
+        log.check_timeouts(3)
 
 
 @pytest.mark.parametrize(("noted", "cause"), [("preempted", "preempted"), ("interrupted", "killed"), (None, "killed")])

@@ -180,9 +180,11 @@ class Disk:
         self._note(Change(node, parent, name, added=False))
 
     def _note(self, change: Change) -> None:
-        for directory in (change.parent, change.target):
+        for directory, name in ((change.parent, change.name), (change.target, change.to)):
             if directory is not None:
                 self._changed(directory)
+                if (host := self._host()) is not None:  # a machine knows of its own changes
+                    host.seen.pop((directory, name), None)
         if self.network or self.world.current is None:
             _make_lasting(change)
         else:

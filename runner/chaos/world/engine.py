@@ -25,6 +25,7 @@ FATAL = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
 """Signals that end a process that has no handler for them."""
 MAX_STEPS = 60_000
 """After so many steps a story counts as one that does not end."""
+NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 STEP_S = 0.002
 """The longest that a call takes, in seconds of virtual time, unless the world is slow."""
 
@@ -126,6 +127,7 @@ class Process:
         self.world = world
         self.host = host
         self.name = name
+        self.role = name.partition(" ")[0]
         host.started += 1
         self.pid = 100 + host.started
         self.start_time = str(int((world.now - host.booted) * 100))
@@ -181,6 +183,8 @@ class World:
         """What has happened in this story, for the search to tell stories apart."""
         self.checks: list[Callable[[], None]] = []
         """Called now and then; raise BrokenPromiseError if something does not hold."""
+        self.switched: Callable[[Task], object] = lambda task: None
+        """Called with the thread that goes on now: what the interpreter has only once can be exchanged there."""
         self._numbers = 0
         self._ready: list[Task] = []
         self._alarms: list[tuple[float, int, Task | None, Any]] = []
@@ -190,6 +194,7 @@ class World:
         self._switching = self.random.choice((0.02, 0.1, 0.3, 0.6)) if switching is None else switching
         self._until_switch = 1
         self._last = ("", "")
+        self._last_process: Process | None = None
         self.step_s = STEP_S
         self.max_steps = MAX_STEPS
 
@@ -215,10 +220,10 @@ class World:
         self.steps += 1
         self.now += self.random.random() * self.step_s
         self.events.append(Event(self.now, process.name, f"{what} {detail}", False))
-        role = process.name.partition(" ")[0]
-        last, self._last = self._last, (role, what)
-        if last[0] != role:
-            self.features.add((last, self._last))
+        if process is not self._last_process:
+            self._last_process = process
+            self.features.add((self._last, process.role, what))
+        self._last = (process.role, what)
         self._until_switch -= 1
         if self._until_switch <= 0 or (self._strikes and self._strikes[0][0] <= self.steps):
             self._until_switch = self._draw_switch()
@@ -321,7 +326,8 @@ class World:
         self.wake(task.waiters)
         process = task.process
         if task is process.main and not process.dead:
-            self.tell(f"ends with status {process.status}", process.name)
+            if self.broken is None:
+                self.tell(f"ends with status {process.status}", process.name)
             self._end(process)
 
     # ---- processes
@@ -368,6 +374,7 @@ class World:
             if not task.over and task.greenlet:
                 self.current = task
                 STOP.__dict__ = process.stop_flag
+                self.switched(task)
                 task.greenlet.throw(Gone)
         self.current = None
         process.tasks.clear()
@@ -518,6 +525,7 @@ class World:
             return
         self.current = task
         STOP.__dict__ = task.process.stop_flag
+        self.switched(task)
         task.greenlet.switch()
         self.current = None
         self._do_urgent()
@@ -536,4 +544,4 @@ class World:
     def tell(self, what: str, who: str = "") -> None:
         """Add a line to the story."""
         self.events.append(Event(self.now, who, what, True))
-        self.features.add(("told", who.partition(" ")[0], what.partition(" (")[0][:40]))
+        self.features.add((who.partition(" ")[0], what[:40].translate(NO_DIGITS), self._last))

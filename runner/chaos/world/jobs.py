@@ -142,7 +142,7 @@ class Jobs(Scenario):
     # ---- what is replaced
 
     @contextmanager
-    def replaced(self) -> Iterator[None]:
+    def around(self) -> Iterator[None]:
         """The training, submitit, the description of the code; the lease beats slowly (it has its own scenario)."""
         slurm = import_module("launch.slurm")
         session = ModuleType("runner.training.session")

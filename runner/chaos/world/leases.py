@@ -33,6 +33,7 @@ class Leases(Scenario):
         """Two or three processes."""
         self._count = 0
         self._acquired = 0  # the highest number whose holder has begun to work
+        self._holders: dict[int, str] = {}  # by number
         self._landed = (0, 0)  # (number of the holder, count) in the file
         self._kept = (0, 0)  # what a holder was told is written
         self.disk.watchers.append(self._watch)
@@ -68,6 +69,8 @@ class Leases(Scenario):
             return
         self._acquired = max(self._acquired, lease.fence)
         self.world.tell(f"holds the lease as number {lease.fence}", process.name)
+        first = self._holders.setdefault(lease.fence, process.name)
+        self.must(first is process.name, f"number {lease.fence} was given to {first} and to {process.name}")
         try:
             for count in range(1, WRITES + 1):
                 clock.sleep(self.random.uniform(0.0, 2.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class Scenario:
         """Run a command such as scontrol (see `subprocess.run`)."""
         raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
 
-    def replaced(self) -> AbstractContextManager[object]:
-        """What else is replaced for as long as a story lasts, besides the system layer."""
+    def around(self) -> AbstractContextManager[None]:
+        """Entered before the story and left after it: what the scenario changes in the interpreter is put back."""
         return nullcontext()
 
     def begin(self) -> None:
@@ -142,7 +143,9 @@ class Scenario:
             BrokenPromiseError: it does not hold.
         """
         if not holds:
-            raise BrokenPromiseError(text)
+            error = BrokenPromiseError(text)
+            self.world.broken = self.world.broken or error  # the real code may catch what is raised in it
+            raise error
 
 
 @dataclass(frozen=True)
@@ -172,13 +175,23 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
     world = World(f"{kind.name} {schedule.seed}", schedule.switching)
     scenario = kind(world, schedule.seed)
     broken = None
-    with installed(world, scenario.disk, scenario.run), scenario.replaced():
+    with installed(world, scenario.disk, scenario.run), scenario.around():
         try:
             for strike in schedule.carried_out:
                 world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
             scenario.begin()
             world.run()
             scenario.finish()
+            _check_end(world)
         except BrokenPromiseError as error:
             broken = str(error)
+        except Exception:  # noqa: BLE001 whatever it is, the search has to name the schedule
+            broken = f"the simulation itself failed:\n{traceback.format_exc()}"
     return Story(schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began)
+
+
+def _check_end(world: World) -> None:
+    """Nothing is left to happen: whoever is still alive waits for something that never comes."""
+    waiting = [process.name for process in world.processes if process.alive]
+    if waiting:
+        raise BrokenPromiseError(f"the story does not end: these wait for ever: {', '.join(waiting)}")

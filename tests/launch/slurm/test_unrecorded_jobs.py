@@ -19,16 +19,19 @@ pytestmark = pytest.mark.slurm
 KILLING = """\
 #!/bin/sh
 {real} "$@"
-case "$*" in {call}*) kill -KILL $PPID ;; esac
+case "$*" in {call}*) mkdir {once} 2>/dev/null && kill -KILL $PPID ;; esac
 """
 
 
 def killed_after(call: str, cluster: Cluster, directory: Path, *arguments: str, **env: str) -> None:
-    """Run the command, which is killed as soon as this call of one of Slurm's commands has done its work."""
+    """Run the command, which is killed as soon as this call of one of Slurm's commands has done its work.
+
+    The job inherits the PATH of the command, and is not killed by its own calls.
+    """
     name, _, words = call.partition(" ")
     directory.mkdir()
     real = shutil.which(name, path=cluster.environment["PATH"])
-    (directory / name).write_text(KILLING.format(real=real, call=f'"{words}"'))
+    (directory / name).write_text(KILLING.format(real=real, call=f'"{words}"', once=directory / "once"))
     (directory / name).chmod(0o755)
     path = f"{directory}{os.pathsep}{cluster.environment['PATH']}"
     done = subprocess.run(

@@ -1,0 +1,768 @@
+"""The scenario of custody: whole runs are moved, removed, archived, forked and pruned while others work on them."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from runner.chaos.world.disk import ROOT, Node
+from runner.chaos.world.engine import Process, World
+from runner.chaos.world.scenario import COMMON, Scenario
+from runner.checkpoint import choice, pins
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.commit import NewFiles, Transaction
+from runner.checkpoint.directory import Candidate, Fence, Retention
+from runner.checkpoint.manifest import Manifest
+from runner import __main__ as command_line
+from runner.cli import checkpoints, plan, start
+from runner.contracts import JobInfo, Launcher
+from runner.errors import CheckpointError, SupersededError, UserError
+from runner.metrics import jsonl
+from runner.rundir import custody, evaluations, submitted_jobs
+from runner.rundir.attempt_log import is_finished
+from runner.rundir.lease import Lease, acquire_for_job
+from runner.rundir.paths import RunDir
+from runner.system import clock, files
+
+RUNS = Path(ROOT) / "runs"
+TRUNK = RUNS / "a-1a2b3c4d"
+ELSEWHERE = Path(ROOT) / "elsewhere" / "old"
+ARCHIVE = Path(ROOT) / "a.tar"
+TIMEOUT_S = 6.0
+EVERY, KEPT, TOTAL = 2, 2, 8
+"""The trunk saves every second step, keeps the two newest checkpoints, and ends after eight steps."""
+BEGUN = 4
+"""What it has saved when a story begins."""
+WEIGHTS = b"weights of step %d\n"
+LEASES = ("lease", "submission", "evaluation", "evaluations")
+MADE_BY_OTHERS = re.compile(r".*\.(pinned|awaits)|evaluations\.jsonl")
+"""What may be added to a run by processes that hold no lease of it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The config of a run in this scenario, in place of `runner.config.schema.Config`."""
+
+    known_steps: int
+    fork: Any
+    run: Any = field(default_factory=lambda: SimpleNamespace(lease_timeout_s=TIMEOUT_S, allow_data_change=False))
+    train: Any = field(default_factory=lambda: SimpleNamespace(epochs=None))
+    checkpoint: Any = field(default_factory=lambda: SimpleNamespace(every_steps=EVERY))
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run that a command means, in place of `runner.config.composition.Composed`."""
+
+    run_dir: Path
+    plain: dict[str, Any]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Settings:
+        """What it trains by."""
+        return settings(self.plain)
+
+    @property
+    def text(self) -> str:
+        """The content of its config.yaml."""
+        return json.dumps(self.plain, indent=1) + "\n"
+
+
+def settings(plain: dict[str, Any]) -> Settings:
+    """What a config says."""
+    return Settings(int(plain["steps"]), SimpleNamespace(**plain["fork"]))
+
+
+def order(run_dir: Path, name: str, steps: int = TOTAL, trunk: Path | None = None, at: int | None = None) -> Order:
+    """What a command that starts the run `name` in `run_dir` wants."""
+    return Order(run_dir, {"name": name, "steps": steps, "fork": {"run": str(trunk) if trunk else None, "step": at}})
+
+
+def frozen(run_dir: Path) -> dict[str, Any]:
+    """The config of a run, as `runner.config.frozen.load_plain` reads it."""
+    found: dict[str, Any] = json.loads(files.read_regular(RunDir(run_dir).config))
+    return found
+
+
+@dataclass
+class Job:
+    """A job in the queue of this world; the job of an attempt, too (`runner.contracts.Job`)."""
+
+    number: int
+    run_dir: Path
+    submitter: Process
+    after: Path | None = None
+    state: str = "pending"
+    process: Process | None = None
+    auto_restarts = True
+
+    @property
+    def live(self) -> bool:
+        """Whether it is queued or runs."""
+        return self.state in ("pending", "running")
+
+    def identity(self) -> dict[str, Any]:
+        """What a lease records of it."""
+        return {"job_id": str(self.number), "restart_count": 0, "node": None}
+
+
+class Queue:
+    """A launcher with a queue (`runner.contracts.Launcher`)."""
+
+    in_process = dry_run = wait = False
+    retry_failed = True
+
+    def __init__(self, scenario: Custodies, behind: Path | None = None) -> None:
+        self._scenario = scenario
+        self._behind = behind
+
+    def after(self, run_dir: Path) -> Queue | None:
+        """This queue for jobs that wait for a run."""
+        return Queue(self._scenario, run_dir)
+
+    def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
+        """Submit the runs."""
+        for run_dir, guard in zip(run_dirs, guards, strict=True):
+            self._scenario.submit(run_dir, guard, self._behind)
+        return 0
+
+    def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
+        """What the queue knows of the runs, by what their job.json says."""
+        found = {}
+        for run_dir in run_dirs:
+            number = files.read_object(RunDir(run_dir).job).get("job_id")
+            job = self._scenario.queue.get(number)  # type: ignore[arg-type]
+            if job is not None:
+                found[run_dir] = JobInfo(str(job.number), job.state)
+        return found
+
+
+LAUNCHER = f"{Queue.__module__}.{Queue.__qualname__}"
+
+
+class Custodies(Scenario):
+    """A trunk that is trained, submitted, evaluated, forked, pinned, pruned, moved, packed and removed, all at once."""
+
+    name = "custody"
+    about = "runs that are moved, packed, removed, forked and pruned while others work on them"
+    kinds = COMMON | {"command": "somebody gives one more command"}
+    horizon = 900
+
+    def __init__(self, world: World, seed: str) -> None:
+        super().__init__(world, seed)
+        self.queue: dict[int, Job] = {}
+        self._count = 0
+        self._moment = self.random.choice((0.0, self.random.uniform(0.0, 8.0)))
+        self._troubled: set[Process] = set()
+        self._working: dict[Process, tuple[str, str]] = {}  # (what it does, name of the run)
+        self._fences: dict[Process, int] = {}
+        self._acquired: dict[str, int] = {}  # the highest number that began to train, by run
+        self._committed: dict[str, set[int]] = {"a": set()}  # whose commit has returned
+        self._pinned: set[int] = set()  # of the trunk, as the command has reported
+        self._movers: set[Process] = set()
+        self._to_remove = False  # somebody was told to remove the trunk
+        self._packed: dict[str, bytes] | None = None
+        self._finished: dict[str, bytes] | None = None
+
+    # ---- what stands in for what a story cannot have
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Configs without Hydra, a queue without Slurm, an attempt without torch, in the code that starts runs."""
+        launcher = SimpleNamespace(load=lambda: lambda: Queue(self))
+        stand_ins: dict[tuple[Any, str], Any] = {
+            (plan, "load_plain"): frozen,
+            (plan, "trained"): settings,
+            (plan, "holds"): lambda run_dir, plain: True,
+            (start.provenance, "describe_code"): dict,
+            (start.provenance, "code_changes"): lambda run_dir: [],
+            (submitted_jobs, "_known_launcher"): lambda name: launcher,
+            (custody, "TIMEOUT_S"): TIMEOUT_S,
+            (_attempts(), "attempt"): self._attempt_under,
+        }
+        made = [mock.patch.object(module, name, value) for (module, name), value in stand_ins.items()]
+        for each in made:
+            each.start()
+        try:
+            yield
+        finally:
+            for each in made:
+                each.stop()
+
+    # ---- the cast
+
+    def begin(self) -> None:
+        """A run that has saved something, and two to four commands that concern it."""
+        self.disk.watchers.append(self._watch)
+        self.disk.make_dir(RUNS)
+        self._make_trunk(finished=self.random.random() < 0.2)
+        if self._finished is None:
+            self._command(self._resume if self.random.random() < 0.7 else self._submit, late=False)
+        for _ in range(self.random.choice((1, 2, 2, 3))):
+            self._another()
+
+    def _make_trunk(self, finished: bool) -> None:
+        made, run = order(TRUNK, "a"), RunDir(TRUNK)
+        files.make_dirs(run.checkpoints)
+        files.write_atomic(run.code, "{}\n")
+        files.write_atomic(run.config, made.text)
+        steps = TOTAL if finished else BEGUN
+        lines = "".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(1, steps + 1))
+        files.write_atomic(run.metrics, lines)
+        files.write_atomic(run.timings, "")
+        for step in range(steps - EVERY * (KEPT - 1), steps + 1, EVERY):
+            _save(run, step, Fence())
+            self._committed["a"].add(step)
+        if finished:
+            files.write_json(run.finished, {"steps": steps})
+            self._finished = _contents(run.path)
+
+    def _another(self) -> None:
+        self._command(
+            self.random.choice(
+                (
+                    *(self._move, self._move, self._move_into, self._remove, self._remove, self._archive),
+                    *(self._archive_and_remove, self._fork, self._fork_later, self._pin, self._prune, self._resume),
+                    *(self._submit, self._evaluate, self._evaluate),
+                )
+            )
+        )
+
+    def _command(self, what: Callable[[], int | None], late: bool = True) -> Process:
+        self._count += 1
+        # Most at about the same moment: only those that meet can be in each other's way.
+        early, soon = self.random.uniform(0.0, 0.3), self.random.uniform(0.0, 12.0)
+        delay_s = self.random.choice((early, self._moment + early, self._moment + 3 * early, soon)) * late
+        name = f"{what.__name__.strip('_').replace('_', '-')} {self._count}"
+        return self.spawn(self.random.choice(self.hosts), name, partial(self._run_command, what, delay_s))
+
+    def _run_command(self, what: Callable[[], int | None], delay_s: float) -> None:
+        clock.sleep(delay_s)
+        process = self._own()
+        try:
+            self.world.tell(f"is done: {what() or 0}", process.name)
+        except UserError as error:
+            self.world.tell(f"is refused: {error}", process.name)
+            self.must("malformed" not in str(error), f"{process.name} took sound records for malformed ones: {error}")
+        except OSError as error:
+            if error.filename is None or process not in self._troubled and not self.disk.full:
+                raise
+            self.world.tell(f"fails: {error}", process.name)
+
+    def _carry_out(self, *words: str) -> int:
+        """`python -m runner WORDS`."""
+        process = self._own()
+        status = command_line.run(words)
+        text = "; ".join(process.output)
+        self.world.tell(f"prints: {text}", process.name)
+        self.must("malformed" not in text, f"{process.name} took sound records for malformed ones: {text}")
+        if status == 0 and (words[0] in ("mv", "rm") or "--remove" in words):
+            moved = process in self._movers or ".removed-" in text
+            self.must(moved, f"{process.name} reports success and has moved nothing: {text}")
+        return status
+
+    def strike(self, kind: str, choice: float) -> None:
+        """Let something befall somebody."""
+        if kind == "command":
+            self._another()
+            return
+        process = self.choose(choice)
+        if process is not None and kind in ("freeze", "error"):
+            self._troubled.add(process)
+        super().strike(kind, choice)
+
+    def on_end(self, process: Process) -> None:
+        """Nothing but the end of its work may end a process."""
+        self._working.pop(process, None)
+        for job in self.queue.values():
+            if job.process is process:
+                job.state = "completed"
+                self._release_waiting(job)
+        self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
+
+    def _own(self) -> Process:
+        assert self.world.current is not None
+        return self.world.current.process
+
+    # ---- where the runs are
+
+    def _places(self, name: str) -> list[Path]:
+        """Where a run is, whole, under whatever name."""
+        found: list[Path] = []
+        self._find_places(self.disk.root, Path(ROOT), name, found)
+        return found
+
+    def _find_places(self, directory: Node, path: Path, name: str, found: list[Path]) -> None:
+        config = directory.entries.get("config.yaml")
+        if config is not None:
+            if "code.json" in directory.entries and f'"name": "{name}"'.encode() in config.data:
+                found.append(path)
+            return
+        for entry, node in sorted(directory.entries.items()):
+            if stat.S_ISDIR(node.kind):
+                self._find_places(node, path / entry, name, found)
+
+    def _place(self) -> Path:
+        """Where somebody who gives a command believes the trunk to be."""
+        found = [path for path in self._places("a") if not path.name.startswith(".")]
+        return found[0] if found and self.random.random() < 0.8 else TRUNK
+
+    # ---- the commands
+
+    def _move(self) -> int:
+        return self._carry_out("mv", str(self._place()), str(RUNS / f"b{self._own().pid}"))
+
+    def _move_into(self) -> int:
+        return self._carry_out("mv", str(self._place()), f"{ELSEWHERE}/")
+
+    def _remove(self) -> int:
+        self._to_remove = True
+        return self._carry_out("rm", str(self._place()), "--yes", *(["--force"] if self.random.random() < 0.5 else []))
+
+    def _archive(self) -> int:
+        return self._carry_out("archive", str(self._place()), str(ARCHIVE))
+
+    def _archive_and_remove(self) -> int:
+        self._to_remove = True
+        return self._carry_out("archive", str(self._place()), str(ARCHIVE), "--remove")
+
+    def _prune(self) -> int:
+        return self._carry_out("checkpoints", str(self._place()), "--prune", "--keep-last", str(KEPT))
+
+    def _pin(self) -> int:
+        place = self._place()
+        steps = sorted(self._committed["a"])[-3:]
+        if not steps:
+            return 0
+        step = self.random.choice(steps)
+        status = self._carry_out("pin", str(place), "--step", str(step))
+        if status == 0:
+            self._pinned.add(step)
+        return status
+
+    def _resume(self) -> int:
+        """`runner resume` on this machine."""
+        place = self._place()
+        if not files.is_file(RunDir(place).config):
+            raise UserError(f"{place} is not a run directory")
+        made = order(place, "a")
+        planned = plan.plan_runs([made], Queue(self), True)[0]  # type: ignore[arg-type,list-item]
+        return start.run_here(planned) if planned.starts else 0
+
+    def _submit(self) -> int:
+        """`runner resume` with a queue."""
+        place = self._place()
+        if not files.is_file(RunDir(place).config):
+            raise UserError(f"{place} is not a run directory")
+        return self._start(order(place, "a"))
+
+    def _fork(self) -> int:
+        """A branch off the newest checkpoint."""
+        trunk = self._place()
+        step = choice.choose(checkpoints.checkpoints_of(trunk), "last").step
+        return self._branch(trunk, step)
+
+    def _fork_later(self) -> int:
+        """A branch that waits for a checkpoint, which the trunk would delete again."""
+        return self._branch(self._place(), TOTAL - EVERY)
+
+    def _branch(self, trunk: Path, step: int) -> int:
+        if not files.is_file(RunDir(trunk).config):
+            raise UserError(f"{trunk} is not a run directory")
+        name = f"branch{self._count}"
+        return self._start(order(RUNS / f"{name}-5e6f7a8b", name, TOTAL, trunk, step))
+
+    def _start(self, made: Order) -> int:
+        queue: Launcher = Queue(self)  # type: ignore[assignment]
+        planned = plan.plan_runs([made], queue, False)  # type: ignore[list-item]
+        start._waiting(planned, queue)
+        if not planned[0].starts:
+            return 0
+        return start._start_all(planned, queue, False)
+
+    def _evaluate(self) -> int:
+        """`runner evaluate` of every checkpoint, with results that are made up."""
+        run = RunDir(self._place())
+        if not files.is_file(run.config):
+            raise UserError(f"{run.path} is not a run directory")
+        digest = self.random.choice(("0f0f", "a1a1"))
+        request = evaluations.Request(digest, self.random.choice(("all", "last")))
+        evaluator: Any = SimpleNamespace(results=partial(self._results, run))
+        config: Any = settings(frozen(run.path))
+        work = _work()(run, request, config, _one_rank(), lambda: False, _evaluator=evaluator, say=_quiet, show=_quiet)
+        work.do()
+        return 0
+
+    def _results(self, run: RunDir, chosen: Candidate, stop: Callable[[], bool]) -> dict[str, float]:
+        with self._at_work("evaluates", "a"):
+            clock.sleep(self.random.uniform(0.2, 2.0))
+        return {"eval_loss": float(chosen.step)}
+
+    @contextmanager
+    def _at_work(self, what: str, name: str) -> Iterator[None]:
+        """For as long as this process does something because of which nobody may move the run."""
+        process = self._own()
+        self._working[process] = (what, name)
+        try:
+            yield
+        finally:
+            self._working.pop(process, None)
+
+    # ---- jobs
+
+    def submit(self, run_dir: Path, guard: files.Guard, after: Path | None) -> None:
+        """Put a run into the queue, as a launcher does."""
+        number, process = len(self.queue) + 1, self._own()
+        files.write_json(RunDir(run_dir).job, {"launcher": LAUNCHER, "job_id": number}, guard=guard)
+        job = self.queue[number] = Job(number, run_dir, process, after)
+        self.world.tell(f"submits {run_dir.name} as job {number}", process.name)
+        if after is None or self._is_over(after):
+            self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
+
+    def _is_over(self, run_dir: Path) -> bool:
+        with self.world.outside():
+            return is_finished(RunDir(run_dir), TOTAL, None)
+
+    def _release_waiting(self, ended: Job) -> None:
+        for job in self.queue.values():
+            if job.state == "pending" and job.after == ended.run_dir and self._is_over(ended.run_dir):
+                self.world.at(1.0, partial(self._begin_job, job))
+
+    def _begin_job(self, job: Job) -> None:
+        if job.state != "pending":
+            return
+        job.state = "running"
+        host = self.random.choice(self.hosts)
+        job.process = self.spawn(
+            host, f"job {job.number}", partial(self._run_command, partial_named(self._attempt, job.run_dir, job), 0.0)
+        )
+
+    # ---- attempts
+
+    def _attempt_under(self, run_dir: Path, job: Job | None = None, lease: Lease | None = None) -> int:
+        """In place of `runner.training.attempt.attempt`: the same order of things, and no model."""
+        return self._attempt(run_dir, job, lease)
+
+    def _attempt(self, run_dir: Path, job: Job | None, lease: Lease | None = None) -> int:
+        plain = frozen_of(run_dir)
+        wanted = settings(plain)
+        lease = lease or acquire_for_job(RunDir(run_dir), job, TIMEOUT_S, _quiet)  # type: ignore[arg-type]
+        with lease:
+            try:
+                self._train(replace(RunDir(run_dir), guard=lease.guard), plain["name"], wanted, lease)
+            except OSError as error:
+                raise UserError(f"{error.filename}: {error.strerror}") from error
+        return 0
+
+    def _train(self, run: RunDir, name: str, wanted: Settings, lease: Lease) -> None:
+        process, fence = self._own(), Fence(lease.fence, lease.check_fence)
+        with self._at_work("trains", name):
+            if is_finished(run, wanted.known_steps, None):
+                lease.check_fence()
+                return
+            self._fences[process] = lease.fence
+            self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
+            files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
+            if wanted.fork.run is not None:
+                _branches().take_over(run, start.find(wanted.fork.run, run.path), wanted.fork.step, fence)
+            checkpoint_dir.sweep(run.checkpoints, fence)
+            newest = checkpoint_dir.newest(run.checkpoints)
+            step = newest.step if newest else 0
+            self.world.tell(f"trains {name} from step {step} as number {lease.fence}", process.name)
+            metrics, timings = jsonl.resume_records(run, step)
+            with suppress(OSError), metrics, timings:
+                while step < wanted.known_steps:
+                    clock.sleep(self.random.uniform(0.1, 1.5))
+                    step += 1
+                    metrics.write({"step": step, "loss": 0.5})
+                    if step % EVERY == 0:
+                        self._save_and_delete(run, name, step, fence)
+                metrics.sync()
+                lease.check_fence()
+                if step not in run.checkpoint_steps():
+                    raise UserError("the last checkpoint cannot be saved")
+                files.write_json(run.finished, {"steps": step}, guard=run.guard)
+
+    def _save_and_delete(self, run: RunDir, name: str, step: int, fence: Fence) -> None:
+        """As the saver does; what the disk refuses is tried again at the next save."""
+        try:
+            checkpoint_dir.sweep(run.checkpoints, fence)
+            if checkpoint_dir.judge(run.checkpoint(step)) is None:
+                _save(run, step, fence)
+                self._committed.setdefault(name, set()).add(step)
+        except (OSError, CheckpointError) as error:
+            fence.check()
+            self.world.tell(f"cannot save step {step}: {error}", self._own().name)
+        try:
+            found = checkpoint_dir.candidates(run.checkpoints)
+            for each in Retention(KEPT).to_delete(found, pins.kept(run.checkpoints)):
+                checkpoint_dir.delete(each.path, fence)
+            checkpoint_dir.sweep(run.checkpoints, fence)
+        except (OSError, CheckpointError) as error:
+            self.world.tell(f"cannot delete what is old: {error}", self._own().name)
+
+    # ---- what must hold
+
+    def _watch(self, what: str, path: str, to: str) -> None:
+        task = self.world.current
+        if task is None:
+            return
+        process = task.process
+        if what == "rename" and Path(path).parent.name != "checkpoints" and self._is_run(to):
+            self._moved(process, Path(path), Path(to))
+        if what == "link" and to == str(ARCHIVE):
+            self._check_packed()
+        if what in ("rename", "unlink") and self._working.get(process, ("", ""))[0] == "trains":
+            self._check_fence(process, Path(to or path))
+
+    def _is_run(self, path: str) -> bool:
+        with self.world.outside():
+            return custody.is_run(RunDir(Path(path)))
+
+    def _moved(self, process: Process, source: Path, target: Path) -> None:
+        """A run has got another name: nobody may have been at work in it."""
+        with self.world.outside():
+            name = str(frozen(target).get("name"))
+        self.world.tell(f"renames {source.name} to {target.name}", process.name)
+        self._movers.add(process)
+        for other, (doing, run) in self._working.items():
+            if run == name and other is not process and other.alive and other not in self._troubled:
+                self.must(False, f"{process.name} moved {source.name} while {other.name} {doing} it")
+        for job in self.queue.values():
+            if job.live and job.run_dir == source and job.submitter not in self._troubled:
+                self.must(False, f"{process.name} moved {source.name}, which has job {job.number} in the queue")
+        if target.name.startswith(".") and ".refused-" not in target.name:
+            self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
+            if process.name.startswith("archive"):
+                self.must(self._packed is not None, f"{process.name} removes {source.name} before it was packed")
+
+    def _check_fence(self, process: Process, path: Path) -> None:
+        """Once a newer attempt works on a run, an older one changes none of its names."""
+        if path.parent.name != "checkpoints" or not re.fullmatch(r"step_\d+", path.name):
+            return
+        with self.world.outside():
+            name = str(frozen(path.parent.parent).get("name"))
+            if self._working[process] != ("trains", name):
+                return
+        newer = self._acquired.get(name, 0)
+        own = self._fences[process]
+        self.must(own >= newer, f"{process.name}, number {own}, changed {path.name} although number {newer} trains")
+
+    def _check_packed(self) -> None:
+        """An archive gets its name: it holds what the run holds."""
+        places = [path for path in self._places("a") if not path.name.startswith(".")]
+        self._packed = self._content_of_archive()
+        self.must(self._packed is not None, "an archive that cannot be read got its name")
+        for place in places:
+            with self.world.outside():
+                there = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
+            lacks = [name for name in there if (self._packed or {}).get(name) != there[name]]
+            self.must(not lacks, f"the archive got its name and lacks {lacks} of {place.name}")
+
+    def _content_of_archive(self) -> dict[str, bytes] | None:
+        """What is in the archive by path in the run, None if it is damaged."""
+        try:
+            with (
+                self.world.outside(),
+                files.open_regular(ARCHIVE) as file,
+                tarfile.open(fileobj=file, mode="r") as tar,
+            ):
+                return {
+                    each.name.partition("/")[2]: reader.read()
+                    for each in tar
+                    if (reader := tar.extractfile(each)) is not None
+                }
+        except (OSError, EOFError, tarfile.TarError):
+            return None
+
+    def finish(self) -> None:
+        """The last commands complete what killed ones have begun; then everything must be in order."""
+        self._check_places()
+        self.disk.full = False
+        for job in self.queue.values():
+            job.state = "completed"
+        self.spawn(self.hosts[0], "caretaker", self._tidy)
+        self.world.run()
+        self._check_places()
+        self._check_runs()
+        self._check_strays()
+        # Of a branch whose command was killed before it was a run, the same command makes the rest.
+        begun = [
+            f"{path}/"
+            for path in self._directories(self.disk.root, Path(ROOT))
+            if path.name.startswith("branch") and not self._is_run(str(path))
+        ]
+        left = [name for name in _names(self.disk.root, ROOT) if re.search(r"\.tmp-|\.removed-|\.refused-", name)]
+        left = [name for name in left if not name.startswith(tuple(begun))]
+        self.must(not left, f"these are left behind: {left}")
+
+    def _tidy(self) -> None:
+        """What people do at last: give the commands that were killed again, and continue each run for some steps."""
+        for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
+            with self.world.outside():
+                names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
+            removed = {found[1]: None for name in names if (found := re.fullmatch(r"\.(.+)\.removed-\d+", name))}
+            for name in removed:
+                if name not in names:
+                    self._carry_out("rm", str(folder / name), "--yes")
+        if self._packed is not None and files.exists(ARCHIVE):
+            self._check_archive()
+            files.remove(ARCHIVE)
+        for name in ("a", *(f"branch{number}" for number in range(1, self._count + 1))):
+            for place in self._places(name):
+                self._continue(place, name)
+
+    def _continue(self, place: Path, name: str) -> None:
+        """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
+        run = RunDir(place)
+        with custody.custody(place):
+            pass
+        if name == "a":
+            self._carry_out("archive", str(place), str(ARCHIVE))
+        with Lease.acquire(run.lease, None, TIMEOUT_S) as lease:
+            checkpoint_dir.sweep(run.checkpoints, Fence(lease.fence, lease.check_fence))
+
+    def _check_places(self) -> None:
+        places = self._places("a")
+        self.must(len(places) <= 1, f"the run is at several places: {', '.join(map(str, places))}")
+        if not places:
+            self.must(self._to_remove, "the run is lost")
+
+    def _check_archive(self) -> None:
+        if self._packed is not None and files.exists(ARCHIVE):
+            self.must(self._content_of_archive() == self._packed, "the archive is damaged")
+
+    def _check_strays(self) -> None:
+        """Where a run was, nothing of one begins anew; what nobody could tidy up any more may be an empty directory."""
+        for path in self._directories(self.disk.root, Path(ROOT)):
+            if path.name.startswith(".") or path.name.startswith("branch") or self._is_run(str(path)):
+                continue
+            left = sorted(_contents(path))
+            self.must(not left, f"{path}, which is no run any more, was begun anew: {left}")
+            ended_early = self._troubled or any(process.killed_by for process in self.world.processes)
+            self.must(ended_early, f"{path} is left behind, empty but for leases")
+
+    def _directories(self, directory: Node, path: Path) -> Iterator[Path]:
+        """Where a run could be."""
+        for entry, node in sorted(directory.entries.items()):
+            if node.is_dir:
+                if any(name in node.entries for name in LEASES):
+                    yield path / entry
+                elif entry not in LEASES:
+                    yield from self._directories(node, path / entry)
+
+    def _check_runs(self) -> None:
+        for place in self._places("a"):
+            run = RunDir(place)
+            found = {
+                each.step: checkpoint_dir.corruption_of(each) for each in checkpoint_dir.candidates(run.checkpoints)
+            }
+            kept = set(sorted(self._committed["a"])[-KEPT:]) | (self._pinned & pins.pinned(run.checkpoints))
+            lost = sorted(step for step in kept if found.get(step, "it is gone"))
+            self.must(not lost, f"checkpoints {lost} are lost; there are {sorted(found)}")
+            if self._finished is not None:
+                now = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
+                changed = sorted(
+                    name for name in now.keys() | self._finished.keys() if now.get(name) != self._finished.get(name)
+                )
+                self.must(not changed, f"the finished run was changed: {changed}")
+
+
+def partial_named(function: Callable[..., int], *arguments: Any) -> Callable[[], int]:
+    """A call of `function` that is a command of its own."""
+    return lambda: function(*arguments)
+
+
+def frozen_of(run_dir: Path) -> dict[str, Any]:
+    """The config by which an attempt trains.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return frozen(run_dir)
+    except FileNotFoundError:
+        raise UserError(f"{run_dir} is not a run directory") from None
+    except OSError as error:
+        raise UserError(f"{run_dir} cannot be read ({error.strerror})") from error
+
+
+def _save(run: RunDir, step: int, fence: Fence) -> None:
+    """Commit a checkpoint of one file."""
+    transaction = Transaction(run.checkpoint(step), fence)
+    if not files.is_dir(run.checkpoints):
+        files.make_dir(run.checkpoints)
+        files.fsync_dir(run.path)
+    transaction.begin()
+    try:
+        with NewFiles(transaction.path) as new:
+            record = new.write("weights.bin", lambda file: file.write(WEIGHTS % step))
+            transaction.commit(Manifest(step, {"weights.bin": record}, fence=fence.number), new)
+    except BaseException:
+        transaction.abort()
+        raise
+
+
+def _contents(run: Path) -> dict[str, bytes]:
+    """The files of a run but its leases, by path in it."""
+    found = {}
+    for folder, folders, names in files.walk(run):
+        if Path(folder) == run:
+            folders[:] = [name for name in folders if name not in LEASES]
+        for name in names:
+            path = Path(folder) / name
+            found[str(path.relative_to(run))] = files.read_bytes(path)
+    return found
+
+
+def _names(directory: Node, prefix: str) -> Iterator[str]:
+    for name, node in sorted(directory.entries.items()):
+        yield f"{prefix}/{name}"
+        if node.is_dir:
+            yield from _names(node, f"{prefix}/{name}")
+
+
+def _quiet(message: str) -> None:
+    """What a command says while it works is of no interest here."""
+
+
+# These import torch: `runner chaos` needs it in some scenarios only.
+
+
+@cache
+def _attempts() -> Any:
+    from runner.training import attempt
+
+    return attempt
+
+
+@cache
+def _branches() -> Any:
+    from runner.training import branch
+
+    return branch
+
+
+@cache
+def _work() -> Any:
+    from runner.training.evaluate import Work
+
+    return Work
+
+
+@cache
+def _one_rank() -> Any:
+    from runner.system.distributed import World as Ranks
+
+    return Ranks()

@@ -1,0 +1,526 @@
+"""The simulated world keeps its own promises, and the runner's code keeps its promises in it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import SystemRandom
+
+import pytest
+from brought_back import faults
+from brought_back.measuring import measure
+
+from runner.__main__ import run as command
+from runner.chaos.world import story as stories
+from runner.chaos.world.disk import OLD_S, ROOT
+from runner.chaos.world.engine import Process, World
+from runner.chaos.world.leases import Leases
+from runner.chaos.world.scenario import Scenario, Story, play
+from runner.chaos.world.scenarios import SCENARIOS, find, schedule
+from runner.chaos.world.schedule import Schedule, Strike
+from runner.chaos.world.search import Explorer, search
+from runner.chaos.world.shrink import length, promise, shrink
+from runner.cli import completion
+from runner.cli.chaos_simulate import SAME_EVERYWHERE, SCENARIO_LINES, parse
+from runner.errors import ExitStatus, UserError
+from runner.system import clock, files, threads
+
+HOME = Path(ROOT)
+SEEDS = range(60)  # enough for each of the few things that may happen to have happened
+FIXED, FRESH_S = 30, 40.0  # schedules of the fast test; seconds of the slow one
+CLONE = Path(__file__).resolve().parents[2]
+
+
+def written(path: Path, content: bytes, *, synced: bool = True) -> None:
+    fd = files.open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    files.write_all(fd, content)
+    if synced:
+        files.fsync_fd(fd)
+    files.close_fd(fd)
+
+
+class Small(Scenario):
+    """A scenario of a test's own: see `played`."""
+
+    name = "small"
+    started: Callable[[Small], None]
+    ended: Callable[[Small], None]
+
+    def begin(self) -> None:
+        type(self).started(self)
+
+    def finish(self) -> None:
+        type(self).ended(self)
+
+    def on_end(self, process: Process) -> None:
+        self.must(not process.errors, "".join(process.errors))
+
+
+def played(
+    started: Callable[[Small], object],
+    ended: Callable[[Small], object] = lambda scenario: None,
+    *,
+    seed: int = 1,
+    network: bool = False,
+    strikes: tuple[Strike, ...] = (),
+) -> Story:
+    """The story of processes that `started` starts, of which `ended` says what must hold at its end."""
+    kind = type("Made", (Small,), {"started": started, "ended": ended, "network": network})
+    return play(kind, Schedule(str(seed), strikes))
+
+
+def contents(scenario: Scenario) -> dict[str, bytes]:
+    return {name.removeprefix(f"{ROOT}/"): data for name, data in scenario.disk.tree().items()}
+
+
+# ---- the same seed
+
+
+@pytest.mark.parametrize("text", ["0", "3", "17", "17.3.8"])
+def test_a_schedule_is_the_same_story_to_the_last_call(text: str) -> None:
+    first, second = (play(Leases, schedule(Leases, text)) for _ in range(2))
+    assert first.events == second.events
+    assert first.steps > 20
+
+
+def test_another_schedule_is_another_story() -> None:
+    texts = ["17", "18", "17.3", "17.4"]
+    assert len({tuple(play(Leases, schedule(Leases, text)).events) for text in texts}) == len(texts)
+
+
+def simulate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "runner", "chaos", "--simulate", *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(CLONE), **environment}
+    return subprocess.run(words, env=variables, capture_output=True, text=True, check=False, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_seed_is_the_same_story_in_every_process(name: str) -> None:
+    """Whatever order sets have there, by which the command would otherwise differ from one call to the next."""
+    told = [simulate("--scenario", name, "--seed", "17.3", "--calls", PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    assert [done.returncode for done in told] == [0, 0], told[0].stdout + told[0].stderr
+    assert told[0].stdout == told[1].stdout
+    assert told[0].stdout.endswith("every promise holds\n")
+
+
+def test_nothing_of_a_story_is_left() -> None:
+    """A search plays a million of them; and the real system layer is back afterwards."""
+    doors = {module: dict(vars(module)) for module in (files, clock, threads)}
+    for seed in range(3):
+        play(Leases, schedule(Leases, str(seed)))
+    gc.collect()
+    assert [each for each in gc.get_objects() if isinstance(each, World)] == []
+    assert {module: dict(vars(module)) for module in doors} == doors
+
+
+# ---- processes
+
+
+def test_a_killed_process_changes_nothing_any_more() -> None:
+    """Wherever it was, and whatever it would do at its end: no `finally` and no `except` of it writes a byte."""
+
+    def work(scenario: Small) -> None:
+        count = 0
+        while True:
+            try:
+                clock.sleep(0.01)
+                files.append_line(HOME / "lines", count)
+                count += 1
+            except BaseException:
+                files.write_atomic(HOME / "caught", "x")
+                raise
+            finally:
+                files.append_line(HOME / "finally", count)
+
+    def start(scenario: Small) -> None:
+        process = scenario.spawn(scenario.hosts[0], "worker 1", partial(work, scenario))
+
+        def kill() -> None:
+            scenario.world.kill(process)
+            left.append(contents(scenario))
+
+        scenario.world.at(scenario.random.uniform(0.1, 1.0), kill)
+        scenario.world.at(5.0, lambda: None)  # time for what must not come
+
+    for seed in range(20):
+        left: list[dict[str, bytes]] = []
+
+        def same(scenario: Small, left: list[dict[str, bytes]] = left) -> None:
+            scenario.must(left == [contents(scenario)], f"{left[0]} became {contents(scenario)}")
+            scenario.must("caught" not in left[0] and left[0]["lines"], "it was killed too early, or too late")
+
+        assert played(start, same, seed=seed).broken is None
+
+
+def test_a_frozen_process_goes_on() -> None:
+    """And finds its clock, but nothing else, ahead."""
+    times: list[float] = []
+
+    def work() -> None:
+        for _ in range(100):
+            files.append_line(HOME / "lines", 1)
+            times.append(clock.monotonic())
+
+    def start(scenario: Small) -> None:
+        scenario.spawn(scenario.hosts[0], "worker 1", work)
+
+    def all_there(scenario: Small) -> None:
+        scenario.must(contents(scenario)["lines"] == b"1\n" * 100, "some lines are missing")
+
+    told = played(start, all_there, strikes=(Strike(60, "freeze", 0.0),))
+    assert told.broken is None
+    assert [event.what for event in told.events if event.shown][1:3] == ["is frozen", "goes on"]
+    assert max(after - before for before, after in zip(times, times[1:], strict=False)) > 0.2
+
+
+@pytest.mark.parametrize("waits", ["for an event", "in turns"])
+def test_a_story_that_does_not_end_is_a_broken_promise(waits: str) -> None:
+    def wait() -> None:
+        if waits == "for an event":
+            threads.Event().wait()
+        while True:
+            clock.sleep(1.0)
+
+    def start(scenario: Small) -> None:
+        scenario.world.max_steps = 500
+        scenario.world.checks.append(lambda: None)
+        scenario.spawn(scenario.hosts[0], "waiter", wait)
+        if waits == "in turns":
+            scenario.spawn(scenario.hosts[0], "other", lambda: [files.exists(HOME) for _ in range(1000)])
+
+    broken = played(start).broken
+    assert broken is not None
+    assert promise(broken) == promise("the story does not end")[:0] + promise(broken)
+    assert broken.startswith("the story does not end: ")
+    assert "waiter" in broken
+
+
+# ---- files
+
+
+def after_power_loss(work: Callable[[], None], seed: int) -> dict[str, bytes]:
+    """What is left of what a process did before its machine lost power."""
+    left: list[dict[str, bytes]] = []
+
+    def start(scenario: Small) -> None:
+        def write() -> None:
+            work()
+            threads.Event().wait()
+
+        scenario.spawn(scenario.hosts[0], "worker 1", write)
+
+    def lose(scenario: Small) -> None:
+        scenario.power_loss(scenario.hosts[0])
+        left.append(contents(scenario))
+
+    assert played(start, lose, seed=seed).broken is None
+    return left[0]
+
+
+def test_a_power_loss_keeps_what_was_synced_and_may_lose_the_rest() -> None:
+    def work() -> None:
+        written(HOME / "kept", b"synced")
+        files.fsync_dir(HOME)
+        fd = files.open_fd(HOME / "kept", os.O_WRONLY | os.O_APPEND)
+        files.write_all(fd, b" and not")
+        written(HOME / "name", b"synced")
+        written(HOME / "neither", b"data", synced=False)
+
+    found = [after_power_loss(work, seed) for seed in SEEDS]
+    assert all(left["kept"].startswith(b"synced") for left in found)
+    assert {len(left["kept"]) for left in found} >= {len(b"synced"), len(b"synced and not")}
+    assert {left.get("name") for left in found} == {None, b"synced"}  # a name that is there has what was synced
+    assert {left.get("neither") for left in found} >= {None, b"", b"data"}
+
+
+def test_a_rename_is_atomic() -> None:
+    """After a power loss the name leads to the old content or to the new one, and never to none."""
+
+    def work() -> None:
+        written(HOME / "value", b"old")
+        files.fsync_dir(HOME)
+        written(HOME / "value.tmp", b"new")
+        files.rename(HOME / "value.tmp", HOME / "value")
+
+    assert {after_power_loss(work, seed)["value"] for seed in SEEDS} == {b"old", b"new"}
+
+
+def test_what_the_runner_writes_atomically_survives_a_power_loss() -> None:
+    def work() -> None:
+        files.write_atomic(HOME / "value", "old")
+        files.write_atomic(HOME / "value", "new")
+
+    assert {after_power_loss(work, seed)["value"] for seed in SEEDS} == {b"new"}
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_only_a_network_file_system_has_old_listings(network: bool) -> None:
+    """And those are of the last few seconds, never of one's own changes."""
+    lags = []
+    for seed in SEEDS:
+        seen: list[float] = []
+        created: list[float] = []
+
+        def write(scenario: Small, created: list[float] = created) -> None:
+            clock.sleep(5.0)
+            files.write_atomic(HOME / "new", "")
+            created.append(scenario.world.now)
+            assert "new" in files.list_dir(HOME)
+
+        def look(scenario: Small, seen: list[float] = seen) -> None:
+            while "new" not in files.list_dir(HOME):
+                clock.sleep(scenario.random.uniform(0.0, 0.5))
+            seen.append(scenario.world.now)
+
+        def start(scenario: Small, write: object = write, look: object = look) -> None:
+            scenario.spawn(scenario.hosts[0], "writer", partial(write, scenario))  # type: ignore[arg-type]
+            scenario.spawn(scenario.hosts[-1], "reader", partial(look, scenario))  # type: ignore[arg-type]
+
+        assert played(start, seed=seed, network=network).broken is None
+        lags.append(seen[0] - created[0])
+    assert max(lags) < OLD_S + 1.0
+    assert (max(lags) > 1.0) == network
+
+
+def test_errors_come_from_the_calls_they_are_meant_for() -> None:
+    found: list[int | None] = []
+
+    def work(scenario: Small) -> None:
+        assert scenario.world.current is not None
+        scenario.world.current.process.fails.append((frozenset({"fsync"}), errno.EIO))
+        try:
+            files.write_atomic(HOME / "value", "x")
+        except OSError as error:
+            found.append(error.errno)
+        files.write_atomic(HOME / "value", "y")
+
+    def start(scenario: Small) -> None:
+        scenario.spawn(scenario.hosts[0], "worker 1", partial(work, scenario))
+
+    def one_file(scenario: Small) -> None:
+        scenario.must(contents(scenario) == {"value": b"y"}, f"left: {contents(scenario)}")
+
+    assert played(start, one_file).broken is None
+    assert found == [errno.EIO]
+
+
+# ---- search, shrinking, stories
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes do not ask whether the lease is still held."""
+    faults("lease")["no-check"].apply(monkeypatch)
+
+
+def test_a_search_is_repeated_by_its_seed_and_mutates_what_was_new() -> None:
+    texts = []
+    for _ in range(2):
+        explorer = iter(Explorer(Leases, 5))
+        texts.append([next(explorer)[0].schedule.text for _ in range(20)])
+    assert texts[0] == texts[1]
+    fresh = [text for text in texts[0] if "." not in text]
+    assert fresh == [str(5 + number) for number in range(len(fresh))]
+    assert 3 < len(fresh) < 18
+    assert {text.split(".")[0] for text in texts[0]} == set(fresh)
+
+
+@pytest.mark.usefixtures("faulty")
+def test_a_search_stops_at_a_failure_unless_it_is_told_to_go_on() -> None:
+    found = search("lease", 0, schedules=300)
+    (failure,) = found.failures.values()
+    assert found.broken == 1
+    assert found.schedules < 300
+    assert play(Leases, schedule(Leases, failure.seed)).broken == failure.broken
+    more = search("lease", 0, schedules=found.schedules + 10, keep_going=True)
+    assert more.schedules == found.schedules + 10
+
+
+@pytest.mark.usefixtures("faulty")
+def test_shrinking_keeps_the_failure_and_the_story_comes_back() -> None:
+    (failure,) = search("lease", 0, schedules=300).failures.values()
+    story = play(Leases, schedule(Leases, failure.seed))
+    shortest = shrink(Leases, story)
+    assert story.broken is not None
+    assert shortest.broken is not None
+    assert promise(shortest.broken) == promise(story.broken)
+    assert length(shortest) < length(story)
+    (_, _, _, *words) = stories.replay("lease", shortest.schedule).split()
+    options = parse(words[1:])
+    again = play(Leases, schedule(Leases, options.seed or "", options.without, options.switching))
+    assert again.events == shortest.events
+    for number, _ in enumerate(shortest.schedule.strikes):  # none of the strikes that are left is superfluous
+        fewer = replace(shortest.schedule, without=shortest.schedule.without | {number})
+        if fewer != shortest.schedule:
+            broken = play(Leases, fewer).broken
+            assert broken is None or promise(broken) != promise(story.broken)
+
+
+def test_a_promise_is_recognised_by_its_words() -> None:
+    assert promise("number 1 was given twice") == promise("number 23 was given twice")
+    assert promise("value.json is lost") != promise("number 1 was given twice")
+    first, second = (f"worker 1 ended with a traceback:\nTraceback\n{kind}: x" for kind in ("OSError", "KeyError"))
+    assert promise(first) != promise(second)
+
+
+def test_a_story_is_told_without_the_calls_that_do_not_matter() -> None:
+    good = play(Leases, schedule(Leases, "17"))
+    told = list(stories.lines("lease", good))
+    everything = list(stories.lines("lease", good, calls=True))
+    assert told[-1] == "every promise holds"
+    assert len(told) == sum(event.shown for event in good.events) + 4
+    assert len(everything) == len(good.events) + 4
+    assert not any(ROOT in line for line in everything)
+    last = list(stories.lines("lease", replace(good, broken=f"{ROOT}/run is gone")))
+    assert last[-1] == "broken: run is gone"
+    assert sum(" · " in line for line in last) == stories.LAST_CALLS
+
+
+# ---- the command
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does not begin anew in another process."""
+    for name, value in SAME_EVERYWHERE.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("faulty", "here")
+def test_the_command_prints_the_shortest_story_and_how_to_bring_it_back(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--scenario", "lease", "--seed", "0", "--schedules", "300", "--workers", "1"]
+    assert command(["chaos", "--simulate", *options]) == ExitStatus.FAILED
+    printed = capsys.readouterr().out
+    told, _, replay = printed.partition("the story above again: python -m runner ")
+    assert command(replay.split()) == ExitStatus.FAILED
+    again = capsys.readouterr().out
+    assert again in told
+    assert again.splitlines()[-1].startswith("broken: number ")
+    assert command([*replay.split(), "--json"]) == ExitStatus.FAILED
+    assert json.loads(capsys.readouterr().out)["broken"].startswith("number ")
+
+
+@pytest.mark.usefixtures("here")
+def test_the_command_tells_one_story_or_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["chaos", "--simulate", "--scenario", "lease", "--seed", "17"]) == ExitStatus.FINISHED
+    assert capsys.readouterr().out.splitlines() == list(stories.lines("lease", play(Leases, schedule(Leases, "17"))))
+    words = ["--scenario", "lease", "--seed", "17", "--schedules", "5", "--workers", "1", "--json"]
+    assert command(["chaos", "--simulate", *words]) == ExitStatus.FINISHED
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["schedules"], result["broken"], result["failures"]) == (5, 0, [])
+
+
+@pytest.mark.slow
+def test_several_processes_share_a_search() -> None:
+    done = simulate("--scenario", "lease", "--schedules", "21", "--workers", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)
+    assert result["schedules"] == 21
+    assert done.stderr.startswith("from seed ")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--scenario leese", ["did you mean 'lease'?", "training", "all"]),
+        ("--seed 17", ["--scenario", "lease"]),
+        ("--scenario lease --seed 17.3 --schedules 5", ["whole number"]),
+        ("--scenario lease --seed x", ["'x'", "17.3"]),
+        ("--scenario lease --seed 17 --without 99", ["strike 99", "0 to "]),
+        ("--scenario lease --seed 17 --without a", ["--without a"]),
+        ("--without 1 --schedules 5", ["--seed"]),
+        ("--schedules 0", ["1 or more"]),
+        ("--minutes 0", ["more than 0"]),
+        ("--minutes nan", ["more than 0"]),
+        ("--workers 0", ["from 1 to"]),
+        ("--scenario lease --seed 1 --switching 2", ["from 0 to 1"]),
+        ("--kills 3", ["--kills", "remove"]),
+        ("seed=1", ["seed=1", "remove"]),
+        ("--nosuch", ["--nosuch", "chaos --simulate --help"]),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_mistake_is_one_line(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["chaos", "--simulate", *words.split()]) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert [part for part in parts if part not in line] == []
+
+
+def test_without_greenlet_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("runner.chaos.world.")]:
+        if not name.endswith((".scenarios", ".schedule")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(UserError, match=r"preemptible-runner\[simulation\]"):
+        find("lease")
+
+
+def test_help_and_completion_know_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["chaos", "--help"]) == ExitStatus.FINISHED
+    assert "--simulate" in capsys.readouterr().out
+    assert command(["chaos", "--simulate", "--help"]) == ExitStatus.FINISHED
+    printed = capsys.readouterr().out
+    assert [name for name in SCENARIOS if f"  {name} " not in printed] == []
+    assert SCENARIO_LINES.keys() == SCENARIOS.keys()
+    assert "--simulate" in completion.candidates("runner chaos --s")
+    assert completion.candidates("runner chaos --simulate --sch") == ["--schedules"]
+
+
+# ---- the scenarios
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_promise_holds_under_some_schedules(name: str) -> None:
+    _assert_holds(name, 0, schedules=FIXED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_promise_holds_under_new_schedules(name: str) -> None:
+    """Others in every run."""
+    _assert_holds(name, SystemRandom().randrange(10**9), seconds=FRESH_S)
+
+
+def _assert_holds(name: str, start: int, *, schedules: int | None = None, seconds: float | None = None) -> None:
+    found = search(name, start, schedules=schedules, seconds=seconds)
+    print(f"{name}: {found.schedules} schedules from seed {start}, {found.features} features")
+    kind = find(name)
+    for failure in found.failures.values():
+        story = play(kind, schedule(kind, failure.seed))
+        told = "\n".join(stories.lines(name, story))
+        pytest.fail(f"{failure.broken}\n{told}\n{stories.replay(name, story.schedule)}")
+    assert found.schedules >= (schedules or 10)
+
+
+QUICK = ("no-sweep", "no-check", "no-fsync", "no-fsync-of-names", "in-place", "process-number")
+
+
+@pytest.fixture(scope="module")
+def holds() -> Iterator[Callable[[str, int], None]]:
+    """Whether the unchanged code keeps its promises under the schedules that found a fault."""
+    known: dict[str, int] = {}
+
+    def check(scenario: str, schedules: int) -> None:
+        if known.get(scenario, 0) < schedules:
+            _assert_holds(scenario, 0, schedules=schedules)
+            known[scenario] = schedules
+
+    yield check  # noqa: PT022
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_fault_is_found(name: str, holds: Callable[[str, int], None]) -> None:
+    measured = measure(name, schedules=300)
+    assert measured.found, f"{name} was not found in {measured.schedules} schedules"
+    assert 0 < measured.lines <= 20, measured.text
+    holds(faults()[name].scenario, measured.schedules)

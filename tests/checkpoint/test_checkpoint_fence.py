@@ -1,0 +1,58 @@
+"""A superseded process neither deletes nor sets aside a checkpoint, whenever it finds out that it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from checkpoints import names, train
+from faults import intercepted
+
+from runner.checkpoint.directory import Fence, delete, set_aside, step_name
+from runner.errors import SupersededError
+
+CHANGES: dict[str, Callable[[Path, Fence], None]] = {
+    "delete": delete,
+    "set aside": lambda path, fence: set_aside(path, "corrupt", "a test", fence),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Checkpoints of the steps 1 and 2."""
+    train(tmp_path / "checkpoints", 2, keep_last=9)
+    return tmp_path / "checkpoints"
+
+
+def superseded_at(calls: list[str], number: int) -> None:
+    """The check of a fence that fails when it is made for the `number`-th time, and later."""
+    calls.append("check")
+    if len(calls) >= number:
+        raise SupersededError("attempt 2 holds the lease")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_does_not_even_create_a_directory(saved: Path, change: str) -> None:
+    """Killed in between, it would leave that behind in a directory that belongs to its successor."""
+    with intercepted() as trace, pytest.raises(SupersededError):
+        CHANGES[change](saved / step_name(1), Fence(1, partial(superseded_at, [], 1)))
+    assert trace.calls == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_asked_again_before_the_checkpoint_is_moved(saved: Path, change: str) -> None:
+    """A successor that came between the check and the new directory has not swept that one."""
+    before = names(saved)
+    with pytest.raises(SupersededError):
+        CHANGES[change](saved / step_name(1), Fence(1, partial(superseded_at, [], 2)))
+    assert names(saved) == before
+    assert names(saved / step_name(1)) == names(saved / step_name(2))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_holder_of_the_lease_does_it(saved: Path, change: str) -> None:
+    CHANGES[change](saved / step_name(1), Fence(1))
+    left = {"delete": [], "set aside": [f"{step_name(1)}.corrupt"]}[change]
+    assert names(saved) == [*left, step_name(2)]

@@ -1,0 +1,202 @@
+"""`make mutants`: the same changes from the same seed, found or not, and nothing outside of the copy is changed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from mutants import changes, executed
+from mutants.__main__ import read
+from mutants.trial import Copy
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "runner/rundir/lease.py"
+SOURCE = '''\
+"""A module."""
+
+import logging
+
+LIMIT: int = 3  # 4 would do
+
+
+def clip(value: int, most: "int | None" = None) -> int:
+    """At most 3, at least 0."""
+    if value > LIMIT and most is not None:
+        logging.warning("more than %d", 3)
+        raise ValueError(f"{value + 1} > {3}")
+    try:
+        record(value)
+    except OSError:
+        pass
+    return max(value, 0)
+
+
+def record(value: int) -> None:
+    NOTED.append(value)
+
+
+def unused(value: int) -> int:
+    return value - 7
+
+
+NOTED: list[int] = []
+'''
+TEST = """\
+from runner.rundir import lease
+
+
+def test_it() -> None:
+    assert lease.clip(2) == 2
+    assert lease.NOTED == [2]
+"""
+DRAWN = """\
+number: 3 -> 4
+condition: value > LIMIT and most is not None -> negated
+comparison: > -> <=
+off by one: > -> >=
+and/or: and -> or
+comparison: is not -> is
+call: record(value) -> pass
+except: OSError -> ()
+return: max(value, 0) -> None
+min/max: max -> min
+number: 0 -> 1
+call: NOTED.append(value) -> pass
+return: value - 7 -> None
+plus/minus: - -> +
+number: 7 -> 8
+"""
+
+
+NOTICED = """\
+condition: value > LIMIT and most is not None -> negated
+call: record(value) -> pass
+return: max(value, 0) -> None
+min/max: max -> min
+call: NOTED.append(value) -> pass
+""".splitlines()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with one module and one test."""
+    path = tmp_path / "project"
+    for name, text in {
+        MODULE: SOURCE,
+        "runner/__init__.py": "",
+        "runner/rundir/__init__.py": "",
+        "tests/rundir/test_lease.py": TEST,
+        ".gitignore": "build/\n__pycache__/\n",
+    }.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=path, check=True)
+    return path
+
+
+def test_docstrings_hints_messages_and_logging_are_left_alone(project: Path) -> None:
+    found = [str(change).split(" ", 1)[1] for change in changes.changes_of(project, MODULE)]
+    assert sorted(found) == sorted(DRAWN.splitlines())
+
+
+def test_every_change_of_the_real_modules_is_valid_python_on_its_line() -> None:
+    """And there is a module for every pattern, and tests beside it."""
+    assert all(list(ROOT.glob(pattern)) for pattern in changes.MODULES)
+    assert all((ROOT / executed.tests_beside(file)).is_dir() for file in changes.modules(ROOT))
+    for change in islice(changes.drawn(ROOT, 0), 100):
+        source = (ROOT / change.file).read_bytes()
+        changed = change.applied(source)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), change
+        assert changed.splitlines()[: change.lines[0] - 1] == source.splitlines()[: change.lines[0] - 1]
+        assert changed.splitlines()[change.lines[0] - 1] != source.splitlines()[change.lines[0] - 1], change
+
+
+def test_the_same_seed_draws_the_same_and_code_that_moves_keeps_its_changes(project: Path) -> None:
+    names = [change.name for change in changes.drawn(project, 1)]
+    assert names == [change.name for change in changes.drawn(project, 1)]
+    assert names != [change.name for change in changes.drawn(project, 2)]
+    assert len(set(names)) == len(names)
+    path = project / MODULE
+    path.write_text(path.read_text().replace("import logging\n", "import logging\n\nMORE = 5\n"))
+    moved = [change.name for change in changes.drawn(project, 1)]
+    assert [name for name in moved if name in names] == names
+    assert len(moved) == len(names) + 1
+
+
+def test_a_change_is_in_the_copy_alone_and_only_for_a_while(project: Path) -> None:
+    (change, *_) = changes.drawn(project, 1)
+    with Copy(project) as copy:
+        before = (copy.path / MODULE).stat().st_mtime_ns
+        with copy.changed(change):
+            assert (copy.path / MODULE).read_bytes() == change.applied(SOURCE.encode())
+            assert (project / MODULE).read_text() == SOURCE
+        assert (copy.path / MODULE).read_text() == SOURCE
+        assert (copy.path / MODULE).stat().st_mtime_ns == before
+    assert not copy.path.exists()
+
+
+def test_the_tests_that_execute_a_line_are_found_those_beside_the_module_first(project: Path) -> None:
+    """What a fixture of several tests executes, each of them does; a line that nobody executes is tried with all."""
+    every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] != 25}
+    with Copy(project) as copy:
+        tests = executed.Executed(copy, project / "build", lambda line: None)
+        tests.measure = lambda folder: None  # type: ignore[method-assign]
+        line = {
+            str(every["call"].lines[0]): ["tests/rundir/test_a.py::x", "tests/cli/test_b.py", "tests/cli/test_c.py::y"]
+        }
+        seconds = {"tests/cli/test_c.py::y": 9.0, "tests/cli/test_b.py::z": 1.0, "tests/rundir/test_a.py::x": 5.0}
+        seconds["tests/rundir/test_d.py::other"] = 1.0
+        tests.add({"seconds": seconds, "failed": [], "lines": {MODULE: line}})
+        assert tests.tests_of(every["call"], own=True) == {"tests/rundir/test_a.py": ["tests/rundir/test_a.py::x"]}
+        others = tests.tests_of(every["call"], own=False)
+        assert list(others.items()) == [
+            ("tests/cli/test_b.py", ["tests/cli/test_b.py::z"]),
+            ("tests/cli/test_c.py", ["tests/cli/test_c.py::y"]),
+        ]
+        assert list(tests.tests_of(every["min/max"], own=True)) == ["tests/rundir/test_d.py", "tests/rundir/test_a.py"]
+        assert tests.tests_of(every["min/max"], own=False) == {}
+
+
+@pytest.mark.slow
+def test_changes_are_noticed_or_not_and_a_second_run_tries_none_again(project: Path) -> None:
+    """The test executes `clip` with 2, and would not notice a change of the limit, nor anything in `unused`."""
+    first, judged, *_ = (each for each in changes.drawn(project, 1) if str(each).split(" ", 1)[1] not in NOTICED)
+    (project / "tests/support/mutants").mkdir(parents=True)
+    text = f'["{judged.name}"]\nverdict = "equivalent"\nwhy = "nobody reaches it"\n'
+    (project / "tests/support/mutants/judged.toml").write_text(text)
+    path = project / "build/mutants/seed-1.jsonl"
+
+    def run(count: int) -> list[str]:
+        """The last line of the table."""
+        command = [sys.executable, "-m", "mutants", "--root", str(project), "--count", str(count)]
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "tests/support")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stderr
+        return done.stdout.splitlines()[-1].split()
+
+    total = run(8)
+    results = read(path)
+    assert list(results) == [change.name for change in islice(changes.drawn(project, 1), 8)]
+    for result in results.values():
+        noticed = result["what"].split(" ", 1)[1] in NOTICED
+        assert result["noticed"] == ("tests/rundir/test_lease.py::test_it" if noticed else None), result
+    lives = sum(result["noticed"] is None for result in results.values())
+    assert first.name in results
+    assert judged.name in results
+    assert total == ["all", "8", str(8 - lives), "1", "0", str(lives - 1)]
+    assert (project / MODULE).read_text() == SOURCE
+    assert run(8) == total
+    run(9)
+    assert len(path.read_text().splitlines()) == 9
+
+
+def test_a_line_that_a_kill_cut_short_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "seed-1.jsonl"
+    path.write_text(json.dumps({"change": "a", "noticed": None}) + "\n" + '{"change": "b", "not')
+    assert list(read(path)) == ["a"]

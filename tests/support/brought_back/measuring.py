@@ -1,0 +1,54 @@
+"""How long the simulation takes to find one fault, and the shortest story of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from brought_back import faults
+from runner.chaos.world.scenario import Story, play
+from runner.chaos.world.scenarios import find, schedule
+from runner.chaos.world.search import search
+from runner.chaos.world.shrink import shrink
+from runner.chaos.world.story import lines
+
+SCHEDULES = 3000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What became of a fault.
+
+    Attributes:
+        found: whether a story broke a promise.
+        schedules: how many were played until then.
+        seconds: how long that took.
+        lines: how many the shortest story has that are told, not counting single calls.
+        text: that story.
+    """
+
+    found: bool
+    schedules: int
+    seconds: float
+    lines: int = 0
+    text: str = ""
+
+
+def measure(name: str, seed: int = 0, schedules: int = SCHEDULES) -> Measured:
+    """Bring the fault of this name back, search, and shrink what is found."""
+    fault = faults()[name]
+    kind = find(fault.scenario)
+    with pytest.MonkeyPatch.context() as patch:
+        fault.apply(patch)
+        found = search(fault.scenario, seed, schedules=schedules)
+        if not found.failures:
+            return Measured(False, found.schedules, found.seconds)
+        (failure,) = found.failures.values()
+        story = shrink(kind, play(kind, schedule(kind, failure.seed)))
+    return Measured(True, found.schedules, found.seconds, told(story), "\n".join(lines(fault.scenario, story)))
+
+
+def told(story: Story) -> int:
+    """How many lines of a story are told, not counting single calls."""
+    return sum(event.shown for event in story.events)

@@ -1,0 +1,236 @@
+"""The small changes that can be made to a module, found in its syntax tree, and the order in which they are drawn.
+
+A change has an identity made of its file, its line's text and what it does, so that code that moves keeps its changes,
+their order and what was judged of them. Docstrings, type hints, messages, logging and assertions are left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MODULES = """
+    runner/rundir/lease.py runner/rundir/attempt_log.py runner/rundir/custody.py runner/rundir/appender.py
+    runner/checkpoint/directory.py runner/checkpoint/commit.py runner/checkpoint/manifest.py
+    runner/checkpoint/manager.py runner/checkpoint/saver.py runner/checkpoint/reader.py runner/checkpoint/restore.py
+    runner/checkpoint/pins.py runner/checkpoint/state.py runner/checkpoint/cadence.py
+    runner/data/order/*.py runner/data/sampler.py runner/data/elastic.py
+    runner/data/loading/loader.py runner/data/loading/loader_state.py runner/data/loading/index_stream.py
+    runner/data/loading/redistribution.py
+    runner/training/recorder.py runner/training/consumption.py runner/training/session.py runner/training/attempt.py
+    runner/training/step.py
+    runner/metrics/jsonl.py runner/system/files.py
+    launch/requeue.py launch/job.py launch/slurm.py launch/scheduler.py
+    runner/cli/start.py runner/cli/plan.py
+""".split()
+"""The modules behind the promises: a kill loses nothing, nobody else interferes, the data order, the requeue."""
+
+SPOKEN = "debug info warning error exception warn say print _print".split()
+TURNED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
+TURNED |= {"in": "not in", "not in": "in"}
+OFF_BY_ONE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+OPERATORS |= {ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Replace the bytes `start` to `end` of a file.
+
+    Attributes:
+        name: its identity, eight hexadecimal digits.
+        file: relative to the project.
+        lines: first and last line of what is changed, from 1.
+        at_import: whether the line is executed when the module is imported, and not by a test.
+    """
+
+    name: str
+    file: str
+    lines: tuple[int, int]
+    kind: str
+    start: int
+    end: int
+    old: str
+    new: str
+    at_import: bool
+
+    def __str__(self) -> str:
+        old = " ".join(self.old.split())
+        old = old if len(old) < 60 else f"{old[:57]}..."
+        new = "negated" if self.kind == "condition" else self.new
+        return f"{self.file}:{self.lines[0]} {self.kind}: {old} -> {new}"
+
+    def applied(self, source: bytes) -> bytes:
+        """The changed content of the file."""
+        return source[: self.start] + self.new.encode() + source[self.end :]
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects (kind, start, end, new, node, whether it is in a function)."""
+
+    def __init__(self, source: bytes) -> None:
+        self.source = source
+        self.found: list[tuple[str, int, int, str, ast.AST, bool]] = []
+        self._depth = 0
+        self._starts = [0]
+        for line in source.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        assert isinstance(node, (ast.expr, ast.stmt))
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._starts[node.lineno - 1] + node.col_offset
+        return start, self._starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.source[start:end].decode()
+
+    def replace(self, kind: str, node: ast.AST, new: str) -> None:
+        self.found.append((kind, *self.span(node), new, node, self._depth > 0))
+
+    def operator(self, kind: str, left: ast.AST, right: ast.AST, old: str, new: str) -> None:
+        """Replace an operator: it is somewhere between its operands, beside brackets and comments."""
+        gap = self.span(left)[1]
+        pattern = r"\s+".join(map(re.escape, old.split()))
+        if old[0].isalpha():
+            pattern = rf"\b{pattern}\b"
+        match = re.search(pattern.encode(), self.source[gap : self.span(right)[0]])
+        if match:
+            self.found.append((kind, gap + match.start(), gap + match.end(), new, right, self._depth > 0))
+
+    def condition(self, test: ast.expr) -> None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            self.replace("condition", test, f"({self.text(test.operand)})")
+        elif not isinstance(test, ast.Constant) and not (isinstance(test, ast.Compare) and len(test.ops) == 1):
+            self.replace("condition", test, f"(not ({self.text(test)}))")
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for default in [*node.args.defaults, *node.args.kw_defaults]:
+            if default is not None:
+                self.visit(default)
+        if node.name not in ("__repr__", "__str__"):
+            self._depth += 1
+            for statement in node.body:
+                self.visit(statement)
+            self._depth -= 1
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None: ...
+
+    def visit_Raise(self, node: ast.Raise) -> None: ...
+
+    def visit_Assert(self, node: ast.Assert) -> None: ...
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        operands = [node.left, *node.comparators]
+        for left, kind, right in zip(operands, node.ops, operands[1:], strict=False):
+            old = OPERATORS[type(kind)]
+            self.operator("comparison", left, right, old, TURNED[old])
+            if old in OFF_BY_ONE:
+                self.operator("off by one", left, right, old, OFF_BY_ONE[old])
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in self.text(node.test):
+            self.condition(node.test)
+            self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        self.condition(node.test)
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.condition(node.test)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        for test in node.ifs:
+            self.condition(test)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            self.operator("and/or", left, right, old, new)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, (ast.Add, ast.Sub)):
+            old, new = ("+", "-") if isinstance(node.op, ast.Add) else ("-", "+")
+            self.operator("plus/minus", node.left, node.right, old, new)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.replace("truth", node, str(not node.value))
+        elif isinstance(node.value, (int, float)):
+            self.replace("number", node, repr(node.value + 1))
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call) and not _is_spoken(node.value):
+            self.replace("call", node, "pass")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if _is_spoken(node):
+            return
+        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+            self.replace("min/max", node.func, "max" if node.func.id == "min" else "min")
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None and not isinstance(getattr(node.value, "value", 0), bool | None):
+            self.replace("return", node.value, "None")
+        self.generic_visit(node)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.type is not None:
+            self.replace("except", node.type, "()")
+        for statement in node.body:
+            self.visit(statement)
+
+
+def _is_spoken(call: ast.Call) -> bool:
+    return getattr(call.func, "attr", getattr(call.func, "id", "")) in SPOKEN
+
+
+def changes_of(root: Path, file: str) -> list[Change]:
+    """Every change of one module, in the order of its lines."""
+    source = (root / file).read_bytes()
+    finder = _Finder(source)
+    finder.visit(ast.parse(source))
+    lines, seen, changes = source.decode().splitlines(), Counter[tuple[str, ...]](), []
+    for kind, start, end, new, node, inside in sorted(finder.found, key=lambda each: each[:4]):
+        first = source.count(b"\n", 0, start) + 1
+        old = source[start:end].decode()
+        identity = (file, kind, lines[first - 1].strip(), old, new)
+        seen[identity] += 1
+        name = hashlib.sha256(repr((*identity, seen[identity])).encode()).hexdigest()[:8]
+        last = max(first, getattr(node, "end_lineno", first))
+        changes.append(Change(name, file, (first, last), kind, start, end, old, new, not inside))
+    return changes
+
+
+def modules(root: Path) -> list[str]:
+    """The files that are changed."""
+    return sorted({path.relative_to(root).as_posix() for pattern in MODULES for path in root.glob(pattern)})
+
+
+def drawn(root: Path, seed: int) -> Iterator[Change]:
+    """All changes, in an order that the seed determines: another change of the code does not move the others."""
+    every = [change for file in modules(root) for change in changes_of(root, file)]
+    yield from sorted(every, key=lambda change: hashlib.sha256(f"{seed} {change.name}".encode()).digest())

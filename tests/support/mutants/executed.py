@@ -1,0 +1,168 @@
+"""Which fast tests execute which lines: a coverage pass over each file of tests, kept until it or the code changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mutants.changes import Change, modules
+from mutants.trial import Copy
+
+LIMIT_S = 1200.0  # for one file of tests
+SETTINGS = """\
+[run]
+include = {include}
+data_file = {folder}/data
+parallel = true
+patch = _exit
+context = ${{PYTEST_CURRENT_TEST-}}
+disable_warnings = no-data-collected, module-not-measured, dynamic-conflict
+"""
+
+
+class Recorder:
+    """Notes which test executes what; commands that a test starts are measured, too, under its name."""
+
+    def __init__(self, settings: Path) -> None:
+        import os
+
+        import coverage
+
+        os.environ["COVERAGE_PROCESS_START"] = str(settings)
+        self.result: dict[str, Any] = {"seconds": {}, "failed": []}
+        self._coverage = coverage.Coverage(config_file=str(settings))
+        self._coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._coverage.switch_context(item.nodeid)
+        try:
+            return (yield)
+        finally:
+            self._coverage.switch_context("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        """What several tests share is executed for every test of the file."""
+        if fixturedef.scope == "function":
+            return (yield)
+        item = request._pyfuncitem.nodeid
+        self._coverage.switch_context(item.partition("::")[0])
+        try:
+            return (yield)
+        finally:
+            self._coverage.switch_context(item)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = self.result["seconds"]
+        seconds[report.nodeid] = round(seconds.get(report.nodeid, 0.0) + report.duration, 3)
+        if report.failed:
+            self.result["failed"].append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._coverage.stop()
+        self._coverage.save()
+
+
+class Executed:
+    """The lines of the modules and the tests that execute them; a folder of tests is measured when it is asked for.
+
+    Args:
+        copy: of the project.
+        kept: folder of what was measured.
+        say: called with the progress.
+    """
+
+    def __init__(self, copy: Copy, kept: Path, say: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
+        self._copy, self._kept, self._say = copy, kept, say
+        self._modules = modules(copy.path)
+        self._code = b"".join((copy.path / file).read_bytes() for file in self._modules)
+        self._folders: set[str] = set()
+        self._lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        kept.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, folder: str) -> None:
+        """Find out what the tests in a folder execute, unless that is known.
+
+        Raises:
+            RuntimeError: a file of tests does not come to its end.
+        """
+        if folder in self._folders:
+            return
+        self._folders.add(folder)
+        for path in sorted((self._copy.path / folder).glob("test_*.py")):
+            file = f"{folder}{path.name}"
+            known = (
+                self._kept / f"{hashlib.sha256(self._code + file.encode() + path.read_bytes()).hexdigest()[:16]}.json"
+            )
+            if not known.exists():
+                self._say(f"which lines does {file} execute?")
+                known.write_text(json.dumps(_measured(self._copy, file, self._modules)))
+            self.add(json.loads(known.read_text()))
+
+    def add(self, measured: dict[str, Any]) -> None:
+        """What one file of tests executes."""
+        self.seconds |= measured["seconds"]
+        self.failed.update(measured["failed"])
+        for file, lines in measured["lines"].items():
+            for line, tests in lines.items():
+                self._lines[file][int(line)].update(tests)
+
+    def tests_of(self, change: Change, own: bool) -> dict[str, list[str]]:
+        """The tests that execute the changed lines, by their files, the fastest file first.
+
+        Args:
+            change: the change.
+            own: those of the module's own folder (all of them, if no line of the change is known to be executed);
+                otherwise those of the other modules' folders.
+        """
+        beside = tests_beside(change.file)
+        for folder in sorted({beside} if own else {tests_beside(file) for file in self._modules}):
+            self.measure(folder)
+        lines = self._lines[change.file]
+        chosen: set[str] = set()
+        for line in lines if change.at_import else range(change.lines[0], change.lines[1] + 1):
+            chosen |= lines.get(line, set())
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for test in self.seconds:
+            file = test.partition("::")[0]
+            hit = test in chosen or file in chosen or (own and not chosen)
+            if hit and file.startswith(beside) == own and test not in self.failed:
+                by_file[file].append(test)
+        return dict(sorted(by_file.items(), key=lambda item: sum(self.seconds[test] for test in item[1])))
+
+
+def tests_beside(file: str) -> str:
+    """The folder of a module's own tests."""
+    first, second, *_ = file.split("/")
+    return f"tests/{second if first == 'runner' else first}/"
+
+
+def _measured(copy: Copy, file: str, files: list[str]) -> dict[str, Any]:
+    import coverage
+
+    folder = copy.path.parent / "coverage"
+    folder.mkdir(exist_ok=True)
+    settings = folder / "settings"
+    settings.write_text(SETTINGS.format(folder=folder, include=",".join(str(copy.path / each) for each in files)))
+    measured = copy.pytest([file], LIMIT_S, lambda: Recorder(settings))
+    if measured is None:
+        raise RuntimeError(f"{file} did not end:\n{copy.output[-2000:]}")
+    lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for part in folder.glob("data.*"):
+        data = coverage.CoverageData(str(part))
+        data.read()
+        for each in data.measured_files():
+            for line, contexts in data.contexts_by_lineno(each).items():
+                tests = {context.removesuffix("|").partition(" (")[0] for context in contexts}
+                lines[str(Path(each).relative_to(copy.path))][line] |= tests - {""}
+        part.unlink()
+    return {**measured, "lines": {each: {n: sorted(tests) for n, tests in of.items()} for each, of in lines.items()}}
