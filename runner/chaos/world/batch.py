@@ -1,8 +1,8 @@
-"""The batch script of a simulated job: its real text in a real bash, which asks the world whenever it leaves the shell.
+"""The batch script of a simulated job: its real text in a real bash, which asks the world to run commands.
 
 `scontrol`, `srun`, `sleep`, `date`, `rm` and `echo` are shell functions that send their words through a pipe and wait
-for the answer. Bash's own reads and writes of the marker files go to a real folder, a copy of the simulated one: what it
-has changed there is carried over whenever it asks, and what others have changed is put there before it goes on. What
+for the answer. Bash itself reads and writes the marker files in a real folder, a copy of the simulated one: what it has
+changed there is carried over whenever it asks, and what others have changed is put there before it goes on. What
 happens between two questions is therefore one moment.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from runner.chaos.world.disk import Disk
 from runner.chaos.world.engine import World
@@ -103,7 +104,7 @@ class Batch:
             shutil.rmtree(self._copy, ignore_errors=True)
 
     @contextmanager
-    def _bash(self) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[bytes], int]]:
+    def _bash(self) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], int]]:
         asked_by, asks = os.pipe()
         hears, answers = os.pipe()
         self._fetch()
@@ -119,7 +120,7 @@ class Batch:
         os.close(hears)
         with open(asked_by, "rb") as asked:
             try:
-                yield bash, asked, answers  # type: ignore[misc]
+                yield bash, asked, answers
             finally:
                 os.close(answers)
                 bash.kill()

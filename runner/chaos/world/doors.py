@@ -89,8 +89,10 @@ def _clock(world: World) -> dict[str, Any]:
         return world.now + host.offset_s + (world.now - 1_800_000_000.0) * host.drift
 
     def call_later(seconds: float, function: Callable[[], None]) -> Task:
+        due = world.now + seconds
+
         def wait() -> None:
-            world.sleep(seconds)
+            world.sleep(due - world.now)
             function()
 
         return world.thread("timer", wait)

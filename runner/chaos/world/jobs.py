@@ -1,8 +1,8 @@
 """The scenario of jobs: runs that are submitted to Slurm, stopped, requeued, and resumed by whoever may.
 
-Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a real
-bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what submitit
-writes (a script, one file per run), and for the training: a step is a pause, a save a manifest.
+Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a
+real bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what
+submitit writes (a script, one file per run), and for the training: a step is a pause, a save a manifest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 
 from runner.chaos.world.batch import Answer, Batch
 from runner.chaos.world.disk import ROOT
-from runner.chaos.world.engine import Gone, Host, Process, Task, World
+from runner.chaos.world.engine import Host, Process, Task, World
 from runner.chaos.world.scenario import COMMON, Scenario
-from runner.chaos.world.slurm import Job, Slurm
+from runner.chaos.world.slurm import Job, Refused, Slurm
 from runner.config import frozen
 from runner.config.composition import Composed, Composer
 from runner.errors import ExitStatus, UserError
@@ -52,6 +52,7 @@ JOBS_KINDS = {
     "away": "Slurm's controller is away for a while",
     "amnesia": "Slurm's controller loses its state",
     "again": "the user gives the command again, perhaps in two shells",
+    "memory": "ranks are killed soon after they start, a few times",
     "broken": "the environment of the jobs is broken for a while",
     "hold": "a job in the queue is held",
 }
@@ -87,20 +88,18 @@ def _varied(first: Composed, number: int, retry_failed: bool) -> Composed:
     return made
 
 
-_CONFIGS: dict[bytes, Any] = {}
-
-
 def _load(really: Callable[[Path], Any], run_dir: Path) -> Any:
-    """The frozen config of a run; texts that are known are not parsed again."""
+    """The frozen config of a run; those that commands write are not parsed."""
     text = b""
     with suppress(OSError):
         text = files.read_regular(RunDir(run_dir).config)
-    if text not in _CONFIGS:
-        made = really(run_dir)
-        if not text:
-            return made
-        _CONFIGS[text] = made
-    return _CONFIGS[text]
+    known = _configs()
+    return known[text] if text in known else really(run_dir)
+
+
+@cache
+def _configs() -> dict[bytes, Any]:
+    return {each.text.encode(): each.config for retried in (False, True) for each in _composed(2, retried)}
 
 
 class Jobs(Scenario):
@@ -112,7 +111,6 @@ class Jobs(Scenario):
     horizon = 1500
     network = True
     host_names = ("login", "node1", "node2")
-    current: ClassVar[Jobs | None] = None
 
     def __init__(self, world: World, seed: str) -> None:
         super().__init__(world, seed)
@@ -128,6 +126,7 @@ class Jobs(Scenario):
         self.count = self.random.choice((1, 1, 2))
         self._commands = 0
         self._broken_until = 0.0
+        self._killed_next = 0
         self._acquired: dict[Path, int] = {}
         self._finished: dict[Path, bytes] = {}
         self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
@@ -193,6 +192,7 @@ class Jobs(Scenario):
         self.disk.make_dir(RUNS)
         self.disk.watchers.append(self._watch)
         _composed(self.count, True)
+        _configs()
         self._command()
         for _ in range(self.random.choice((0, 1, 2))):
             self.world.at(self.random.uniform(1.0, 400.0), self._command)
@@ -239,7 +239,7 @@ class Jobs(Scenario):
         before = self._began.get(process, {}).get(run, "")
         self.must(before != "finished", f"{process.name} submits {run.name}, which was finished before it began")
         earlier = self.slurm.jobs.get(before)
-        live = earlier in self.slurm.live() and earlier is not None and run in earlier.script["runs"]
+        live = earlier is not None and earlier in self.slurm.live() and run in earlier.script["runs"]
         self.must(
             not live,
             f"{process.name} submits {run.name}, whose job {before} was queued or running since before it began",
@@ -287,7 +287,7 @@ class Jobs(Scenario):
                 done = processes.run(["scontrol", *words], timeout=120.0)
             except processes.TimeoutExpired:
                 return 1, ""
-            return done.returncode, done.stdout.rstrip("\n")
+            return done.returncode, str(done.stdout).rstrip("\n")
 
         def srun(_: Sequence[str]) -> Answer:
             world.step("srun")
@@ -297,6 +297,9 @@ class Jobs(Scenario):
             rank = self.spawn(host, f"rank {job.job_id}.{job.restarts}", partial(self._rank, job), **environment)
             self._ranks[job, job.restarts] = rank
             self.slurm.join(job, rank)
+            if self._killed_next:
+                self._killed_next -= 1
+                world.at(self.random.uniform(0.1, 20.0), partial(self._no_memory, rank))
             waiters: list[Task] = []
             rank.on_end.append(lambda _: world.wake(waiters))
             while rank.alive:
@@ -353,55 +356,79 @@ class Jobs(Scenario):
 
     def strike(self, kind: str, choice: float) -> None:
         """Let something befall somebody."""
-        rest, world, slurm = Random(f"jobs {choice}"), self.world, self.slurm
-        job = self._some_job(choice)
-        lag_s = rest.choice((0.0, 0.0, rest.uniform(0.05, 1.3)))
-        if kind == "again":
-            for _ in range(rest.choice((1, 1, 2))):
-                self._command(rest.random() < 0.3)
-        elif kind == "late":
-            slurm.lost += [rest.choice((0, 1, 2)) for _ in range(rest.choice((1, 1, 2, 4, 10)))]
-        elif kind == "away":
-            slurm.away_until = max(slurm.away_until, world.now + rest.choice((5.0, 40.0, 300.0)))
-            world.tell("is away for a while", "slurmctld")
-        elif kind == "amnesia":
-            slurm.lose_state()
-        elif kind == "broken":
-            self._broken_until = world.now + rest.choice((10.0, 150.0, 800.0))
-            world.tell("is broken for a while", "environment")
-        elif kind == "hold":
-            waiting = self._some_job(choice, ("PENDING",))
-            if waiting is not None:
-                waiting.held, waiting.reason = True, "JobHeldAdmin"
-                world.tell("is held", f"job {waiting.job_id}")
-        elif kind == "scancel" and rest.random() < 0.3:
-            waiting = self._some_job(choice, ("PENDING", "COMPLETING")) or job
-            if waiting is not None:
-                slurm.cancel(waiting)
-        elif kind not in JOBS_KINDS:
+        rest = Random(f"jobs {choice}")
+        if kind in self.STRIKES:
+            self.STRIKES[kind](self, choice, rest)
+        elif kind in self.STRIKES_AT_JOBS:
+            job = self._some_job(choice)
+            if job is not None:
+                self.STRIKES_AT_JOBS[kind](self, job, rest)
+        else:
             self._hinder(kind, self.choose(choice))
             super().strike(kind, choice)
-        elif kind == "term":
-            self._term(choice)
-        elif job is None:
-            return
-        elif kind == "preempt":
-            mode = rest.choice(("REQUEUE", "REQUEUE", "CANCEL", "SUSPEND"))
-            if mode == "SUSPEND":
-                self._suspend(job, rest)
-            else:
-                slurm.preempt(job, mode, rest.choice((0.0, slurm.grace_s)), lag_s)
-        elif kind == "limit":
-            slurm.shorten(job, rest.choice((3.0, 15.0, 60.0)), self.notice_s)
-        elif kind == "scancel":
-            slurm.cancel(job, lag_s)
-        elif kind == "requeue":
-            job.happens("requeued")
-            slurm.requeue(job)
-        elif kind == "cut":
-            self._cut(job, rest)
-        elif kind == "suspend":
+
+    def _again(self, choice: float, rest: Random) -> None:
+        for _ in range(rest.choice((1, 1, 2))):
+            self._command(rest.random() < 0.3)
+
+    def _late(self, choice: float, rest: Random) -> None:
+        self.slurm.lost += [rest.choice((0, 1, 2)) for _ in range(rest.choice((1, 1, 2, 4, 10)))]
+
+    def _away(self, choice: float, rest: Random) -> None:
+        self.slurm.away_until = max(self.slurm.away_until, self.world.now + rest.choice((5.0, 40.0, 300.0)))
+        self.world.tell("is away for a while", "slurmctld")
+
+    def _amnesia(self, choice: float, rest: Random) -> None:
+        self.slurm.lose_state()
+
+    def _broken(self, choice: float, rest: Random) -> None:
+        self._broken_until = self.world.now + rest.choice((10.0, 150.0, 800.0))
+        self.world.tell("is broken for a while", "environment")
+
+    def _memory(self, choice: float, rest: Random) -> None:
+        self._killed_next = rest.choice((1, 2, 4, 8))
+        for rank in list(self._ranks.values()):
+            self._no_memory(rank)
+
+    def _no_memory(self, rank: Process) -> None:
+        if rank.alive:
+            self._hinder("kill", rank)
+            self.world.kill(rank, "is killed: there is no memory")
+
+    def _hold(self, choice: float, rest: Random) -> None:
+        waiting = self._some_job(choice, ("PENDING",))
+        if waiting is not None:
+            waiting.held, waiting.reason = True, "JobHeldAdmin"
+            self.world.tell("is held", f"job {waiting.job_id}")
+
+    def _scancel(self, choice: float, rest: Random) -> None:
+        waiting = self._some_job(choice, ("PENDING", "COMPLETING")) if rest.random() < 0.3 else None
+        job = waiting or self._some_job(choice)
+        if job is not None:
+            self.slurm.cancel(job, _lag(rest))
+
+    def _term(self, choice: float, rest: Random) -> None:
+        """From elsewhere: also to a rank that Slurm does not know any more."""
+        ranks = [(rank, start) for start, rank in self._ranks.items() if rank.alive]
+        if ranks:
+            rank, (job, restarts) = ranks[int(choice * len(ranks))]
+            job.truth.setdefault(restarts, set()).add("term")
+            self.world.signal(rank, 15)
+
+    def _preempt(self, job: Job, rest: Random) -> None:
+        mode = rest.choice(("REQUEUE", "REQUEUE", "CANCEL", "SUSPEND"))
+        if mode == "SUSPEND":
             self._suspend(job, rest)
+        else:
+            self.slurm.preempt(job, mode, rest.choice((0.0, self.slurm.grace_s)), _lag(rest))
+
+    def _limit(self, job: Job, rest: Random) -> None:
+        self.slurm.shorten(job, rest.choice((3.0, 15.0, 60.0)), self.notice_s)
+
+    def _requeue(self, job: Job, rest: Random) -> None:
+        job.happens("requeued")
+        with suppress(Refused):
+            self.slurm.requeue(job)
 
     def _hinder(self, kind: str, process: Process | None) -> None:
         """Note what keeps a job from requeueing itself in time."""
@@ -429,13 +456,24 @@ class Jobs(Scenario):
         if host.cut_off:
             self.slurm.node_lost(host)
 
-    def _term(self, choice: float) -> None:
-        """From elsewhere: also to a rank that Slurm does not know any more."""
-        ranks = [(rank, start) for start, rank in self._ranks.items() if rank.alive]
-        if ranks:
-            rank, (job, restarts) = ranks[int(choice * len(ranks))]
-            job.truth.setdefault(restarts, set()).add("term")
-            self.world.signal(rank, 15)
+    STRIKES: ClassVar[dict[str, Callable[[Jobs, float, Random], None]]] = {
+        "again": _again,
+        "late": _late,
+        "away": _away,
+        "amnesia": _amnesia,
+        "broken": _broken,
+        "memory": _memory,
+        "hold": _hold,
+        "scancel": _scancel,
+        "term": _term,
+    }
+    STRIKES_AT_JOBS: ClassVar[dict[str, Callable[[Jobs, Job, Random], None]]] = {
+        "preempt": _preempt,
+        "limit": _limit,
+        "requeue": _requeue,
+        "cut": _cut,
+        "suspend": _suspend,
+    }
 
     def power_loss(self, host: Host) -> None:
         """A node that loses power is down for Slurm until it is back; nobody may work on the login node meanwhile."""
@@ -507,6 +545,7 @@ class Jobs(Scenario):
     def _calm(self) -> None:
         self.disk.full = False
         self._broken_until = 0.0
+        self._killed_next = 0
         self.slurm.calm()
 
     def _must_be_quiet(self) -> None:
@@ -539,11 +578,15 @@ class Jobs(Scenario):
 
     def _is_excused(self, job: Job) -> bool:
         """Whether no program could have brought this job back, or was to."""
-        if job.cancelled or not job.may_requeue:
+        if job.cancelled or job.state == "NODE_FAIL":  # the site does not let it be requeued after a lost node
             return True
         last = job.truth.get(job.began_with, set())
         # Slurm ends a job whose batch script is killed as FAILED, for good; nobody is left on the node to object.
         if {"lost", "batch script killed"} & last:
+            return True
+        # The disk refused even the record of the end, again and again: the log says so.
+        rank = self._ranks.get((job, job.began_with))
+        if rank is not None and any("could not be recorded" in line for line in rank.output):
             return True
         # Slurm was about to end the job, and did not answer until it did: nothing is requeued on a guess.
         return job.state in ("TIMEOUT", "PREEMPTED") and job.hindered
@@ -567,6 +610,11 @@ class Jobs(Scenario):
                     cause not in named or truth & named[cause],
                     f"attempt {line['attempt']} of {run.path.name} is recorded as {cause!r}: what happened is {truth}",
                 )
+
+
+def _lag(rest: Random) -> float:
+    """How long after the signal the state follows that explains it, in seconds."""
+    return rest.choice((0.0, 0.0, rest.uniform(0.05, 1.3)))
 
 
 class _Executor:
@@ -600,8 +648,8 @@ class _Executor:
         files.write_atomic(script, "\n".join(lines) + "\n")
         done = processes.run(["sbatch", str(script)])
         if done.returncode:
-            raise RuntimeError(done.stderr) from CalledProcessError(done.returncode, "sbatch")
-        job_id = done.stdout.split()[-1]
+            raise RuntimeError(str(done.stderr)) from CalledProcessError(done.returncode, "sbatch")
+        job_id = str(done.stdout).split()[-1]
         files.rename(script, folder / f"{job_id}_submission.sh")
         ids = [f"{job_id}_{index}" for index in range(len(runs))] if len(runs) > 1 else [job_id]
         for path, each in zip(pickles, ids, strict=True):

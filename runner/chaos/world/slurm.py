@@ -1,7 +1,7 @@
 """A simulated Slurm: one controller, a few nodes, and the commands by which it is asked.
 
-What it prints is what `launch.scheduler` reads, dated by the controller's clock. A job is started, asked to stop, killed
-and requeued as on real clusters (see docs/slurm.md): the processes on the nodes get signals, and only when all of them
+What it prints is what `launch.scheduler` reads, dated by its own clock. A job is started, asked to stop, killed and
+requeued as on real clusters (see docs/slurm.md): the processes on the nodes get signals, and only when all of them
 are gone does the job leave the state COMPLETING. A controller that is away carries nothing out, and what it should have
 done meanwhile it does when it is back. A node that is cut off goes on with what runs there, while its jobs are given to
 other nodes.
@@ -10,7 +10,7 @@ other nodes.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -86,6 +86,7 @@ class Job:
     began: float | None = None
     end: float | None = None
     preempted: float | None = None
+    suspended: float = 0.0
     host: Host | None = None
     after: str = ""
     processes: list[Process] = field(default_factory=list)
@@ -146,6 +147,8 @@ class Slurm:
         self.on_submit: list[Callable[[Job], object]] = []
         self.troubled: set[Process] = set()
         """Processes that did not get every answer in time."""
+        self.requeues = random.random() < 0.85
+        """Whether the site lets jobs be requeued unless they ask for it once more."""
         self._random = random
         self._begin = begin
         self._next = 1
@@ -198,6 +201,7 @@ class Slurm:
             array = (first, task) if tasks > 1 else None
             now = float(int(self.now))
             job = Job(number, array, script, name, path, now, now, limit_s, notice_s, user=processes.user_id())
+            job.may_requeue = self.requeues
             self.jobs[job.job_id] = job
             self.all_jobs.append(job)
             self.world.tell(f"is submitted as job {job.job_id}", f"job {job.job_id}")
@@ -339,9 +343,10 @@ class Slurm:
             self._send(job, signal.SIGUSR2)
 
     def _limit(self, job: Job) -> None:
-        if job.state in SLURM_SUSPENDED:
-            self.go_on(job)
-        if job.is_running:
+        left_s = (job.end or 0.0) - self.now
+        if left_s > 1.0:  # it was suspended meanwhile, which does not count
+            self._later(left_s, self._of_start(job, self._limit))
+        elif job.is_running and job.state not in SLURM_SUSPENDED:
             self.world.tell("has reached its time limit", f"job {job.job_id}")
             job.happens("time limit")
             self._complete(job, "TIMEOUT", "TimeLimit")
@@ -464,7 +469,7 @@ class Slurm:
         if job.is_running and job.host is not None and not job.host.cut_off and job.state == "RUNNING":
             self.world.tell("is suspended", f"job {job.job_id}")
             job.happens("suspended")
-            job.state = "SUSPENDED"
+            job.state, job.suspended = "SUSPENDED", self.now
             for process in job.processes:
                 self.world.stop(process)
 
@@ -473,6 +478,9 @@ class Slurm:
         if job.state in SLURM_SUSPENDED:
             self.world.tell("is resumed", f"job {job.job_id}")
             job.state = "RUNNING"
+            if job.end is not None:
+                job.end = float(int(job.end + self.now - job.suspended))
+                self._later(job.end - self.now, self._of_start(job, self._limit))
             for process in job.processes:
                 self.world.go_on(process)
 
@@ -517,7 +525,7 @@ class Slurm:
             self._schedule_soon()
 
     def lose_state(self) -> None:
-        """The controller starts with nothing: it knows no job, and ids begin anew. Nodes end the jobs it does not know."""
+        """The controller starts anew with nothing: it knows no job, ids begin at 1, and nodes end what runs there."""
         self.world.tell("has lost its state", "slurmctld")
         jobs = list(self.jobs.values())
         self.jobs.clear()
@@ -553,7 +561,7 @@ class Slurm:
             job.held = False
         self._schedule_soon()
 
-    def live(self) -> Iterable[Job]:
+    def live(self) -> list[Job]:
         """The jobs that wait, run or end, without those of strangers."""
         return [job for job in self.jobs.values() if not job.is_over and not job.is_strange]
 
@@ -618,46 +626,49 @@ class Slurm:
             return 1, "", str(refused)
 
     def _answer(self, words: list[str], process: Process) -> str:
-        mine = processes.user_id()
         match words:
             case ["sbatch", *_, path]:
                 return self.sbatch(path, process)
+            case ["scontrol", "show", *rest]:
+                return self._show(rest, process)
+            case ["squeue", *rest]:
+                return self._queue(rest)
+        self._change(words, process)
+        return ""
+
+    def _change(self, words: list[str], process: Process) -> None:
+        match words:
             case ["scancel", *job_ids]:
                 for job_id in job_ids:
                     for job in self._own(job_id, process):
                         self.cancel(job)
-                return ""
             case ["scontrol", "requeue", *rest]:
                 for job in self._own(rest[-1], process):
                     self.requeue(job, "incomplete" in rest)
-                return ""
             case ["scontrol", "update", job_id, "requeue=1"]:
                 for job in self._own(job_id.partition("=")[2], process):
                     job.may_requeue = True
-                return ""
             case ["scontrol", "release", job_id]:
                 for job in self._own(job_id, process):
                     job.held = False
                 self._schedule_soon()
-                return ""
-            case ["scontrol", "show", "job", "-o", job_id]:
+            case _:
+                raise AssertionError(f"this Slurm does not know {words}")
+
+    def _show(self, words: list[str], process: Process) -> str:
+        match words:
+            case ["job", "-o", job_id]:
                 found = self._found(job_id)
                 for job in found:
                     job.seen_by.add(process)
                 return "".join(map(self._record, found))
-            case ["scontrol", "show", "node", "-o", name]:
+            case ["node", "-o", name]:
                 return self._node(name)
-            case ["scontrol", "show", "partition", *_]:
+            case ["partition", *_]:
                 return PARTITIONS.format(grace=self.grace_s)
-            case ["scontrol", "show", "config"]:
+            case ["config"]:
                 return CONFIG.format(kill_wait=self.kill_wait_s)
-            case ["squeue", *rest] if any(option.startswith("--jobs=") for option in rest):
-                return self._queue(rest)
-            case ["squeue", *rest] if rest[-1] == "--format=%i|%T|%o":
-                return "".join(
-                    f"{job.job_id}|{job.state}|{job.path}\n" for job in self.jobs.values() if job.user == mine
-                )
-        raise AssertionError(f"this Slurm does not know {words}")
+        raise AssertionError(f"this Slurm does not know scontrol show {words}")
 
     def sbatch(self, path: str, process: Process) -> str:
         """Replaced by the scenario, which knows what a script is."""
@@ -716,6 +727,9 @@ class Slurm:
 
     def _queue(self, options: list[str]) -> str:
         given = {name: value for name, _, value in (option.partition("=") for option in options)}
+        if given.get("--format") == "%i|%T|%o":
+            own = [job for job in self.jobs.values() if job.user == processes.user_id()]
+            return "".join(f"{job.job_id}|{job.state}|{job.path}\n" for job in own)
         found: list[Job] = []
         for job_id in given["--jobs"].split(","):
             try:
