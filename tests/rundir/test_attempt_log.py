@@ -17,7 +17,7 @@ from tiny_attempts import TinyJob
 
 from runner.config.composition import compose
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
-from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
+from runner.rundir.attempt_log import AttemptLog, ended_attempts, is_finished, last_record
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
@@ -80,6 +80,29 @@ def test_three_attempts_without_progress_are_a_crash_loop(
             log.check_budgets(max_timeouts)
     else:
         log.check_budgets(max_timeouts)
+
+
+@pytest.mark.parametrize(
+    ("content", "steps", "epochs", "finished"),
+    [
+        ({}, 10, None, False),
+        ({"steps": 10}, 10, None, True),
+        ({"steps": 10}, 11, None, False),  # it is to train longer
+        ({"steps": 10, "epochs": 2.0}, 10, 3.0, True),  # steps decide, where they are known
+        ({"steps": 10, "epochs": 2.0}, None, 2.0, True),
+        ({"steps": 10, "epochs": 2.0}, None, 2.5, False),
+        ({"steps": 10}, None, 2.0, False),
+        ({"epochs": 2.0}, None, 2.0, False),  # damaged: no run finishes at step 0
+        ({"steps": 10, "epochs": 2.0}, None, None, False),
+    ],
+)
+def test_a_run_is_finished_at_its_steps_or_its_epochs(
+    tmp_path: Path, content: dict[str, Any], steps: int | None, epochs: float | None, finished: bool
+) -> None:
+    """A run that is to train longer is resumed, and one that is finished is not trained again."""
+    run = RunDir(tmp_path)
+    run.finished.write_text(json.dumps(content))
+    assert is_finished(run, steps, epochs) == finished
 
 
 @pytest.mark.parametrize(("saved", "stops"), [(7, True), (8, False)])
