@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from runner.errors import SupersededError, UserError
 from runner.metrics import resume_jsonl
 from runner.metrics.external import ExternalWriter, scalars
+from runner.metrics.jsonl import take_over
 from runner.metrics.lineage import Fork, Lineage, Summary
 from runner.metrics.mlflow import MLflow
 from runner.metrics.progress import ProgressBar, duration, quantity
@@ -185,6 +187,30 @@ def test_what_was_written_is_durable_when_the_file_is_closed(run: RunDir, monkey
     assert synced == []
     writer.close()
     assert synced == [[record(1)]]
+
+
+def test_a_closed_file_holds_no_descriptor(run: RunDir) -> None:
+    """A process that makes several attempts, or none, does not run out of them."""
+    before = len(os.listdir("/proc/self/fd"))
+    writer = resume_jsonl(run.metrics, 0)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    writer.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_branch_takes_over_the_records_up_to_its_step_and_nothing_of_its_own_is_left(
+    run: RunDir, tmp_path: Path
+) -> None:
+    """Also where the trunk has no such file; an attempt before this one may have left another trunk's records."""
+    branch = RunDir(tmp_path / "branch")
+    branch.path.mkdir()
+    write(run, 1, 12)
+    branch.metrics.write_text("other")
+    branch.timings.write_text("other")
+    take_over(branch, run, 7)
+    assert steps(branch) == list(range(1, 8))
+    assert branch.timings.read_text() == ""
+    assert steps(run) == list(range(1, 13))
 
 
 def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tiny_attempts import TinyJob
 
 from runner.config.composition import compose
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
-from runner.rundir.attempt_log import AttemptLog, ended_attempts, last_record
+from runner.rundir.attempt_log import AttemptLog, ended_attempts, is_finished, last_record, status_of
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
@@ -80,6 +80,57 @@ def test_three_attempts_without_progress_are_a_crash_loop(
             log.check_budgets(max_timeouts)
     else:
         log.check_budgets(max_timeouts)
+
+
+def test_without_its_status_the_other_records_show_what_a_run_is_doing(tmp_path: Path) -> None:
+    """status.json is written without fsync: after a power loss it may be missing or broken."""
+    run = RunDir(tmp_path)
+    assert status_of(run) == {}
+    log = begin(run)
+    run.metrics.write_text('{"step": 4, "loss": 0.5}\n')
+    for broken in ("", "{", "[1]"):
+        run.status.write_text(broken)
+        found = status_of(run)
+        assert (found["state"], found["cause"], found["attempts"]) == ("running", None, 1)
+        assert (found["job_id"], found["total"], found["step"], found["loss"]) == ("7", 100, 4, 0.5)
+    log.update(step=4)
+    log.end("preempted", 3)
+    log = begin(run)
+    log.end("crash", 1, "a bug")
+    run.status.unlink()
+    found = status_of(run)
+    assert (found["state"], found["cause"], found["reason"]) == ("failed", "crash", "a bug")
+    assert (found["attempts"], found["steps_lost"]) == (2, 4)
+    begin(run)
+    run.status.unlink()
+    found = status_of(run)
+    assert (found["state"], found["cause"], found["attempts"]) == ("running", "crash", 3)
+    run.attempt.write_text("{}")
+    run.finished.write_text('{"steps": 4}')
+    assert status_of(run)["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("content", "steps", "epochs", "finished"),
+    [
+        ({}, 10, None, False),
+        ({"steps": 10}, 10, None, True),
+        ({"steps": 10}, 11, None, False),  # it is to train longer
+        ({"steps": 10, "epochs": 2.0}, 10, 3.0, True),  # steps decide, where they are known
+        ({"steps": 10, "epochs": 2.0}, None, 2.0, True),
+        ({"steps": 10, "epochs": 2.0}, None, 2.5, False),
+        ({"steps": 10}, None, 2.0, False),
+        ({"epochs": 2.0}, None, 2.0, False),  # damaged: no run finishes at step 0
+        ({"steps": 10, "epochs": 2.0}, None, None, False),
+    ],
+)
+def test_a_run_is_finished_at_its_steps_or_its_epochs(
+    tmp_path: Path, content: dict[str, Any], steps: int | None, epochs: float | None, finished: bool
+) -> None:
+    """A run that is to train longer is resumed, and one that is finished is not trained again."""
+    run = RunDir(tmp_path)
+    run.finished.write_text(json.dumps(content))
+    assert is_finished(run, steps, epochs) == finished
 
 
 @pytest.mark.parametrize(("saved", "stops"), [(7, True), (8, False)])

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from runner.errors import LockedError, SupersededError, UserError
-from runner.rundir.lease import Heart, Lease, heartbeat_file, liveness, read_carried, read_holder
+from runner.rundir.lease import Heart, Lease, LeaseWatcher, heartbeat_file, liveness, read_carried, read_holder
 from runner.system import clock, files
 from runner.system.processes import state_of, this_process
 
@@ -463,3 +463,12 @@ def test_a_lease_that_was_taken_over_does_not_beat_any_more(tmp_path: Path) -> N
             time.sleep(0.02)
         with pytest.raises(SupersededError):
             older.check_fence()
+
+
+def test_a_command_that_only_looks_sees_whether_a_holder_lives(tmp_path: Path) -> None:
+    """At once for a process of this machine; a lease that was released, or never acquired, has no holder."""
+    watcher = LeaseWatcher()
+    assert not watcher.is_alive(tmp_path / "lease")
+    with Lease.acquire(tmp_path / "lease", {"job_id": "7", "restart_count": 0}):
+        assert watcher.is_alive(tmp_path / "lease")
+    assert not watcher.is_alive(tmp_path / "lease")

@@ -41,9 +41,6 @@ class First:
         if report.failed:
             self.result["failed"] = self.result["failed"] or f"import of {report.nodeid}"
 
-    def pytest_keyboard_interrupt(self) -> None:
-        self.result["failed"] = self.result["failed"] or "interrupt"
-
 
 def examine(copy: Copy, change: Change, tests: Executed, budget: float, own: bool) -> dict[str, Any]:
     """Which test notices a change, if one does: a line of the results."""
@@ -63,17 +60,9 @@ def examine(copy: Copy, change: Change, tests: Executed, budget: float, own: boo
             noticed = HANG if result is None else result["failed"]
         if noticed:
             break
-    return {
-        "change": change.name,
-        "file": change.file,
-        "line": change.lines[0],
-        "what": str(change),
-        "noticed": noticed,
-        "tests": run,
-        "of": of,
-        "own": own,
-        "seconds": round(time.monotonic() - begun, 1),
-    }
+    line = {"change": change.name, "file": change.file, "line": change.lines[0], "what": str(change)}
+    line |= {"noticed": noticed, "tests": run, "of": of, "own": own, "seconds": round(time.monotonic() - begun, 1)}
+    return line
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MODULES = """
     runner/rundir/lease.py runner/rundir/attempt_log.py runner/rundir/custody.py runner/rundir/appender.py
@@ -81,10 +82,7 @@ class _Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        assert isinstance(node, (ast.expr, ast.stmt))
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
+    def span(self, node: Any) -> tuple[int, int]:
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
@@ -108,8 +106,17 @@ class _Finder(ast.NodeVisitor):
     def condition(self, test: ast.expr) -> None:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             self.replace("condition", test, f"({self.text(test.operand)})")
-        elif not isinstance(test, ast.Constant) and not (isinstance(test, ast.Compare) and len(test.ops) == 1):
+        elif self.text(test) not in ("True", "TYPE_CHECKING") and len(getattr(test, "ops", ())) != 1:
             self.replace("condition", test, f"(not ({self.text(test)}))")
+
+    def visit(self, node: ast.AST) -> None:
+        if _is_left_alone(node):
+            return
+        if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+            self.condition(node.test)
+        for test in getattr(node, "ifs", ()):
+            self.condition(test)
+        super().visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         for default in [*node.args.defaults, *node.args.kw_defaults]:
@@ -129,12 +136,6 @@ class _Finder(ast.NodeVisitor):
         if node.value is not None:
             self.visit(node.value)
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None: ...
-
-    def visit_Raise(self, node: ast.Raise) -> None: ...
-
-    def visit_Assert(self, node: ast.Assert) -> None: ...
-
     def visit_Compare(self, node: ast.Compare) -> None:
         operands = [node.left, *node.comparators]
         for left, kind, right in zip(operands, node.ops, operands[1:], strict=False):
@@ -142,24 +143,6 @@ class _Finder(ast.NodeVisitor):
             self.operator("comparison", left, right, old, TURNED[old])
             if old in OFF_BY_ONE:
                 self.operator("off by one", left, right, old, OFF_BY_ONE[old])
-        self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
-        if "TYPE_CHECKING" not in self.text(node.test):
-            self.condition(node.test)
-            self.generic_visit(node)
-
-    def visit_While(self, node: ast.While) -> None:
-        self.condition(node.test)
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.condition(node.test)
-        self.generic_visit(node)
-
-    def visit_comprehension(self, node: ast.comprehension) -> None:
-        for test in node.ifs:
-            self.condition(test)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
@@ -181,13 +164,11 @@ class _Finder(ast.NodeVisitor):
             self.replace("number", node, repr(node.value + 1))
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call) and not _is_spoken(node.value):
+        if isinstance(node.value, ast.Call) and not _is_left_alone(node.value):
             self.replace("call", node, "pass")
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if _is_spoken(node):
-            return
         if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
             self.replace("min/max", node.func, "max" if node.func.id == "min" else "min")
         self.generic_visit(node)
@@ -204,8 +185,11 @@ class _Finder(ast.NodeVisitor):
             self.visit(statement)
 
 
-def _is_spoken(call: ast.Call) -> bool:
-    return getattr(call.func, "attr", getattr(call.func, "id", "")) in SPOKEN
+def _is_left_alone(node: ast.AST) -> bool:
+    """Whether it is a message or an assertion, or logs something."""
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "attr", getattr(node.func, "id", "")) in SPOKEN
+    return isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert))
 
 
 def changes_of(root: Path, file: str) -> list[Change]:

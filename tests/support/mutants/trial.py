@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from mutants.changes import Change
@@ -44,13 +43,8 @@ class Copy:
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
         self.path = self._folder / "copy"
         self._ticks = 0
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=root,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(words, cwd=root, check=True, capture_output=True, text=True).stdout
         for name in filter(None, listed.split("\0")):
             if (root / name).is_file():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +56,7 @@ class Copy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextmanager
