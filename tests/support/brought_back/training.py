@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from brought_back import Fault
 
-from runner.checkpoint import copying, directory, manager, saver, selection, state
+from brought_back import Fault
+from runner.checkpoint import copying, directory, manager, saver, state
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import Candidate, Fence, Retention
@@ -128,8 +128,8 @@ def _evaluated_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _corruption_is_the_end(patch: pytest.MonkeyPatch) -> None:
-    choose = selection.checkpoint_dir.candidates
-    patch.setattr(selection.checkpoint_dir, "candidates", lambda path: choose(path)[:1])
+    choose = directory.candidates
+    patch.setattr(directory, "candidates", lambda path: choose(path)[:1])
 
 
 FAULTS = [
