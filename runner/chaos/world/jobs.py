@@ -132,7 +132,7 @@ class Jobs(Scenario):
         self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
         self._names: dict[Process, str] = {}
         self._locked: set[Path] = set()
-        self._began: dict[Process, dict[Path, str]] = {}
+        self._began: dict[Process, dict[Path, Job | str]] = {}
 
     @property
     def runs(self) -> list[RunDir]:
@@ -203,7 +203,7 @@ class Jobs(Scenario):
         process = self.spawn(self.hosts[0], f"command {self._commands}", partial(self._start, jobs))
         self._began[process] = {run.path: self._live_since_before(run.path) for run in self.runs}
 
-    def _live_since_before(self, run: Path) -> str:
+    def _live_since_before(self, run: Path) -> Job | str:
         """The job that job.json names, if it is queued or running."""
         with self.world.outside():
             job_id = str(files.read_object(RunDir(run).job).get("job_id"))
@@ -213,7 +213,7 @@ class Jobs(Scenario):
         job = self.slurm.jobs.get(job_id)
         if job is None or job.is_strange or run not in job.script["runs"]:
             return ""
-        return job_id if not job.is_over and job.state != "COMPLETING" else ""
+        return job if not job.is_over and job.state != "COMPLETING" else ""
 
     def _start(self, jobs: Sequence[Composed]) -> None:
         start = import_module("runner.cli.start")
@@ -238,11 +238,10 @@ class Jobs(Scenario):
         run, process = self._run_of(job), job.script["by"]
         before = self._began.get(process, {}).get(run, "")
         self.must(before != "finished", f"{process.name} submits {run.name}, which was finished before it began")
-        earlier = self.slurm.jobs.get(before)
-        live = earlier is not None and earlier in self.slurm.live() and run in earlier.script["runs"]
+        live = isinstance(before, Job) and any(before is each for each in self.slurm.live())
+        name = before.job_id if isinstance(before, Job) else ""
         self.must(
-            not live,
-            f"{process.name} submits {run.name}, whose job {before} was queued or running since before it began",
+            not live, f"{process.name} submits {run.name}, whose job {name} was queued or running since before it began"
         )
 
     # ---- jobs
