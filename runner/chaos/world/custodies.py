@@ -276,7 +276,7 @@ class Custodies(Scenario):
         if status == 0 and (words[0] in ("mv", "rm") or "--remove" in words):
             moved = process in self._movers or ".removed-" in text
             self.must(moved or not self._places("a"), f"{process.name} reports success and has moved nothing: {text}")
-        return status
+        return int(status)
 
     def strike(self, kind: str, choice: float) -> None:
         """Let something befall somebody."""
@@ -364,8 +364,8 @@ class Custodies(Scenario):
         if not files.is_file(RunDir(place).config):
             raise UserError(f"{place} is not a run directory")
         made = order(place, "a")
-        planned = plan.plan_runs([made], Queue(self), True)[0]  # type: ignore[arg-type,list-item]
-        return start.run_here(planned) if planned.starts else 0
+        planned = plan.plan_runs([made], Queue(self), True)[0]
+        return int(start.run_here(planned)) if planned.starts else 0
 
     def _submit(self) -> int:
         """`runner resume` with a queue."""
@@ -392,11 +392,11 @@ class Custodies(Scenario):
 
     def _start(self, made: Order) -> int:
         queue: Launcher = Queue(self)  # type: ignore[assignment]
-        planned = plan.plan_runs([made], queue, False)  # type: ignore[list-item]
+        planned = plan.plan_runs([made], queue, False)
         start._waiting(planned, queue)
         if not planned[0].starts:
             return 0
-        return start._start_all(planned, queue, False)
+        return int(start._start_all(planned, queue, False))
 
     def _evaluate(self) -> int:
         """`runner evaluate` of every checkpoint, with results that are made up."""
