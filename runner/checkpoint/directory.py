@@ -195,11 +195,10 @@ def _names(directory: Path) -> list[str]:
 def look_anew(directory: Path) -> None:
     """Let the next look at the directory show what there is now.
 
-    A client of a network file system may show for half a minute what it listed before, and what another machine has
-    committed since is missing. It notices that when it changes something of the directory itself, such as its time.
+    What another machine has committed since may be missing otherwise: see `files.look_anew`.
     """
     with contextlib.suppress(OSError):  # not there yet, or somebody else's
-        files.set_times(directory)
+        files.look_anew(directory)
 
 
 def corruption_of(candidate: Candidate) -> str | None:

@@ -10,6 +10,7 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -152,8 +153,22 @@ def _members(run: RunDir, which: str) -> list[Path]:
             folders[:] = [name for name in folders if name in kept]
         folders.sort()
         links = [name for name in folders if files.is_link(Path(folder) / name)]
+        if relative != Path(run.checkpoints.name):  # a checkpoint is complete, and its time tells when it was saved
+            for name in folders:
+                if name not in links:
+                    _look_anew(Path(folder) / name)
         found += [relative, *(relative / name for name in sorted([*names, *links]))]
     return found
+
+
+def _look_anew(directory: Path) -> None:
+    """See what another machine has just written there: what is not packed may be removed with the run.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    with suppress(PermissionError):  # somebody else's
+        files.look_anew(directory)
 
 
 def _kept(run: RunDir, which: str) -> set[str] | None:

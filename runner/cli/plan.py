@@ -95,7 +95,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         held: whether this command holds the lease of the run.
 
     Raises:
-        RunDirError: the run would start, and its directory is not to be trusted.
+        RunDirError: the run would start, and its directory is not to be trusted; or it was to be resumed and is gone.
         UserError: the config does not fit the run directory.
         OSError: the run directory cannot be read.
     """
@@ -106,6 +106,8 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
     if not held and not finished and (holder := _live_holder(run)):
         return PlannedRun(job, "live", f"running, {holder}")
     if not files.exists(run.config):
+        if job.resumed:  # `runner mv` or `rm` was faster; another run there, from step 0, is not what was asked for
+            raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
         _check_place(run)
         check_trusted(run)
         return _new(job)

@@ -39,6 +39,7 @@ class Composed:
     plain: dict[str, Any]  # resolved, paths absolute, enums by name
     overrides: tuple[str, ...]  # as given on the command line
     run_dir: Path  # absolute
+    resumed: bool = False  # it was read from its run directory: if that is gone, there is nothing to begin
 
     @cached_property
     def text(self) -> str:
@@ -145,7 +146,7 @@ class Composer:
         anchor(plain, Path.cwd() if base is None else base)
         name_source(plain)
         plain["run"]["dir"] = str(run_dir)
-        return Composed(to_config(plain), plain, tuple(overrides), run_dir)
+        return Composed(to_config(plain), plain, tuple(overrides), run_dir, resumed=True)
 
     def expand(self, overrides: Sequence[str]) -> list[list[str]]:
         """The jobs of a sweep: all combinations of the values given, the last key varying fastest.

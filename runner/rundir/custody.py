@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,10 @@ def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator
         try:
             # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
             acquired = acquire((run.submission, run.lease, run.evaluation_lease))
+            # What others did before counts from here on: checkpoints, pins, evaluations of another machine.
+            for directory in (run.path, run.checkpoints, run.evaluation_work):
+                with suppress(FileNotFoundError, PermissionError):  # there is none, or it is somebody else's
+                    files.look_anew(directory)
             # Whoever evaluates, or submits that, adds a lease under that of the evaluations (see `make_work`).
             acquired += acquire(_leases_of_evaluations(run))
         except LockedError as error:  # another run directory is no way out here

@@ -329,6 +329,10 @@ class Lease:
         """Remove what lower numbers left: their temporary files, so that no late rename can succeed, and their own."""
         for folder in (self.directory, self.directory.parent):
             files.sweep(folder, self.directory.name, self.fence)
+        run = RunDir(self.directory.parent)
+        if self.directory == run.submission:  # who submits a branch writes its `appender`, which is there
+            with contextlib.suppress(FileNotFoundError):
+                files.sweep(run.lease, self.directory.name, self.fence)
         for name in files.list_dir(self.directory):
             head, _, rest = name.partition(".")
             if head.isdigit() and int(head) < self.fence and rest in ("json", "beat"):

@@ -325,6 +325,18 @@ def touch(path: Path) -> None:
     set_times(path)
 
 
+def look_anew(directory: Path) -> None:
+    """Let the next look at a directory show what is in it now.
+
+    A client of a network file system may show for half a minute what it listed before, without what another machine has
+    made there since. It notices that when it changes something of the directory itself, such as its time.
+
+    Raises:
+        OSError: the directory is gone, or this user may not write there.
+    """
+    set_times(directory)
+
+
 def link(source: Path, target: Path) -> None:
     """Give the file `source` a second name; it is not followed if it is a link itself.
 

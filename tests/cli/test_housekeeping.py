@@ -609,6 +609,25 @@ def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
     assert contents(made.with_name("elsewhere-00000000")) == before
 
 
+def test_a_run_that_is_moved_before_resume_looks_at_it_is_not_begun_anew(
+    made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config is known by then; with it, a run would begin at step 0 in the place of the one that was meant."""
+    before, real, elsewhere = contents(made), plan.plan_runs, made.with_name("elsewhere-00000000")
+
+    def plan_runs(*arguments: object, **options: object) -> object:
+        if made.exists():
+            files.rename(made, elsewhere)
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(start, "plan_runs", plan_runs)
+    assert command("resume", str(made)) == ExitStatus.USAGE
+    assert error(capsys).endswith("was moved or removed meanwhile")
+    assert FakeLauncher.launched == []
+    assert not made.exists()
+    assert contents(elsewhere) == before
+
+
 def test_a_command_that_comes_while_a_run_is_moved_starts_nothing(
     made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

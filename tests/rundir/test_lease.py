@@ -21,6 +21,7 @@ import pytest
 
 from runner.errors import LockedError, SupersededError, UserError
 from runner.rundir.lease import Heart, Lease, LeaseWatcher, heartbeat_file, liveness, read_carried, read_holder
+from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.system.processes import state_of, this_process
 
@@ -364,6 +365,19 @@ def test_what_a_killed_holder_was_writing_is_swept(directory: Path) -> None:
     with Lease.acquire(directory, {}, 60.0):
         assert not any(path.exists() for path in temporary)
         assert others.exists()
+
+
+def test_whoever_submits_removes_what_an_earlier_one_left_among_the_leases(directory: Path) -> None:
+    """It was stopped, perhaps, and would replace what an attempt has written by now (see `runner.rundir.appender`)."""
+    submission = RunDir(directory.parent).submission
+    Lease.acquire(submission).release()  # there is no such directory yet
+    directory.mkdir()
+    left, others = (directory / f"appender.json.tmp-{lease}-00000001-7-7" for lease in ("submission", "lease"))
+    left.touch()
+    others.touch()
+    Lease.acquire(submission).release()
+    assert not left.exists()
+    assert others.exists()
 
 
 def test_a_leftover_that_cannot_be_swept_keeps_the_lease_from_being_used(

@@ -71,6 +71,7 @@ class Order:
     run_dir: Path
     plain: dict[str, Any]
     overrides: tuple[str, ...] = ()
+    resumed: bool = False
 
     @property
     def config(self) -> Settings:
@@ -286,6 +287,8 @@ class Custodies(Scenario):
         process = self.choose(choice)
         if process is not None and kind in ("freeze", "error"):
             self._troubled.add(process)
+        if process is not None and kind == "suspend":  # all of that machine are frozen, and others take over from them
+            self._troubled |= {each for each in self.world.processes if each.alive and each.host is process.host}
         super().strike(kind, choice)
 
     def on_end(self, process: Process) -> None:
@@ -363,7 +366,7 @@ class Custodies(Scenario):
         place = self._place()
         if not files.is_file(RunDir(place).config):
             raise UserError(f"{place} is not a run directory")
-        made = order(place, "a")
+        made = replace(order(place, "a"), resumed=True)
         planned = plan.plan_runs([made], Queue(self), True)[0]
         return int(start.run_here(planned)) if planned.starts else 0
 
@@ -372,7 +375,7 @@ class Custodies(Scenario):
         place = self._place()
         if not files.is_file(RunDir(place).config):
             raise UserError(f"{place} is not a run directory")
-        return self._start(order(place, "a"))
+        return self._start(replace(order(place, "a"), resumed=True))
 
     def _fork(self) -> int:
         """A branch off the newest checkpoint."""

@@ -1,0 +1,60 @@
+"""What a machine listed before, on a network file system, decides nothing about a whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.chaos.world.disk import ROOT
+from runner.chaos.world.scenario import Scenario, play
+from runner.chaos.world.schedule import Schedule
+from runner.cli import archive
+from runner.rundir.custody import custody
+from runner.rundir.paths import RunDir
+from runner.system import clock, files
+
+RUN = RunDir(Path(ROOT) / "run")
+BEGUN = ("logs/1/old.log", "checkpoints/step_00000001/weights.bin", "evaluations/0f0f/00000001.json")
+NEW = (
+    *("finished.json", "logs/1/new.log", "checkpoints/step_00000002/weights.bin", "checkpoints/step_00000001.pinned"),
+    "evaluations/a1a1/00000001.json",
+)
+
+
+class _TwoMachines(Scenario):
+    """One machine looks at the run before the other one adds to it, and a moment later takes custody of it."""
+
+    name = "two machines"
+    network = True
+
+    def begin(self) -> None:
+        for name in ("config.yaml", "code.json", *BEGUN):
+            self._add(name)
+        self.spawn(self.hosts[0], "custody", self._take)
+        self.spawn(self.hosts[1], "writer", self._write)
+
+    def _add(self, name: str) -> None:
+        files.make_dirs((RUN.path / name).parent)
+        files.write_atomic(RUN.path / name, '{"released": true}' if name.startswith("evaluations") else "{}")
+
+    def _take(self) -> None:
+        for _ in files.walk(RUN.path):
+            pass
+        clock.sleep(1.0)
+        with custody(RUN.path) as held:
+            self.leases = sorted(lease.directory.name for lease in held._leases)
+            self.members = [str(member) for member in archive._members(held.run, "all")]
+
+    def _write(self) -> None:
+        clock.sleep(0.5)
+        for name in NEW:
+            self._add(name)
+
+    def finish(self) -> None:
+        self.must(self.leases == ["0f0f", "a1a1", "evaluation", "lease", "submission"], f"leases: {self.leases}")
+        packed = {*BEGUN[:2], *NEW[:-1]}
+        self.must(packed <= set(self.members), f"not packed: {sorted(packed - set(self.members))}")
+
+
+def test_what_another_machine_has_just_made_is_packed_and_taken_into_custody() -> None:
+    """An archive without it may be all that is left of the run, and an evaluation would lose its run."""
+    assert play(_TwoMachines, Schedule("1", ())).broken is None
