@@ -216,9 +216,9 @@ class Training(Scenario):
             scenario._has_committed(pending.step, self._fence.number)
             return manifest
 
-        def observed_delete_old(self: Saver, *arguments: Any) -> None:
+        def observed_delete_old(self: Saver, step: int) -> None:
             try:
-                delete_old(self, *arguments)
+                delete_old(self, step)
             finally:
                 scenario._deleting = None
 
