@@ -301,11 +301,11 @@ class TrainStateManager:
         if manifest is not None and self.last_save is not None:
             self.last_save |= {"bytes": manifest.size, "write_s": clock.perf_counter() - begun}
         if self._world.is_main:
-            self._delete_old()
+            self._delete_old(pending.step)
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, step: int) -> None:
         try:
-            self._saver.delete_old()
+            self._saver.delete_old(step)
         except SupersededError as error:
             self._superseded = error
         except Exception as error:  # noqa: BLE001 - no failure of a save may end the training

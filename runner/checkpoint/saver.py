@@ -268,17 +268,19 @@ class Saver:
         transaction.commit(manifest, new)
         return manifest
 
-    def delete_old(self) -> None:
-        """On rank 0, after a commit: delete what retention does not keep.
+    def delete_old(self, step: int) -> None:
+        """On rank 0, after the commit of `step`: delete what retention does not keep.
+
+        Only up to that step, and counted from there: this attempt resumed below whatever is above it, which is corrupt
+        and could not be set aside. It must not be kept instead of what is whole.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
             OSError, CheckpointError: the file system refused.
         """
         try:
-            for candidate in self._retention.to_delete(
-                checkpoint_dir.candidates(self._directory), kept(self._directory)
-            ):
+            found = [each for each in checkpoint_dir.candidates(self._directory) if each.step <= step]
+            for candidate in self._retention.to_delete(found, kept(self._directory)):
                 checkpoint_dir.delete(candidate.path, self._fence)
         finally:
             checkpoint_dir.sweep(self._directory, self._fence)

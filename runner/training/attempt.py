@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.contracts import Job
 from runner.errors import (
@@ -320,7 +320,7 @@ class _Attempt:
         """Write the completion mark last of all.
 
         Raises:
-            FileError: the disk refuses it, or has refused metrics.
+            FileError: the disk refuses it, again and again, or has refused metrics.
         """
         assert self.log is not None
         assert self.session is not None
@@ -331,8 +331,24 @@ class _Attempt:
         steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
         mark = {"steps": steps} | ({} if epochs is None else {"epochs": epochs})
         self.log.end("finished", 0)
-        insist(lambda: files.write_json(self.run.finished, mark, guard=guard), self.run.finished)
+        try:
+            insist(lambda: files.write_json(self.run.finished, mark, guard=guard), self.run.finished)
+        except FileError as error:
+            if not self._is_marked(mark):
+                raise
+            # Only the sync of its name failed. Whoever looks finds the run finished and does not start it again, so
+            # its records must not say for ever that it failed. If a power loss takes the mark, a rerun writes it.
+            message = f"{self.run.finished} may be lost at a power failure ({error.__cause__})"
+            print_error(f"warning: {message}")
+            self.log.warn(message)
         _print(f"finished: {steps} steps, results in {self.run.path}")
+
+    def _is_marked(self, mark: dict[str, Any]) -> bool:
+        """Whether the completion mark has its name and is this one."""
+        try:
+            return bool(insist(lambda: files.read_object(self.run.finished), self.run.finished) == mark)
+        except FileError:
+            return False
 
     def _interrupt(self, step: int) -> ExitStatus:
         """After a signal and the save at `step`: record the cause and requeue the job if needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -54,6 +55,31 @@ def load(directory: Path) -> int:
     state = manager(directory).load(toy.model, toy.optimizer)
     assert state is not None
     return int(state["step"])
+
+
+def test_a_corrupt_checkpoint_that_stays_is_not_kept_instead_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses to set it aside; what is saved below it from then on is not one too many."""
+    toy, saving = Toy(), manager(tmp_path)
+    for steps in (1, 3):
+        toy.train(steps)
+        toy.save(saving)
+    flip(tmp_path / "step_00000004" / "rank_00000.safetensors")
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    again, resumed = Toy(), manager(tmp_path, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_dir, "_take", refuse)
+        assert (resumed.load(again.model, again.optimizer) or {})["step"] == 1
+    again.step = 1
+    for step in (2, 3):
+        again.train()
+        assert again.save(resumed)
+        assert names(tmp_path) == [f"step_{step:08d}", "step_00000004"]
+    assert load(tmp_path) == 3
 
 
 def positions(size: int) -> Iterator[int]:

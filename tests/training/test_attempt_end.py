@@ -62,6 +62,31 @@ def test_a_disk_with_room_for_the_attempt_log_alone_fails_no_run_for_good(code: 
         assert training_attempt.attempt(run.path, Requeued(1)) == ExitStatus.FINISHED
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_with_its_completion_mark_has_not_failed(named: bool, run: RunDir) -> None:
+    """The disk refuses the mark, before or after it has its name: the records say what others see from then on."""
+    write = files.write_json
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path != run.finished:
+            return write(path, *arguments, **options)
+        if named and not run.finished.exists():  # the sync of its directory fails, and then whatever is tried
+            write(path, *arguments, **options)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with tiny_attempts() as patch:
+        patch.setattr(files, "write_json", refuse)
+        status = training_attempt.attempt(run.path, TinyJob(0))
+    assert status == (ExitStatus.FINISHED if named else ExitStatus.FAILED)
+    recorded = json.loads(run.status.read_text())
+    assert [line["cause"] for line in ended_attempts(run)] == [recorded["cause"]] == ["finished" if named else "failed"]
+    assert recorded["state"] == recorded["cause"]
+    assert any("finished.json" in warning for warning in recorded["warnings"]) == named
+    with tiny_attempts():
+        assert training_attempt.attempt(run.path, TinyJob(1)) == ExitStatus.FINISHED
+    assert json.loads(run.status.read_text())["state"] == "finished"
+
+
 def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Requeued()
     monkeypatch.setattr(training_attempt, "leave_ranks", lambda status: job.told.append("leave"))

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +37,9 @@ from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.training.attempt import attempt
 from runner.training.job import LocalJob
+
+# The commands are in a layer above.
+checkpoints_command: Any = import_module("runner.cli.checkpoints")
 
 RUN = RunDir(Path(ROOT) / "run")
 COMMITTED = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_(\d{{8}})")
@@ -184,6 +188,9 @@ class Training(Scenario):
         self.rotten: set[int] = set()
         self.loaded = 0  # the highest fence under which a checkpoint, or none, was loaded
         self.frozen: dict[str, bytes] | None = None  # the records of the run when it was finished
+        self._begun: dict[str, int] = {}  # how many events were before each attempt
+        self._finisher: str | None = None  # the attempt that finished the run
+        self._deleting: Process | None = None  # has committed, and not deleted yet what need not be kept
         self._owner: Process | None = None
         self._generators: dict[Process, Any] = {}
         self._gradients: dict[Task, bool] = {}
@@ -196,7 +203,7 @@ class Training(Scenario):
     def around(self) -> Iterator[None]:
         """Observe loads and commits, and put back what attempts change in the interpreter."""
         handlers, threads = logging.getLogger("runner").handlers[:], torch.get_num_threads()
-        generators, load, commit = _generators(), TrainStateManager.load, Saver.commit
+        generators, load, commit, delete_old = _generators(), TrainStateManager.load, Saver.commit, Saver.delete_old
         scenario = self
 
         def observed_load(self: TrainStateManager, *arguments: Any, **options: Any) -> Any:
@@ -209,13 +216,21 @@ class Training(Scenario):
             scenario._has_committed(pending.step, self._fence.number)
             return manifest
 
+        def observed_delete_old(self: Saver, step: int) -> None:
+            try:
+                delete_old(self, step)
+            finally:
+                scenario._deleting = None
+
         TrainStateManager.load, Saver.commit = observed_load, observed_commit  # type: ignore[method-assign]
+        Saver.delete_old = observed_delete_old  # type: ignore[method-assign]
         self.world.switched = self._switched
         torch.set_num_threads(1)
         try:
             yield
         finally:
             TrainStateManager.load, Saver.commit = load, commit  # type: ignore[method-assign]
+            Saver.delete_old = delete_old  # type: ignore[method-assign]
             logging.getLogger("runner").handlers[:] = handlers
             torch.set_grad_enabled(True)
             torch.set_num_threads(threads)
@@ -267,7 +282,9 @@ class Training(Scenario):
     def _start(self, host: Any, by_hand: bool = False) -> Process:
         self.count += 1
         job = LocalJob() if by_hand or not self.queued else _Job(self.count)
-        return self.spawn(host, f"attempt {self.count}", partial(self._attempt, job))
+        name = f"attempt {self.count}"
+        self._begun[name] = len(self.world.events)
+        return self.spawn(host, name, partial(self._attempt, job))
 
     def _attempt(self, job: Any) -> None:
         raise SystemExit(attempt(RUN.path, job))
@@ -288,10 +305,17 @@ class Training(Scenario):
             super().strike(kind, choice)
 
     def _rot(self, choice: float) -> None:
-        """Change a bit of a checkpoint, but not of the last one that is whole: then nothing could be promised."""
-        whole = [step for step in sorted(self._checkpoints()) if step not in self.rotten]
+        """Change a bit of a checkpoint, but not of the last one that is whole: then nothing could be promised.
+
+        Nor of the newest one in the moment after its commit in which the older ones are deleted: what was written and
+        synced is not read again before that, so it is as if it were the last one already.
+        """
+        there = sorted(self._checkpoints())
+        whole = [step for step in there if step not in self.rotten]
         if len(whole) < 2:
             return
+        if self._deleting is not None and self._deleting.alive and whole[-1] == there[-1]:
+            whole.pop()
         chosen = random.Random(f"rot {choice}")
         step = chosen.choice(whole)
         node = self.disk._find(list(RUN.checkpoint(step).parts[2:]), "")
@@ -349,6 +373,7 @@ class Training(Scenario):
         fence = int(found[1])  # type: ignore[index]
         self.must(fence >= self.loaded, f"number {fence} committed step {step} although {self.loaded} had resumed")
         self.rotten.discard(step)
+        self._deleting = self.world.current.process if self.world.current is not None else None
         wrong = self.undisturbed.differing(step, self._checkpoints()[step])
         self.must(not wrong, f"checkpoint {step} is not what it is without any strike: {', '.join(wrong)}")
 
@@ -389,6 +414,7 @@ class Training(Scenario):
         self.must(STEPS in self._checkpoints(), "the run is finished without its last checkpoint")
         if self.frozen is None:
             self.frozen = {path: data for path, data in self._records().items() if path != str(RUN.finished)}
+            self._finisher = self.world.current.process.name if self.world.current is not None else None
 
     def finish(self) -> None:
         """Whatever has happened, a few undisturbed attempts finish the run, and leave nothing behind."""
@@ -406,8 +432,22 @@ class Training(Scenario):
         now = self._records()
         for path, content in (self.frozen or {}).items():
             self.must(now.get(path) == content, f"{path} of the finished run has changed")
+        if self._may_leave_checkpoints():
+            prune = partial(checkpoints_command.prune, RUN.checkpoints, STEPS, dry_run=False, as_json=False)
+            self.spawn(self.hosts[0], "prune", prune)
+            self.world.run()
         left = [path for path in self.disk.tree() if ".tmp-" in path]
         self.must(not left, f"files are left behind: {left}")
+
+    def _may_leave_checkpoints(self) -> bool:
+        """Whether parts of deleted checkpoints may be in the finished run: `runner checkpoints --prune` removes them.
+
+        A disk may have refused their removal, or brought them back after a power loss. An attempt begins with the
+        removal of such, but no attempt does anything in a finished run.
+        """
+        since = self.world.events[self._begun[self._finisher] :] if self._finisher is not None else []
+        troubles = ("gets E", "loses power", "is full", "has room again")
+        return any(event.shown and event.what.startswith(troubles) for event in since)
 
 
 class _Quiet(Training):
