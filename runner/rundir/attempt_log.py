@@ -336,7 +336,8 @@ class AttemptLog:
         """
         if reason:
             self.record["reason"] = reason
-        self._close(self.record, cause, status, self.step, self.account.state())
+        # Again as well: it looks at the checkpoints.
+        insist(lambda: self._close(self.record, cause, status, self.step, self.account.state()), self.run.attempts)
         insist(self._write_all, self.run.attempts)
         self.status.update(state=self._state_after(cause), cause=cause, **({"reason": reason} if reason else {}))
         with suppress(FileError):  # the other records show the same

@@ -87,6 +87,27 @@ def test_a_run_with_its_completion_mark_has_not_failed(named: bool, run: RunDir)
     assert json.loads(run.status.read_text())["state"] == "finished"
 
 
+def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_fails_no_finished_run(run: RunDir) -> None:
+    end, newest_step, refused = AttemptLog.end, RunDir.newest_step, [False]
+
+    def refuse(run: RunDir) -> int:
+        if refused.pop():
+            refused.append(False)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
+        refused.append(False)
+        return newest_step(run)
+
+    def refused_end(log: AttemptLog, *arguments: Any) -> None:
+        refused[0] = True
+        end(log, *arguments)
+
+    with tiny_attempts() as patch:
+        patch.setattr(RunDir, "newest_step", refuse)
+        patch.setattr(AttemptLog, "end", refused_end)
+        assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FINISHED
+    assert [line["cause"] for line in ended_attempts(run)] == ["finished"]
+
+
 def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Requeued()
     monkeypatch.setattr(training_attempt, "leave_ranks", lambda status: job.told.append("leave"))
