@@ -36,7 +36,7 @@ def test_training_and_evaluation_are_preempted_and_nothing_is_lost_or_done_twice
         assert done.returncode == 0, done.stdout + done.stderr
     (directory,) = (job.path / "evaluations").glob("evaluate-*")
     evaluation = Job(directory, [], cluster=cluster)
-    cluster.wait(lambda: len(results(job)) == 1, 180, f"the first result: {evaluation.log()}")
+    cluster.wait(lambda: len(results(job)) >= 1, 180, f"the first result: {evaluation.log()}")
     preempt(cluster, "n1", "n2")
     evaluation.wait_for_requeue()
     job.wait_for_requeue()
