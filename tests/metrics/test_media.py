@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recorders import Bar, recorder_of
 
 from runner.errors import UserError
-from runner.metrics import resume_jsonl
 from runner.metrics.media import Media, file_name, png, size_of
 from runner.metrics.tensorboard import TensorBoard
-from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system import files
 from runner.training.recorder import RunRecorder
-from runner.training.resources import StepMeter
 
 Image = pytest.importorskip("PIL.Image")
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
@@ -70,26 +68,10 @@ def test_names_of_files() -> None:
             file_name(name, 1, "txt")
 
 
-class Bar:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def update(
-        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
-    ) -> None: ...
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
     run = RunDir(tmp_path)
-    log = AttemptLog.begin(run, {}, 10, lambda record: "killed")
-    metrics, timings = resume_jsonl(run.metrics, 0), resume_jsonl(run.timings, 0)
-    return RunRecorder(metrics, timings, [TensorBoard(run)], Bar(), log, StepMeter(torch.device("cpu")), lambda: None)
+    return recorder_of(run, TensorBoard(run))
 
 
 def test_tensorboard_shows_them(recorder: RunRecorder, tmp_path: Path) -> None:

@@ -8,39 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from recorders import Bar, recorder_of
 
-from runner.metrics import resume_jsonl
-from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.system.files import read_lines
 from runner.training.recorder import RunRecorder
-from runner.training.resources import StepMeter
-
-
-class Bar:
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def update(
-        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
-    ) -> None: ...
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
-    run = RunDir(tmp_path)
-    log = AttemptLog.begin(run, {}, 10, lambda record: "killed")
-    metrics, timings = resume_jsonl(run.metrics, 0), resume_jsonl(run.timings, 0)
-    return RunRecorder(metrics, timings, [], Bar(), log, StepMeter(torch.device("cpu")), lambda: None)
+    return recorder_of(RunDir(tmp_path))
 
 
 def steps(recorder: RunRecorder) -> list[int]:

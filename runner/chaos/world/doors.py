@@ -129,15 +129,19 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
         here = own()
         return here.host.boot_id if here else None
 
+    def host_name() -> str:
+        here = own()
+        return (here.host.clone_of or here.host.name) if here else "outside"
+
     def this_process() -> dict[str, Any]:
         here = own()
         assert here is not None
         return {
-            "host": here.host.clone_of or here.host.name,
+            "host": host_name(),
             "pid": here.pid,
             "start_time": here.start_time,
             "boot_id": here.host.boot_id,
-            "machine_id": here.host.clone_of or here.host.name,
+            "machine_id": host_name(),
             "pid_namespace": None,
         }
 
@@ -164,10 +168,6 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
 
     def no_command(*_: Any, **__: Any) -> Any:
         raise FileNotFoundError(2, "there are no commands in this world")
-
-    def host_name() -> str:
-        here = own()
-        return (here.host.clone_of or here.host.name) if here else "outside"
 
     return {
         "environment": _Environment(world),

@@ -136,7 +136,6 @@ class Process:
         self.main: Task | None = None
         self.dead = False
         self.stopped = False
-        self.suspended_at: float | None = None
         self.status: int | None = None
         self.killed_by: str | None = None
         self.errors: list[str] = []
@@ -400,7 +399,6 @@ class World:
         """Freeze a process (SIGSTOP, a suspended job)."""
         if not process.dead and not process.stopped:
             process.stopped = True
-            process.suspended_at = self.now
             process.held += [task for task in self._ready if task.process is process]
             self._ready = [task for task in self._ready if task.process is not process]
             self.tell("is frozen", process.name)

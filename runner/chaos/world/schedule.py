@@ -13,7 +13,6 @@ from random import Random
 
 from runner.errors import UserError
 
-PROCESS_ERRORS = ("EIO", "ENOSPC", "ESTALE")
 SCHEDULE = re.compile(r"\d{1,18}(\.\d{1,9})*")
 
 

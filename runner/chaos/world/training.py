@@ -128,12 +128,10 @@ def _plain_values(value: Any) -> Any:
     return [_plain_values(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class _Job:
+class _Job(LocalJob):
     """A job of a queue that restarts it: of the ones with lower numbers it is known that they are gone, or will be."""
 
     auto_restarts = True
-    max_timeouts: int | None = None
-    early_signal: int | None = None
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -144,24 +142,14 @@ class _Job:
     def began(self) -> float:
         return clock.monotonic()
 
-    def waited(self) -> dict[str, float]:
-        return {}
-
-    def on_started(self) -> None: ...
-
     def cause_of_loss(self, record: dict[str, Any]) -> str:
         return "node failure"
 
     def yield_verdict(self, reason: str | None = None) -> bool:
         return True
 
-    def record_verdict(self) -> None: ...
-
     def cause(self, signum: int) -> str:
         return "preempted"
-
-    def requeue_if_needed(self, cause: str) -> str:
-        return cause
 
 
 class Training(Scenario):

@@ -1,0 +1,34 @@
+"""A recorder of metrics on its own, for a run of ten steps."""
+
+from __future__ import annotations
+
+import torch
+
+from runner.metrics import Writer, resume_jsonl
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.paths import RunDir
+from runner.training.recorder import RunRecorder
+from runner.training.resources import StepMeter
+
+
+class Bar:
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def update(
+        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
+    ) -> None: ...
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def close(self) -> None: ...
+
+
+def recorder_of(run: RunDir, *writers: Writer) -> RunRecorder:
+    """A recorder of the run's first attempt, with these writers besides its own records."""
+    log = AttemptLog.begin(run, {}, 10, lambda record: "killed")
+    metrics, timings = resume_jsonl(run.metrics, 0), resume_jsonl(run.timings, 0)
+    return RunRecorder(metrics, timings, list(writers), Bar(), log, StepMeter(torch.device("cpu")), lambda: None)
