@@ -83,6 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument is wrong.
     """
     options = parse(arguments)
+    find(options.scenarios[0])  # before anything else is imported: it tells if greenlet is missing
     if any(processes.environment.get(name) != value for name, value in SAME_EVERYWHERE.items()):
         sys.stdout.flush()
         command = [sys.executable, "-m", "runner", "chaos", *arguments]
@@ -186,12 +187,12 @@ def _parser() -> Parser:
 
 
 def _replay(options: Options) -> int:
+    (name,) = options.scenarios
+    assert options.seed is not None
+    kind = find(name)  # first: it tells if greenlet is missing
     from runner.chaos.world.scenario import play
     from runner.chaos.world.story import lines
 
-    (name,) = options.scenarios
-    assert options.seed is not None
-    kind = find(name)
     story = play(kind, schedule(kind, options.seed, options.without, options.switching))
     if options.json:
         print(json.dumps(_story(name, story, options.calls), indent=2))

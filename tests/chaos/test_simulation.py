@@ -32,6 +32,7 @@ from runner.chaos.world.search import Explorer, search
 from runner.chaos.world.shrink import length, promise, shrink
 from runner.cli import completion
 from runner.cli.chaos_simulate import SAME_EVERYWHERE, SCENARIO_LINES, parse
+from runner.cli.chaos_simulate import main as simulated
 from runner.errors import ExitStatus, UserError
 from runner.system import clock, files, threads
 
@@ -465,6 +466,8 @@ def test_without_greenlet_the_command_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "greenlet", None)
     with pytest.raises(UserError, match=r"preemptible-runner\[simulation\]"):
         find("lease")
+    with pytest.raises(UserError, match=r"preemptible-runner\[simulation\]"):
+        simulated(["--simulate", "--scenario", "lease", "--seed", "17"])
 
 
 def test_help_and_completion_know_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
