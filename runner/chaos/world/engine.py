@@ -43,9 +43,15 @@ class Event(NamedTuple):
 
     time: float
     who: str
-    what: str
+    call: str
+    detail: object
     shown: bool
     """Whether it belongs to the story that a person reads; the others are single calls."""
+
+    @property
+    def what(self) -> str:
+        """What happened. Put together when somebody reads it: of most stories nobody reads the calls."""
+        return self.call if self.shown else f"{self.call} {self.detail}"
 
 
 @dataclass(eq=False)
@@ -218,7 +224,7 @@ class World:
             raise Gone
         self.steps += 1
         self.now += self.random.random() * self.step_s
-        self.events.append(Event(self.now, process.name, f"{what} {detail}", False))
+        self.events.append(Event(self.now, process.name, what, detail, False))
         if process is not self._last_process:
             self._last_process = process
             self.features.add((self._last, process.role, what))
@@ -541,5 +547,5 @@ class World:
 
     def tell(self, what: str, who: str = "") -> None:
         """Add a line to the story."""
-        self.events.append(Event(self.now, who, what, True))
+        self.events.append(Event(self.now, who, what, "", True))
         self.features.add((who.partition(" ")[0], what[:40].translate(NO_DIGITS), self._last))
