@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import signal
 import traceback
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -309,8 +310,8 @@ class World:
         heapq.heappush(self._alarms, (self.now + seconds, self.number(), None, action))
 
     def strike_at(self, step: int, action: Callable[[], object]) -> None:
-        """Call `action` from outside before a step; in ascending order."""
-        self._strikes.append((step, action))
+        """Call `action` from outside before a step."""
+        insort(self._strikes, (step, action), key=lambda strike: strike[0])
 
     def thread(self, name: str, function: Callable[[], object], process: Process | None = None) -> Task:
         """Start a thread of the current process, or of another one."""
