@@ -11,14 +11,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from runner.chaos.world.disk import ROOT, Node
 from runner.chaos.world.engine import Process, World
-from runner.chaos.world.scenario import COMMON, Scenario
+from runner.chaos.world.scenario import COMMON, FROZEN_S, Scenario
 from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.commit import NewFiles, Transaction
@@ -28,6 +30,7 @@ from runner.contracts import JobInfo, Launcher
 from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, provenance, submitted_jobs
+from runner.rundir import lease as leases
 from runner.rundir.attempt_log import is_finished
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
@@ -36,19 +39,27 @@ from runner.system import clock, files
 
 # The commands are in a layer above: the world starts them as a shell would, by their names.
 command_line: Any = import_module("runner.__main__")
-checkpoints, plan, start = (import_module(f"runner.cli.{name}") for name in ("checkpoints", "plan", "start"))
+checkpoints, plan, start, mv, rm, archive = (
+    import_module(f"runner.cli.{name}") for name in ("checkpoints", "plan", "start", "mv", "rm", "archive")
+)
 
 RUNS = Path(ROOT) / "runs"
 TRUNK = RUNS / "a-1a2b3c4d"
 ELSEWHERE = Path(ROOT) / "elsewhere" / "old"
 ARCHIVE = Path(ROOT) / "a.tar"
-TIMEOUT_S = 6.0
+TIMEOUT_S = 4.0
+LAST_TIMEOUT_S = 0.5
+"""As long as the last commands wait for a holder: nobody else lives any more."""
 EVERY, KEPT, TOTAL = 2, 2, 10
 """The trunk saves every second step, keeps the two newest checkpoints, and ends after ten steps."""
 BEGUN = 4
 """What it has saved when a story begins."""
 WEIGHTS = b"weights of step %d\n"
 LEASES = ("lease", "submission", "evaluation", "evaluations")
+MOMENTS = ("commits", "deletes", "deletes", "removes", "packs", "moves", "submits")
+"""In the midst of what somebody may be interrupted, see `Custodies._moment_of`."""
+STEPS_LATER = (0, 0, 1, 2, 4, 8, 16)
+"""So many calls after that moment."""
 MADE_BY_OTHERS = re.compile(r".*\.(pinned|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
 
@@ -108,6 +119,7 @@ class Job:
     run_dir: Path
     submitter: Process
     after: Path | None = None
+    submitted: float = 0.0
     state: str = "pending"
     process: Process | None = None
     auto_restarts = True
@@ -161,8 +173,11 @@ class Custodies(Scenario):
 
     name = "custody"
     about = "runs that are moved, packed, removed, forked and pruned while others work on them"
-    kinds = COMMON | {"command": "somebody gives one more command"}
-    horizon = 900
+    kinds = COMMON | {
+        "command": "somebody gives one more command",
+        "interrupt": "whoever commits, deletes, packs, moves or submits something next is interrupted just then",
+    }
+    horizon = 500
 
     def __init__(self, world: World, seed: str) -> None:
         super().__init__(world, seed)
@@ -177,6 +192,8 @@ class Custodies(Scenario):
         self._pinned: set[int] = set()  # of the trunk, as the command has reported
         self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
+        self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
+        self._traps: list[tuple[str, Random]] = []  # what a strike waits for
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
@@ -195,9 +212,13 @@ class Custodies(Scenario):
             (provenance, "describe_code"): dict,
             (provenance, "code_changes"): lambda run_dir: [],
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
+            (checkpoint_dir, "_COUNT"): count(),  # it is in names, and these are to be the same in every process
             (custody, "TIMEOUT_S"): TIMEOUT_S,
+            (leases, "MIN_INTERVAL_S"): TIMEOUT_S / 6,  # the heart of a young process would make a third of all calls
             (_attempts(), "attempt"): self._attempt_under,
         }
+        for module in (mv, rm, archive):
+            stand_ins[module, "refuse_waited_for"] = partial(self._look_for_waiting, module.refuse_waited_for)
         made = [mock.patch.object(module, name, value) for (module, name), value in stand_ins.items()]
         for each in made:
             each.start()
@@ -214,8 +235,9 @@ class Custodies(Scenario):
         self.disk.watchers.append(self._watch)
         self.disk.make_dir(RUNS)
         self._make_trunk(finished=self.random.random() < 0.2)
-        if self._finished is None:
-            self._command(self._resume if self.random.random() < 0.7 else self._submit, late=False)
+        first = self.random.choice((None, None, self._submit, self._submit, self._submit, *[self._resume] * 5))
+        if self._finished is None and first is not None:
+            self._command(first, late=False)
         for _ in range(self.random.choice((1, 2, 2, 3))):
             self._another()
 
@@ -284,12 +306,65 @@ class Custodies(Scenario):
         if kind == "command":
             self._another()
             return
+        if kind == "interrupt":
+            rest = Random(f"interrupt {choice}")
+            self._traps.append((rest.choice(MOMENTS), rest))
+            return
         process = self.choose(choice)
         if process is not None and kind in ("freeze", "error"):
             self._troubled.add(process)
         if process is not None and kind == "suspend":  # all of that machine are frozen, and others take over from them
             self._troubled |= {each for each in self.world.processes if each.alive and each.host is process.host}
         super().strike(kind, choice)
+
+    def _moment_of(self, what: str, path: str, to: str) -> str | None:
+        """Which of `MOMENTS` a change of a name is."""
+        if what == "mkdir":
+            return "deletes" if path.endswith("-taken") else None  # its checkpoint is taken away by the next call
+        if what == "rmdir":
+            return "removes"
+        if what == "link":
+            return "packs" if to == str(ARCHIVE) else None
+        if what != "rename":
+            return None
+        if re.fullmatch(r".*/checkpoints/step_\d+", to):
+            return "commits"
+        if to.endswith("-taken/taken"):
+            return "takes"
+        if to.endswith("/job.json"):
+            return "submits"
+        return "moves" if Path(path).parent in (RUNS, ELSEWHERE, ELSEWHERE.parent) else None
+
+    def _spring(self, moment: str, process: Process) -> None:
+        """If a strike waits for this moment, the process is interrupted some calls later."""
+        for trap in self._traps:
+            if trap[0] == moment:
+                self._traps.remove(trap)
+                rest, steps = trap[1], self.world.steps
+                how = rest.choice(("kill", "freeze", "power", "pin" if moment == "deletes" else "freeze"))
+                self.world.strike_at(steps + rest.choice(STEPS_LATER), partial(self._interrupt, process, how, rest))
+                return
+
+    def _interrupt(self, process: Process, how: str, rest: Random) -> None:
+        if not process.alive:
+            return
+        if how == "kill":
+            self.world.kill(process)
+        elif how == "power":
+            self.power_loss(process.host)
+        elif how == "freeze":
+            self._troubled.add(process)
+            self.world.stop(process)
+            self.world.at(rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5), partial(self.world.go_on, process))
+            if rest.random() < 0.5:
+                self._command(self._resume)  # as one does with a run that seems to be dead
+        elif self._working.get(process, ("", ""))[0] == "trains":
+            # Somebody pins what is deleted, and has time for it before the deletion continues, or is killed in turn.
+            self.world.stop(process)
+            self._command(self._pin, late=False)
+            self.world.at(rest.uniform(0.02, 0.1), partial(self.world.go_on, process))
+            if rest.random() < 0.5:
+                self._traps.append(("takes", rest))
 
     def on_end(self, process: Process) -> None:
         """Nothing but the end of its work may end a process."""
@@ -328,6 +403,10 @@ class Custodies(Scenario):
         return found[0] if found and self.random.random() < 0.8 else TRUNK
 
     # ---- the commands
+
+    def _look_for_waiting(self, look: Callable[[RunDir], None], run: RunDir) -> None:
+        self._looked[self._own()] = self.world.now
+        look(run)
 
     def _move(self) -> int:
         return self._carry_out("mv", str(self._place()), str(RUNS / f"b{self._own().pid}"))
@@ -435,7 +514,7 @@ class Custodies(Scenario):
         """Put a run into the queue, as a launcher does."""
         number, process = len(self.queue) + 1, self._own()
         files.write_json(RunDir(run_dir).job, {"launcher": LAUNCHER, "job_id": number}, guard=guard)
-        job = self.queue[number] = Job(number, run_dir, process, after)
+        job = self.queue[number] = Job(number, run_dir, process, after, self.world.now)
         if after is not None and process not in self._troubled:
             with self.world.outside():
                 step = int(frozen(run_dir)["fork"]["step"])
@@ -487,11 +566,12 @@ class Custodies(Scenario):
                 lease.check_fence()
                 return
             self._fences[process] = lease.fence
-            self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
             if wanted.fork.run is not None:
                 _branches().take_over(run, find(wanted.fork.run, run.path), wanted.fork.step, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
+            if process not in self._troubled:  # from here on no older attempt can, unless the disk refused to sweep
+                self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             newest = checkpoint_dir.newest(run.checkpoints)
             step = newest.step if newest else 0
             self.world.tell(f"trains {name} from step {step} as number {lease.fence}", process.name)
@@ -534,6 +614,8 @@ class Custodies(Scenario):
         if task is None:
             return
         process = task.process
+        if self._traps and (moment := self._moment_of(what, path, to)) is not None:
+            self._spring(moment, process)
         if what == "rename" and Path(path).parent.name != "checkpoints" and self._is_run(to):
             self._moved(process, Path(path), Path(to))
         if what == "rename" and self._is_watched and re.fullmatch(r".*/checkpoints/step_\d+", to):
@@ -541,11 +623,16 @@ class Custodies(Scenario):
         if what == "link" and to == str(ARCHIVE):
             self._check_packed()
         if what in ("rename", "unlink") and self._working.get(process, ("", ""))[0] == "trains":
+            self._check_fence(process, Path(path))
             self._check_fence(process, Path(to or path))
 
     def _is_run(self, path: str) -> bool:
         with self.world.outside():
             return custody.is_run(RunDir(Path(path)))
+
+    def _saved(self, run_dir: Path) -> list[int]:
+        with self.world.outside():
+            return list(RunDir(run_dir).checkpoint_steps())
 
     def _moved(self, process: Process, source: Path, target: Path) -> None:
         """A run has got another name: nobody may have been at work in it."""
@@ -559,6 +646,10 @@ class Custodies(Scenario):
         for job in self.queue.values():
             if job.live and job.run_dir == source and job.submitter not in self._troubled:
                 self.must(False, f"{process.name} moved {source.name}, which has job {job.number} in the queue")
+            if job.state == "pending" and job.after == source and job.run_dir.parent == source.parent:
+                waits = job.submitted < self._looked.get(process, 0.0) and job.submitter not in self._troubled
+                waits = waits and self._is_run(str(job.run_dir)) and not self._saved(job.run_dir)
+                self.must(not waits, f"{process.name} moved {source.name}, for which job {job.number} waits")
         if target.name.startswith("."):
             self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
             if process.name.startswith("archive"):
@@ -606,11 +697,13 @@ class Custodies(Scenario):
     def finish(self) -> None:
         """The last commands complete what killed ones have begun; then everything must be in order."""
         self._check_places()
+        self._traps.clear()
         self.disk.full = False
         for job in self.queue.values():
             job.state = "completed"
-        self.spawn(self.hosts[0], "caretaker", self._tidy)
-        self.world.run()
+        with mock.patch.object(custody, "TIMEOUT_S", LAST_TIMEOUT_S):
+            self.spawn(self.hosts[0], "caretaker", self._tidy)
+            self.world.run()
         self._check_places()
         self._check_runs()
         self._check_strays()
@@ -645,12 +738,13 @@ class Custodies(Scenario):
     def _continue(self, place: Path, name: str) -> None:
         """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
         run = RunDir(place)
-        with custody.custody(place):
-            pass
-        if name == "a":
-            self._carry_out("archive", str(place), str(ARCHIVE))
-        with Lease.acquire(run.lease, None, TIMEOUT_S) as lease:
+        with custody.custody(place) as held:
+            (lease,) = (lease for lease in held._leases if lease.directory == run.lease)
             checkpoint_dir.sweep(run.checkpoints, Fence(lease.fence, lease.check_fence))
+        if name == "a" and any(".tmp-" in entry for entry in self.disk.root.entries):
+            self._carry_out(
+                "archive", str(place), str(ARCHIVE)
+            )  # the next one of this name sweeps what a killed one left
 
     def _check_places(self) -> None:
         places = self._places("a")
