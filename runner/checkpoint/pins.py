@@ -133,9 +133,11 @@ def reserve(checkpoint: Path) -> bool:
     """Pin a checkpoint that may not be there yet; False if it has a pin already.
 
     Raises:
+        FileNotFoundError: the run is gone: nothing is made in the place of one that was moved or removed.
         OSError: the file system refused.
     """
-    files.make_dirs(checkpoint.parent, files.OWNED)
+    with files.owned():
+        files.make_dirs_in(checkpoint.parent.parent, checkpoint.parent)
     try:
         files.create(_pin_of(checkpoint), b"")
     except FileExistsError:
