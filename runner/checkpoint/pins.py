@@ -119,8 +119,10 @@ def pin(checkpoint: Path) -> bool:
     Raises:
         OSError: the file system refused.
     """
-    with suppress(FileExistsError):
+    try:
         files.create(_pin_of(checkpoint), b"")
+    except FileExistsError:
+        files.fsync_dir(checkpoint.parent)  # `create` does so: who saved it may have been killed before
     for _ in range(LOOKS):
         if files.is_dir(checkpoint):
             return True
