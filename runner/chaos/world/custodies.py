@@ -20,7 +20,7 @@ from unittest import mock
 
 from runner.chaos.world.disk import ROOT, Node
 from runner.chaos.world.engine import Process, World
-from runner.chaos.world.scenario import COMMON, FROZEN_S, Scenario
+from runner.chaos.world.scenario import COMMON, Scenario
 from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.commit import NewFiles, Transaction
@@ -56,10 +56,11 @@ BEGUN = 4
 """What it has saved when a story begins."""
 WEIGHTS = b"weights of step %d\n"
 LEASES = ("lease", "submission", "evaluation", "evaluations")
-MOMENTS = ("commits", "deletes", "deletes", "removes", "packs", "moves", "submits")
+MOMENTS = ("commits", "deletes", "removes", "packs", "moves", "submits", "holds")
 """In the midst of what somebody may be interrupted, see `Custodies._moment_of`."""
-STEPS_LATER = (0, 0, 1, 2, 4, 8, 16)
+STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
 """So many calls after that moment."""
+INTERRUPTED_S = (3.0, 20.0, 90.0)
 MADE_BY_OTHERS = re.compile(r".*\.(pinned|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
 
@@ -109,6 +110,23 @@ def frozen(run_dir: Path) -> dict[str, Any]:
     """The config of a run, as `runner.config.frozen.load_plain` reads it."""
     found: dict[str, Any] = json.loads(files.read_regular(RunDir(run_dir).config))
     return found
+
+
+@dataclass
+class Trap:
+    """A strike that waits for somebody who does something.
+
+    Attributes:
+        kind: of the strike.
+        moment: one of `MOMENTS`, or None: any of them.
+        skips: how many such moments pass before.
+        rest: decides what else there is to decide.
+    """
+
+    kind: str
+    moment: str | None
+    skips: int
+    rest: Random
 
 
 @dataclass
@@ -175,7 +193,8 @@ class Custodies(Scenario):
     about = "runs that are moved, packed, removed, forked and pruned while others work on them"
     kinds = COMMON | {
         "command": "somebody gives one more command",
-        "interrupt": "whoever commits, deletes, packs, moves or submits something next is interrupted just then",
+        "interrupt": "who commits, deletes, packs, moves or submits something is killed or frozen just then",
+        "meet": "somebody gives a command just when another one commits, deletes, packs, moves or submits something",
     }
     horizon = 500
 
@@ -193,7 +212,7 @@ class Custodies(Scenario):
         self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
         self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
-        self._traps: list[tuple[str, Random]] = []  # what a strike waits for
+        self._traps: list[Trap] = []
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
@@ -257,7 +276,7 @@ class Custodies(Scenario):
             files.write_json(run.finished, {"steps": steps})
             self._finished = _contents(run.path)
 
-    def _another(self) -> None:
+    def _another(self, late: bool = True) -> None:
         self._command(
             self.random.choice(
                 (
@@ -265,7 +284,8 @@ class Custodies(Scenario):
                     *(self._archive_and_remove, self._fork, self._fork_later, self._pin, self._prune, self._resume),
                     *(self._submit, self._evaluate, self._evaluate),
                 )
-            )
+            ),
+            late,
         )
 
     def _command(self, what: Callable[[], int | None], late: bool = True) -> Process:
@@ -306,13 +326,17 @@ class Custodies(Scenario):
         if kind == "command":
             self._another()
             return
-        if kind == "interrupt":
-            rest = Random(f"interrupt {choice}")
-            self._traps.append((rest.choice(MOMENTS), rest))
+        if kind in ("interrupt", "meet"):
+            rest = Random(f"{kind} {choice}")
+            self._traps.append(
+                Trap(kind, rest.choice((*MOMENTS, None, None, None)), rest.choice((0, 0, 1, 2, 4, 8)), rest)
+            )
             return
         process = self.choose(choice)
         if process is not None and kind in ("freeze", "error"):
             self._troubled.add(process)
+        if process is not None and kind == "freeze":
+            self._perhaps_resume(process)
         if process is not None and kind == "suspend":  # all of that machine are frozen, and others take over from them
             self._troubled |= {each for each in self.world.processes if each.alive and each.host is process.host}
         super().strike(kind, choice)
@@ -325,6 +349,8 @@ class Custodies(Scenario):
             return "removes"
         if what == "link":
             return "packs" if to == str(ARCHIVE) else None
+        if what == "create":  # the last of the leases that everybody needs who moves, packs or removes a run
+            return "holds" if re.fullmatch(r".*/evaluation/\d+\.json", path) else None
         if what != "rename":
             return None
         if re.fullmatch(r".*/checkpoints/step_\d+", to):
@@ -336,38 +362,57 @@ class Custodies(Scenario):
         return "moves" if Path(path).parent in (RUNS, ELSEWHERE, ELSEWHERE.parent) else None
 
     def _spring(self, moment: str, process: Process) -> None:
-        """If a strike waits for this moment, the process is interrupted some calls later."""
+        """If a strike waits for this moment, something befalls the process, perhaps some calls later."""
         for trap in self._traps:
-            if trap[0] == moment:
+            if trap.moment not in (moment, None) or moment == "takes" != trap.moment:
+                continue
+            trap.skips -= 1
+            if trap.skips < 0:
                 self._traps.remove(trap)
-                rest, steps = trap[1], self.world.steps
-                how = rest.choice(("kill", "freeze", "power", "pin" if moment == "deletes" else "freeze"))
-                self.world.strike_at(steps + rest.choice(STEPS_LATER), partial(self._interrupt, process, how, rest))
+                if trap.kind == "meet":
+                    # At once: another may just so come between two calls.
+                    self.world.strike_at(self.world.steps, partial(self._meet, process, moment, trap.rest))
+                else:
+                    later = self.world.steps + trap.rest.choice(STEPS_LATER)
+                    self.world.strike_at(later, partial(self._interrupt, process, trap.rest))
                 return
 
-    def _interrupt(self, process: Process, how: str, rest: Random) -> None:
+    def _interrupt(self, process: Process, rest: Random) -> None:
+        how = rest.choice(("kill", "freeze", "freeze", "power"))
         if not process.alive:
             return
         if how == "kill":
             self.world.kill(process)
         elif how == "power":
             self.power_loss(process.host)
-        elif how == "freeze":
+        else:
             self._troubled.add(process)
             self.world.stop(process)
-            self.world.at(rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5), partial(self.world.go_on, process))
-            if rest.random() < 0.5:
-                self._command(self._resume)  # as one does with a run that seems to be dead
-        elif self._working.get(process, ("", ""))[0] == "trains":
-            # Somebody pins what is deleted, and has time for it before the deletion continues, or is killed in turn.
-            self.world.stop(process)
+            self.world.at(rest.choice(INTERRUPTED_S) * rest.uniform(0.5, 1.5), partial(self.world.go_on, process))
+            self._perhaps_resume(process)
+
+    def _meet(self, process: Process, moment: str, rest: Random) -> None:
+        """Somebody gives a command, and has time for a part of it before the process continues."""
+        if not process.alive or process.stopped:
+            return
+        self.world.stop(process)
+        self.world.at(rest.uniform(0.02, 0.2), partial(self.world.go_on, process))
+        if moment == "deletes":
             self._command(self._pin, late=False)
-            self.world.at(rest.uniform(0.02, 0.1), partial(self.world.go_on, process))
-            if rest.random() < 0.5:
-                self._traps.append(("takes", rest))
+            if rest.random() < 0.5:  # and is killed before it has seen the pin
+                self._traps.append(Trap("interrupt", "takes", 0, rest))
+        else:
+            self._another(late=False)
+
+    def _perhaps_resume(self, process: Process) -> None:
+        """As one does with a run that seems to be dead."""
+        if self._working.get(process, ("", ""))[0] == "trains" and self.random.random() < 0.7:
+            self._command(self._resume)
 
     def on_end(self, process: Process) -> None:
         """Nothing but the end of its work may end a process."""
+        if process.killed_by is not None:
+            self._perhaps_resume(process)
         self._working.pop(process, None)
         for job in self.queue.values():
             if job.process is process:
