@@ -349,8 +349,8 @@ class Custodies(Scenario):
             return "removes"
         if what == "link":
             return "packs" if to == str(ARCHIVE) else None
-        if what == "create":  # the last of the leases that everybody needs who moves, packs or removes a run
-            return "holds" if re.fullmatch(r".*/evaluation/\d+\.json", path) else None
+        if what == "create":  # the first and the last of the leases that one needs who moves, packs or removes a run
+            return "holds" if re.fullmatch(r".*/(submission|evaluation)/\d+\.json", path) else None
         if what != "rename":
             return None
         if re.fullmatch(r".*/checkpoints/step_\d+", to):
@@ -364,7 +364,7 @@ class Custodies(Scenario):
     def _spring(self, moment: str, process: Process) -> None:
         """If a strike waits for this moment, something befalls the process, perhaps some calls later."""
         for trap in self._traps:
-            if trap.moment not in (moment, None) or moment == "takes" != trap.moment:
+            if moment not in ((trap.moment,) if trap.moment else MOMENTS):
                 continue
             trap.skips -= 1
             if trap.skips < 0:
@@ -407,7 +407,7 @@ class Custodies(Scenario):
     def _perhaps_resume(self, process: Process) -> None:
         """As one does with a run that seems to be dead."""
         if self._working.get(process, ("", ""))[0] == "trains" and self.random.random() < 0.7:
-            self._command(self._resume)
+            self.world.at(0.0, partial(self._command, self._resume))
 
     def on_end(self, process: Process) -> None:
         """Nothing but the end of its work may end a process."""
