@@ -184,7 +184,7 @@ def test_a_frozen_process_goes_on() -> None:
 
     told = played(start, all_there, strikes=(Strike(60, "freeze", 0.0),))
     assert told.broken is None
-    assert [event.what for event in told.events if event.shown][1:3] == ["is frozen", "goes on"]
+    assert [event.what for event in told.events if event.shown][1:3] == ["is frozen", "continues"]
     assert max(after - before for before, after in pairwise(times)) > 0.2
 
 
