@@ -416,7 +416,7 @@ class World:
             process.stopped = False
             self._ready += process.held
             process.held.clear()
-            self.tell("goes on", process.name)
+            self.tell("continues", process.name)
 
     def suspend(self, host: Host, seconds: float) -> None:
         """A machine sleeps for a while (a laptop is shut): its clocks for intervals stand still, its wall clock not."""
