@@ -195,6 +195,7 @@ class Custodies(Scenario):
         "command": "somebody gives one more command",
         "interrupt": "who commits, deletes, packs, moves or submits something is killed or frozen just then",
         "meet": "somebody gives a command just when another one commits, deletes, packs, moves or submits something",
+        "blackout": "every machine loses power once all is over: what was reported as done must be there",
     }
     horizon = 500
 
@@ -213,6 +214,7 @@ class Custodies(Scenario):
         self._movers: set[Process] = set()
         self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
         self._traps: list[Trap] = []
+        self._blackout = False
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
@@ -325,6 +327,9 @@ class Custodies(Scenario):
         """Let something befall somebody."""
         if kind == "command":
             self._another()
+            return
+        if kind == "blackout":
+            self._blackout = True
             return
         if kind in ("interrupt", "meet"):
             rest = Random(f"{kind} {choice}")
@@ -743,6 +748,8 @@ class Custodies(Scenario):
         """The last commands complete what killed ones have begun; then everything must be in order."""
         self._check_places()
         self._traps.clear()
+        for host in self.hosts * self._blackout:
+            self.power_loss(host)
         self.disk.full = False
         for job in self.queue.values():
             job.state = "completed"
