@@ -11,7 +11,7 @@ from torch import nn
 from runner.system import clock
 
 SIZE = 11
-FETCH_S = 0.4
+FETCH_S = 0.15
 
 
 class Points:
