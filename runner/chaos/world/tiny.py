@@ -10,7 +10,7 @@ from torch import nn
 
 from runner.system import clock
 
-SIZE = 11
+SIZE = 7
 FETCH_S = 0.15
 
 

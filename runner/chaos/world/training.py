@@ -47,7 +47,7 @@ checkpoints_command: Any = import_module("runner.cli.checkpoints")
 RUN = RunDir(Path(ROOT) / "run")
 COMMITTED = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_(\d{{8}})")
 TEMPORARY = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_\d+(?:\.[a-z]+(?:-\d+)?)?\.tmp-(\d+)-\d+.*")
-STEPS = 6
+STEPS = 5
 ATTEMPTS = 7
 """So many are started before somebody looks after the run."""
 LAST_ATTEMPTS = 4
@@ -176,7 +176,7 @@ class Training(Scenario):
         "rot": "a bit of a committed checkpoint changes",
         "settings": "the run resumes with another cadence, and keeps others of its checkpoints",
     }
-    horizon = 900
+    horizon = 400
 
     def __init__(self, world: World, seed: str) -> None:
         super().__init__(world, seed)
