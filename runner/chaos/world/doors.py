@@ -40,7 +40,6 @@ def installed(world: World, disk: Disk, run: Run | None = None) -> Iterator[None
         run: what runs commands such as scontrol; without it there are none.
     """
     with ExitStack() as restored:
-
         put = partial(replace, restored)
         put(files, **{name: getattr(disk, name) for name in DISK})
         put(files, set_umask=_umask(world), resolve=lambda path: Path(disk.resolve(path)))
