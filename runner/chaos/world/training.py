@@ -54,6 +54,8 @@ ATTEMPTS = 7
 """So many are started before somebody looks after the run."""
 TAKES_OVER_S = (1.0, 4.0)
 """How long an attempt is frozen at most while another one begins: that takes over at once, or waits for a heartbeat."""
+TENSORS = 24
+"""So many bytes of tensors are at the end of their file."""
 LAST_ATTEMPTS = 4
 """So many undisturbed ones may be needed then: two wait for what an earlier one left behind, and one finishes."""
 FIXED = [
@@ -372,7 +374,8 @@ class Training(Scenario):
         file = node.entries[name]
         if not file.data:
             return
-        at = chosen.randrange(len(file.data))
+        # Tensors are behind a header that is much larger here.
+        at = chosen.choice((chosen.randrange(len(file.data)), -1 - chosen.randrange(min(len(file.data), TENSORS))))
         file.data[at] ^= 1 << chosen.randrange(8)
         file.synced = bytes(file.data)
         self.rotten.add(step)
@@ -510,6 +513,7 @@ class Training(Scenario):
                 break
         self.must(status == 0, f"nobody can finish the run any more: status {status}: {process.output[-3:]}")
         self._finished()
+        self._attempts_are_recorded()
         now = self._records()
         for path, content in (self.frozen or {}).items():
             self.must(now.get(path) == content, f"{path} of the finished run has changed")
@@ -519,6 +523,15 @@ class Training(Scenario):
             self.world.run()
         left = [path for path in self.disk.tree() if ".tmp-" in path]
         self.must(not left, f"files are left behind: {left}")
+
+    def _attempts_are_recorded(self) -> None:
+        """Each attempt has one line in the attempt log, in order; the last one has finished the run."""
+        lines = [json.loads(line) for line in self.disk.tree()[str(RUN.attempts)].splitlines()]
+        numbers = [line["attempt"] for line in lines]
+        self.must(numbers == list(range(1, len(lines) + 1)), f"attempts.jsonl has the attempts {numbers}")
+        last = {name: lines[-1][name] for name in ("cause", "exit", "end_step", "checkpoint_step")}
+        expected = {"cause": "finished", "exit": 0, "end_step": STEPS, "checkpoint_step": STEPS}
+        self.must(last == expected, f"attempts.jsonl ends with {last}")
 
     def _may_leave_checkpoints(self) -> bool:
         """Whether parts of deleted checkpoints may be in the finished run: `runner checkpoints --prune` removes them.
