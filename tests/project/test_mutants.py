@@ -163,6 +163,28 @@ def test_the_tests_that_execute_a_line_are_found_those_beside_the_module_first(p
         assert tests.tests_of(every["min/max"], own=False) == {}
 
 
+def test_what_was_measured_stays_valid_when_the_code_moves(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line is found again by its text; one that has changed is executed by the tests of those that it replaces."""
+    every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] < 25}
+    tests = {kind: f"tests/rundir/test_lease.py::{kind}" for kind in ("min/max", "except")}
+    lines = {str(every[kind].lines[0]): [test] for kind, test in tests.items()}
+    measured = {"seconds": dict.fromkeys(tests.values(), 1.0), "failed": [], "lines": {MODULE: lines}}
+
+    def found(kind: str) -> dict[str, list[str]]:
+        change = next(each for each in changes.changes_of(project, MODULE) if each.kind == kind)
+        with Copy(project) as copy:
+            return executed.Executed(copy, project / "build", lambda line: None).tests_of(change, own=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executed, "_measured", lambda copy, file, files: measured)
+        assert found("except") == {"tests/rundir/test_lease.py": [tests["except"]]}
+    path = project / MODULE
+    moved = path.read_text().replace("import logging\n", "import logging\n\nMORE = 5\n")
+    path.write_text(moved.replace("except OSError:", "except (OSError, ValueError):"))
+    for kind, test in tests.items():
+        assert found(kind) == {"tests/rundir/test_lease.py": [test]}
+
+
 @pytest.mark.slow
 def test_changes_are_noticed_or_not_and_a_second_run_tries_none_again(project: Path) -> None:
     """The test executes `clip` with 2, and would not notice a change of the limit, nor anything in `unused`."""
