@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from runner.system import clock, files
@@ -119,8 +118,10 @@ def pin(checkpoint: Path) -> bool:
     Raises:
         OSError: the file system refused.
     """
-    with suppress(FileExistsError):
+    try:
         files.create(_pin_of(checkpoint), b"")
+    except FileExistsError:
+        files.fsync_dir(checkpoint.parent)  # `create` does so: who saved it may have been killed before
     for _ in range(LOOKS):
         if files.is_dir(checkpoint):
             return True
@@ -133,9 +134,11 @@ def reserve(checkpoint: Path) -> bool:
     """Pin a checkpoint that may not be there yet; False if it has a pin already.
 
     Raises:
+        FileNotFoundError: the run is gone: nothing is made in the place of one that was moved or removed.
         OSError: the file system refused.
     """
-    files.make_dirs(checkpoint.parent, files.OWNED)
+    with files.owned():
+        files.make_dirs_in(checkpoint.parent.parent, checkpoint.parent)
     try:
         files.create(_pin_of(checkpoint), b"")
     except FileExistsError:

@@ -18,7 +18,7 @@ from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, FileError, SupersededError, UserError
+from runner.errors import ExitStatus, FileError, RunDirError, SupersededError, UserError
 from runner.rundir import provenance
 from runner.rundir.attempt_log import is_finished, last_step
 from runner.rundir.lease import Heart, Lease, read_holder
@@ -220,7 +220,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             _refuse_gone(before, planned)
             waiting = _waiting(planned, launcher)
             _show(planned)
-            pins = _reserve(planned)
+            _reserve(planned, pins)
             _freeze([run.job for run in planned if run.starts], guards)
             if launcher.in_process:
                 held.close()  # it takes until the runs are over, and each of them acquires its own lease
@@ -377,23 +377,26 @@ def _expected(planned: Sequence[PlannedRun]) -> Iterator[tuple[Path, Path]]:
             yield run.job.run_dir, RunDir(run.after).checkpoint(run.job.config.fork.step)
 
 
-def _reserve(planned: Sequence[PlannedRun]) -> set[Path]:
+def _reserve(planned: Sequence[PlannedRun], made: set[Path]) -> None:
     """Pin the checkpoints that branches wait for: the trunk may have deleted them by the time it ends.
 
-    The paths of those that had no pin.
+    Args:
+        planned: what to do about each run.
+        made: receives the paths of those that had no pin.
 
     Raises:
+        RunDirError: a trunk was moved or removed.
         FileError: the directory of a trunk cannot be written.
     """
-    made = set()
     for _, checkpoint in _expected(planned):
         try:
             if reserve(checkpoint):
                 made.add(checkpoint)
+        except FileNotFoundError:
+            raise RunDirError(f"{shown(checkpoint.parent.parent)} was moved or removed meanwhile") from None
         except OSError as error:
             reason = f"{shown(checkpoint)} cannot be pinned ({error.strerror or error})"
             raise FileError(f"{reason}: fork that step once it is saved") from None
-    return made
 
 
 def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:

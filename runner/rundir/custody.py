@@ -66,8 +66,8 @@ def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator
         try:
             # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
             acquired = acquire((run.submission, run.lease, run.evaluation_lease))
-            # What others did before counts from here on: checkpoints, pins, evaluations of another machine.
-            for directory in (run.path, run.checkpoints, run.evaluation_work):
+            # What others did before counts from here on: branches beside it, checkpoints, pins, evaluations.
+            for directory in (run.path.parent, run.path, run.checkpoints, run.evaluation_work):
                 with suppress(FileNotFoundError, PermissionError):  # there is none, or it is somebody else's
                     files.look_anew(directory)
             # Whoever evaluates, or submits that, adds a lease under that of the evaluations (see `make_work`).

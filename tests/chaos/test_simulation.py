@@ -184,7 +184,7 @@ def test_a_frozen_process_goes_on() -> None:
 
     told = played(start, all_there, strikes=(Strike(60, "freeze", 0.0),))
     assert told.broken is None
-    assert [event.what for event in told.events if event.shown][1:3] == ["is frozen", "goes on"]
+    assert [event.what for event in told.events if event.shown][1:3] == ["is frozen", "continues"]
     assert max(after - before for before, after in pairwise(times)) > 0.2
 
 
@@ -329,8 +329,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_search_is_repeated_by_its_seed_and_mutates_what_was_new() -> None:
     texts = []
     for _ in range(2):
-        explorer = iter(Explorer(Leases, 5))
-        texts.append([next(explorer)[0].schedule.text for _ in range(20)])
+        explorer = Explorer(Leases, 5)
+        texts.append([explorer.play()[0].schedule.text for _ in range(20)])
     assert texts[0] == texts[1]
     fresh = [text for text in texts[0] if "." not in text]
     assert fresh == [str(5 + number) for number in range(len(fresh))]
@@ -430,6 +430,16 @@ def test_several_processes_share_a_search() -> None:
     (result,) = json.loads(done.stdout)
     assert result["schedules"] == 21
     assert done.stderr.startswith("from seed ")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_a_process_that_takes_over_continues_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that play are replaced now and then, and nobody can tell from what was played."""
+    alone = search("lease", 3, schedules=25, keep_going=True)
+    monkeypatch.setattr("runner.chaos.world.search.SHIFT", 10)
+    in_turns = search("lease", 3, schedules=25, keep_going=True)
+    assert replace(in_turns, seconds=0.0) == replace(alone, seconds=0.0)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_a_superseded_process_takes_nothing_over(trunk: Path, tmp_path: Path) ->
 def test_a_pin_comes_before_its_checkpoint(tmp_path: Path) -> None:
     """Reserved for a step that is still to be saved, it is kept when it comes; of two reservations one is the first."""
     trunk = tmp_path / "run" / "checkpoints"
+    trunk.parent.mkdir()
     assert reserve(trunk / STEP)
     assert not reserve(trunk / STEP)
     assert is_pinned(trunk / STEP)
@@ -170,3 +171,10 @@ def test_a_pin_comes_before_its_checkpoint(tmp_path: Path) -> None:
     unpin(trunk / STEP)
     found = Retention(keep_last=1).to_delete(checkpoint_dir.candidates(trunk))
     assert [candidate.step for candidate in found] == [2]
+
+
+def test_a_pin_makes_no_run_in_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
+    """A branch is submitted while somebody moves or removes its trunk: what is left there would be taken for a run."""
+    with pytest.raises(FileNotFoundError):
+        reserve(tmp_path / "run" / "checkpoints" / STEP)
+    assert names(tmp_path) == []

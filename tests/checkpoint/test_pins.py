@@ -16,7 +16,7 @@ from runner.checkpoint import pins
 from runner.checkpoint.directory import Fence, delete, step_name, sweep
 from runner.checkpoint.pins import is_pinned, pin, pinned, unpin
 from runner.rundir.paths import RunDir
-from runner.system import clock
+from runner.system import clock, files
 
 
 @pytest.fixture
@@ -36,6 +36,15 @@ def test_pins_are_set_listed_and_removed(saved: Path) -> None:
     unpin(saved / step_name(2))
     unpin(saved / step_name(2))
     assert pinned(saved) == {3}
+
+
+def test_what_is_pinned_is_durable_whoever_set_the_pin_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who saved it may have been killed before its name was synced, and a branch that waits for it has set a pin."""
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "fsync_dir", synced.append)
+    assert pin(saved / step_name(2))
+    assert pin(saved / step_name(2))
+    assert synced == [saved, saved]
 
 
 def test_a_pin_is_not_taken_for_a_checkpoint(saved: Path) -> None:

@@ -14,6 +14,7 @@ from branches import hashes
 from checkpoints import train
 from fake_launcher import Command, FakeLauncher
 
+from runner.cli import start
 from runner.config.composition import compose
 from runner.contracts import JobInfo
 from runner.rundir.paths import RunDir
@@ -158,6 +159,18 @@ def test_of_a_refused_submission_nothing_remains(trunk: Path, waiting: Waiting, 
     assert command("fork", "o/trunk", "--step", "5") == 2
     assert pins(trunk) == ["step_00000005.pinned"]
     assert hashes(trunk) == before
+
+
+@pytest.mark.usefixtures("waiting")
+def test_a_trunk_that_is_moved_meanwhile_is_not_made_anew(
+    trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by the pin of what the branch waits for, nor does a branch remain that could never begin."""
+    monkeypatch.setattr(start, "_show", lambda planned: trunk.rename("o/elsewhere"))
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    assert "o/trunk was moved or removed meanwhile" in capsys.readouterr().err
+    assert [path.name for path in Path("o").iterdir()] == ["elsewhere"]
+    assert pins(Path("o/elsewhere")) == []
 
 
 def test_a_launcher_that_refuses_leaves_no_checkpoint(

@@ -197,8 +197,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "CALLS", (*faults.CALLS, "link"))
     monkeypatch.setattr(Lease, "_beat", lambda lease: None)
     monkeypatch.setattr(files, "open_new", Unbuffered)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(files, "fsync_fd", os.fsync)
+    monkeypatch.setattr(files, "fsync_fd", lambda fd: None)
 
 
 class Unbuffered(io.FileIO):
@@ -208,7 +207,7 @@ class Unbuffered(io.FileIO):
         super().__init__(path, "x")
 
     def write(self, data: object) -> int:
-        return os.write(self.fileno(), data)  # type: ignore[arg-type]
+        return files.write_fd(self.fileno(), data)  # type: ignore[arg-type]
 
 
 def refused(code: int) -> Callable[..., object]:

@@ -71,7 +71,6 @@ def intercepted(act: Break | None = None) -> Iterator[Trace]:
         for name in CALLS:
             real = getattr(os, name)
             replacement = wrap(name, real)
-            patch.setattr(os, name, replacement)
             for alias in [alias for alias, function in vars(files).items() if function is real]:
                 patch.setattr(files, alias, replacement)
         yield trace

@@ -5,7 +5,6 @@ An attempt takes a few milliseconds, so a test can afford one for every call tha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -119,7 +118,6 @@ def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
     def sync(fd: int) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", sync)
         patch.setattr(files, "fsync_fd", sync)
         patch.setattr("runner.config.frozen.load", lambda path: _config(STEPS))
         patch.setattr("runner.training.session.Session.open", TinySession)

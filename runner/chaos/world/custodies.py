@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +30,7 @@ from runner.contracts import JobInfo, Launcher
 from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, provenance, submitted_jobs
+from runner.rundir import lease as leases
 from runner.rundir.attempt_log import is_finished
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
@@ -36,19 +39,28 @@ from runner.system import clock, files
 
 # The commands are in a layer above: the world starts them as a shell would, by their names.
 command_line: Any = import_module("runner.__main__")
-checkpoints, plan, start = (import_module(f"runner.cli.{name}") for name in ("checkpoints", "plan", "start"))
+checkpoints, plan, start, mv, rm, archive = (
+    import_module(f"runner.cli.{name}") for name in ("checkpoints", "plan", "start", "mv", "rm", "archive")
+)
 
 RUNS = Path(ROOT) / "runs"
 TRUNK = RUNS / "a-1a2b3c4d"
 ELSEWHERE = Path(ROOT) / "elsewhere" / "old"
 ARCHIVE = Path(ROOT) / "a.tar"
-TIMEOUT_S = 6.0
+TIMEOUT_S = 4.0
+LAST_TIMEOUT_S = 0.5
+"""As long as the last commands wait for a holder: nobody else lives any more."""
 EVERY, KEPT, TOTAL = 2, 2, 10
 """The trunk saves every second step, keeps the two newest checkpoints, and ends after ten steps."""
 BEGUN = 4
 """What it has saved when a story begins."""
 WEIGHTS = b"weights of step %d\n"
 LEASES = ("lease", "submission", "evaluation", "evaluations")
+MOMENTS = ("commits", "deletes", "removes", "packs", "moves", "submits", "holds")
+"""In the midst of what somebody may be interrupted, see `Custodies._moment_of`."""
+STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
+"""So many calls after that moment."""
+INTERRUPTED_S = (3.0, 20.0, 90.0)
 MADE_BY_OTHERS = re.compile(r".*\.(pinned|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
 
@@ -101,6 +113,23 @@ def frozen(run_dir: Path) -> dict[str, Any]:
 
 
 @dataclass
+class Trap:
+    """A strike that waits for somebody who does something.
+
+    Attributes:
+        kind: of the strike.
+        moment: one of `MOMENTS`, or None: any of them.
+        skips: how many such moments pass before.
+        rest: decides what else there is to decide.
+    """
+
+    kind: str
+    moment: str | None
+    skips: int
+    rest: Random
+
+
+@dataclass
 class Job:
     """A job in the queue of this world; the job of an attempt, too (`runner.contracts.Job`)."""
 
@@ -108,6 +137,7 @@ class Job:
     run_dir: Path
     submitter: Process
     after: Path | None = None
+    submitted: float = 0.0
     state: str = "pending"
     process: Process | None = None
     auto_restarts = True
@@ -161,8 +191,12 @@ class Custodies(Scenario):
 
     name = "custody"
     about = "runs that are moved, packed, removed, forked and pruned while others work on them"
-    kinds = COMMON | {"command": "somebody gives one more command"}
-    horizon = 900
+    kinds = COMMON | {
+        "command": "somebody gives one more command",
+        "interrupt": "who commits, deletes, packs, moves or submits something is killed or frozen just then",
+        "meet": "somebody gives a command just when another one commits, deletes, packs, moves or submits something",
+    }
+    horizon = 500
 
     def __init__(self, world: World, seed: str) -> None:
         super().__init__(world, seed)
@@ -177,6 +211,8 @@ class Custodies(Scenario):
         self._pinned: set[int] = set()  # of the trunk, as the command has reported
         self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
+        self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
+        self._traps: list[Trap] = []
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
@@ -195,9 +231,13 @@ class Custodies(Scenario):
             (provenance, "describe_code"): dict,
             (provenance, "code_changes"): lambda run_dir: [],
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
+            (checkpoint_dir, "_COUNT"): count(),  # it is in names, and these are to be the same in every process
             (custody, "TIMEOUT_S"): TIMEOUT_S,
+            (leases, "MIN_INTERVAL_S"): TIMEOUT_S / 6,  # the heart of a young process would make a third of all calls
             (_attempts(), "attempt"): self._attempt_under,
         }
+        for module in (mv, rm, archive):
+            stand_ins[module, "refuse_waited_for"] = partial(self._look_for_waiting, module.refuse_waited_for)
         made = [mock.patch.object(module, name, value) for (module, name), value in stand_ins.items()]
         for each in made:
             each.start()
@@ -214,8 +254,9 @@ class Custodies(Scenario):
         self.disk.watchers.append(self._watch)
         self.disk.make_dir(RUNS)
         self._make_trunk(finished=self.random.random() < 0.2)
-        if self._finished is None:
-            self._command(self._resume if self.random.random() < 0.7 else self._submit, late=False)
+        first = self.random.choice((None, None, self._submit, self._submit, self._submit, *[self._resume] * 5))
+        if self._finished is None and first is not None:
+            self._command(first, late=False)
         for _ in range(self.random.choice((1, 2, 2, 3))):
             self._another()
 
@@ -235,7 +276,7 @@ class Custodies(Scenario):
             files.write_json(run.finished, {"steps": steps})
             self._finished = _contents(run.path)
 
-    def _another(self) -> None:
+    def _another(self, late: bool = True) -> None:
         self._command(
             self.random.choice(
                 (
@@ -243,7 +284,8 @@ class Custodies(Scenario):
                     *(self._archive_and_remove, self._fork, self._fork_later, self._pin, self._prune, self._resume),
                     *(self._submit, self._evaluate, self._evaluate),
                 )
-            )
+            ),
+            late,
         )
 
     def _command(self, what: Callable[[], int | None], late: bool = True) -> Process:
@@ -284,15 +326,93 @@ class Custodies(Scenario):
         if kind == "command":
             self._another()
             return
+        if kind in ("interrupt", "meet"):
+            rest = Random(f"{kind} {choice}")
+            self._traps.append(
+                Trap(kind, rest.choice((*MOMENTS, None, None, None)), rest.choice((0, 0, 1, 2, 4, 8)), rest)
+            )
+            return
         process = self.choose(choice)
         if process is not None and kind in ("freeze", "error"):
             self._troubled.add(process)
+        if process is not None and kind == "freeze":
+            self._perhaps_resume(process)
         if process is not None and kind == "suspend":  # all of that machine are frozen, and others take over from them
             self._troubled |= {each for each in self.world.processes if each.alive and each.host is process.host}
         super().strike(kind, choice)
 
+    def _moment_of(self, what: str, path: str, to: str) -> str | None:
+        """Which of `MOMENTS` a change of a name is."""
+        if what == "mkdir":
+            return "deletes" if path.endswith("-taken") else None  # its checkpoint is taken away by the next call
+        if what == "rmdir":
+            return "removes"
+        if what == "link":
+            return "packs" if to == str(ARCHIVE) else None
+        if what == "create":  # the first and the last of the leases that one needs who moves, packs or removes a run
+            return "holds" if re.fullmatch(r".*/(submission|evaluation)/\d+\.json", path) else None
+        if what != "rename":
+            return None
+        if re.fullmatch(r".*/checkpoints/step_\d+", to):
+            return "commits"
+        if to.endswith("-taken/taken"):
+            return "takes"
+        if to.endswith("/job.json"):
+            return "submits"
+        return "moves" if Path(path).parent in (RUNS, ELSEWHERE, ELSEWHERE.parent) else None
+
+    def _spring(self, moment: str, process: Process) -> None:
+        """If a strike waits for this moment, something befalls the process, perhaps some calls later."""
+        for trap in self._traps:
+            if moment not in ((trap.moment,) if trap.moment else MOMENTS):
+                continue
+            trap.skips -= 1
+            if trap.skips < 0:
+                self._traps.remove(trap)
+                if trap.kind == "meet":
+                    # At once: another may just so come between two calls.
+                    self.world.strike_at(self.world.steps, partial(self._meet, process, moment, trap.rest))
+                else:
+                    later = self.world.steps + trap.rest.choice(STEPS_LATER)
+                    self.world.strike_at(later, partial(self._interrupt, process, trap.rest))
+                return
+
+    def _interrupt(self, process: Process, rest: Random) -> None:
+        how = rest.choice(("kill", "freeze", "freeze", "power"))
+        if not process.alive:
+            return
+        if how == "kill":
+            self.world.kill(process)
+        elif how == "power":
+            self.power_loss(process.host)
+        else:
+            self._troubled.add(process)
+            self.world.stop(process)
+            self.world.at(rest.choice(INTERRUPTED_S) * rest.uniform(0.5, 1.5), partial(self.world.go_on, process))
+            self._perhaps_resume(process)
+
+    def _meet(self, process: Process, moment: str, rest: Random) -> None:
+        """Somebody gives a command, and has time for a part of it before the process continues."""
+        if not process.alive or process.stopped:
+            return
+        self.world.stop(process)
+        self.world.at(rest.uniform(0.02, 0.2), partial(self.world.go_on, process))
+        if moment == "deletes":
+            self._command(self._pin, late=False)
+            if rest.random() < 0.5:  # and is killed before it has seen the pin
+                self._traps.append(Trap("interrupt", "takes", 0, rest))
+        else:
+            self._another(late=False)
+
+    def _perhaps_resume(self, process: Process) -> None:
+        """As one does with a run that seems to be dead."""
+        if self._working.get(process, ("", ""))[0] == "trains" and self.random.random() < 0.7:
+            self.world.at(0.0, partial(self._command, self._resume))
+
     def on_end(self, process: Process) -> None:
         """Nothing but the end of its work may end a process."""
+        if process.killed_by is not None:
+            self._perhaps_resume(process)
         self._working.pop(process, None)
         for job in self.queue.values():
             if job.process is process:
@@ -328,6 +448,10 @@ class Custodies(Scenario):
         return found[0] if found and self.random.random() < 0.8 else TRUNK
 
     # ---- the commands
+
+    def _look_for_waiting(self, look: Callable[[RunDir], None], run: RunDir) -> None:
+        self._looked[self._own()] = self.world.now
+        look(run)
 
     def _move(self) -> int:
         return self._carry_out("mv", str(self._place()), str(RUNS / f"b{self._own().pid}"))
@@ -435,7 +559,7 @@ class Custodies(Scenario):
         """Put a run into the queue, as a launcher does."""
         number, process = len(self.queue) + 1, self._own()
         files.write_json(RunDir(run_dir).job, {"launcher": LAUNCHER, "job_id": number}, guard=guard)
-        job = self.queue[number] = Job(number, run_dir, process, after)
+        job = self.queue[number] = Job(number, run_dir, process, after, self.world.now)
         if after is not None and process not in self._troubled:
             with self.world.outside():
                 step = int(frozen(run_dir)["fork"]["step"])
@@ -487,11 +611,12 @@ class Custodies(Scenario):
                 lease.check_fence()
                 return
             self._fences[process] = lease.fence
-            self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
             if wanted.fork.run is not None:
                 _branches().take_over(run, find(wanted.fork.run, run.path), wanted.fork.step, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
+            if process not in self._troubled:  # from here on no older attempt can, unless the disk refused to sweep
+                self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             newest = checkpoint_dir.newest(run.checkpoints)
             step = newest.step if newest else 0
             self.world.tell(f"trains {name} from step {step} as number {lease.fence}", process.name)
@@ -534,6 +659,8 @@ class Custodies(Scenario):
         if task is None:
             return
         process = task.process
+        if self._traps and (moment := self._moment_of(what, path, to)) is not None:
+            self._spring(moment, process)
         if what == "rename" and Path(path).parent.name != "checkpoints" and self._is_run(to):
             self._moved(process, Path(path), Path(to))
         if what == "rename" and self._is_watched and re.fullmatch(r".*/checkpoints/step_\d+", to):
@@ -541,11 +668,16 @@ class Custodies(Scenario):
         if what == "link" and to == str(ARCHIVE):
             self._check_packed()
         if what in ("rename", "unlink") and self._working.get(process, ("", ""))[0] == "trains":
+            self._check_fence(process, Path(path))
             self._check_fence(process, Path(to or path))
 
     def _is_run(self, path: str) -> bool:
         with self.world.outside():
             return custody.is_run(RunDir(Path(path)))
+
+    def _saved(self, run_dir: Path) -> list[int]:
+        with self.world.outside():
+            return list(RunDir(run_dir).checkpoint_steps())
 
     def _moved(self, process: Process, source: Path, target: Path) -> None:
         """A run has got another name: nobody may have been at work in it."""
@@ -559,6 +691,10 @@ class Custodies(Scenario):
         for job in self.queue.values():
             if job.live and job.run_dir == source and job.submitter not in self._troubled:
                 self.must(False, f"{process.name} moved {source.name}, which has job {job.number} in the queue")
+            if job.state == "pending" and job.after == source and job.run_dir.parent == source.parent:
+                waits = job.submitted < self._looked.get(process, 0.0) and job.submitter not in self._troubled
+                waits = waits and self._is_run(str(job.run_dir)) and not self._saved(job.run_dir)
+                self.must(not waits, f"{process.name} moved {source.name}, for which job {job.number} waits")
         if target.name.startswith("."):
             self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
             if process.name.startswith("archive"):
@@ -606,11 +742,13 @@ class Custodies(Scenario):
     def finish(self) -> None:
         """The last commands complete what killed ones have begun; then everything must be in order."""
         self._check_places()
+        self._traps.clear()
         self.disk.full = False
         for job in self.queue.values():
             job.state = "completed"
-        self.spawn(self.hosts[0], "caretaker", self._tidy)
-        self.world.run()
+        with mock.patch.object(custody, "TIMEOUT_S", LAST_TIMEOUT_S):
+            self.spawn(self.hosts[0], "caretaker", self._tidy)
+            self.world.run()
         self._check_places()
         self._check_runs()
         self._check_strays()
@@ -645,12 +783,13 @@ class Custodies(Scenario):
     def _continue(self, place: Path, name: str) -> None:
         """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
         run = RunDir(place)
-        with custody.custody(place):
-            pass
-        if name == "a":
-            self._carry_out("archive", str(place), str(ARCHIVE))
-        with Lease.acquire(run.lease, None, TIMEOUT_S) as lease:
+        with custody.custody(place) as held:
+            (lease,) = (lease for lease in held._leases if lease.directory == run.lease)
             checkpoint_dir.sweep(run.checkpoints, Fence(lease.fence, lease.check_fence))
+        if name == "a" and any(".tmp-" in entry for entry in self.disk.root.entries):
+            self._carry_out(
+                "archive", str(place), str(ARCHIVE)
+            )  # the next one of this name sweeps what a killed one left
 
     def _check_places(self) -> None:
         places = self._places("a")

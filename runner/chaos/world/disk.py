@@ -18,8 +18,9 @@ import io
 import os
 import posixpath
 import stat as modes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ ROOT = "/simulated"
 OLD_S = 3.0
 """How old a machine's memory of a directory of a network file system may be, in seconds."""
 FIRST_FD = 100_000
+USER, GROUP = os.getuid(), os.getgid()
 
 
 @dataclass(eq=False)
@@ -50,10 +52,8 @@ class Node:
     changed: float = 0.0
     version: int = 0  # of its entries
 
-    @property
-    def is_dir(self) -> bool:
-        """Whether it is a directory."""
-        return self.kind == modes.S_IFDIR
+    def __post_init__(self) -> None:
+        self.is_dir = self.kind == modes.S_IFDIR
 
 
 @dataclass
@@ -100,24 +100,16 @@ class Disk:
 
     # ---- finding things
 
-    def _parts(self, path: Any) -> list[str] | None:
+    def _parts(self, path: Any) -> tuple[str, ...] | None:
         """The names on the way to a path of this file system; None for a path of the real one."""
-        text = os.fspath(path)
-        if isinstance(text, bytes):
-            text = os.fsdecode(text)
-        if not text.startswith(ROOT):
-            return None
-        text = posixpath.normpath(text)
-        return [part for part in text[len(ROOT) :].split("/") if part]
+        return _split(os.fspath(path))
 
-    def _find(self, parts: list[str], path: Any, follow: bool = True, depth: int = 0) -> Node:
+    def _find(self, parts: Sequence[str], path: Any, follow: bool = True, depth: int = 0) -> Node:
         node = self.root
         for number, part in enumerate(parts):
-            if not node.is_dir:
-                raise _error(errno.ENOTDIR, path)
             child = node.entries.get(part)
             if child is None:
-                raise _error(errno.ENOENT, path)
+                raise _error(errno.ENOENT if node.is_dir else errno.ENOTDIR, path)
             if child.kind == modes.S_IFLNK and (follow or number < len(parts) - 1):
                 if depth > 8:
                     raise _error(errno.ELOOP, path)
@@ -259,7 +251,7 @@ class Disk:
         """`os.link`."""
         self._call("link", target, room=True)
         parts = self._parts(source)
-        node = self._find(parts or [], source, follow_symlinks)
+        node = self._find(parts or (), source, follow_symlinks)
         parent, name = self._parent(target)
         if name in parent.entries:
             raise _error(errno.EEXIST, target)
@@ -327,7 +319,7 @@ class Disk:
         found = []
         for name in self.list_dir(path):
             try:
-                node = self._find([*parts, name], path, follow=False)
+                node = self._find((*parts, name), path, follow=False)
             except FileNotFoundError:  # known from an older look
                 continue
             found.append(_Entry(name, posixpath.join(os.fspath(path), name), node.kind))
@@ -382,7 +374,7 @@ class Disk:
         """`os.lstat`."""
         return self.stat(path, follow_symlinks=False)
 
-    def _remember_missing(self, parts: list[str], path: Any) -> None:
+    def _remember_missing(self, parts: Sequence[str], path: Any) -> None:
         """On a network file system, a machine may believe for a while that a name is missing which it has missed once.
 
         Raises:
@@ -420,7 +412,7 @@ class Disk:
     def set_times(self, path: Any, *_: Any, **__: Any) -> None:
         """`os.utime`."""
         self._call("utime", path)
-        node = self._find(self._parts(path) or [], path)
+        node = self._find(self._parts(path) or (), path)
         node.changed = self.world.now
         if (host := self._host()) is not None:  # the server's answer shows whether anything else has changed there
             for key in [key for key in host.seen if key is node or (type(key) is tuple and key[0] is node)]:
@@ -486,6 +478,9 @@ class Disk:
         if fd < FIRST_FD:
             return os.read(fd, count)
         found = self._of(fd)
+        if found.at >= len(found.node.data) and not found.node.is_dir:  # who reads to the end asks once too often:
+            self.world.look()  # no step of its own, nothing could be found by interrupting it
+            return b""
         data = self.read_at(fd, count, found.at)
         found.at += len(data)
         return data
@@ -692,6 +687,14 @@ class Disk:
         return found
 
 
+@lru_cache(maxsize=20_000)
+def _split(path: str | bytes) -> tuple[str, ...] | None:
+    text = os.fsdecode(path)
+    if not text.startswith(ROOT):
+        return None
+    return tuple(part for part in posixpath.normpath(text)[len(ROOT) :].split("/") if part)
+
+
 def _make_lasting(change: Change) -> None:
     parent, name, node = change.parent, change.name, change.node
     if change.target is not None:
@@ -718,8 +721,8 @@ def _status(node: Node) -> SimpleNamespace:
         st_ino=node.number,
         st_dev=1,
         st_nlink=max(node.names, 0 if not node.is_dir else 2),
-        st_uid=os.getuid(),
-        st_gid=os.getgid(),
+        st_uid=USER,
+        st_gid=GROUP,
         st_size=len(node.data),
         st_blocks=(len(node.data) + 511) // 512,
         st_mtime=node.changed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import signal
 import traceback
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,9 +44,15 @@ class Event(NamedTuple):
 
     time: float
     who: str
-    what: str
+    call: str
+    detail: object
     shown: bool
     """Whether it belongs to the story that a person reads; the others are single calls."""
+
+    @property
+    def what(self) -> str:
+        """What happened. Put together when somebody reads it: of most stories nobody reads the calls."""
+        return self.call if self.shown else f"{self.call} {self.detail}"
 
 
 @dataclass(eq=False)
@@ -218,7 +225,7 @@ class World:
             raise Gone
         self.steps += 1
         self.now += self.random.random() * self.step_s
-        self.events.append(Event(self.now, process.name, f"{what} {detail}", False))
+        self.events.append(Event(self.now, process.name, what, detail, False))
         if process is not self._last_process:
             self._last_process = process
             self.features.add((self._last, process.role, what))
@@ -303,8 +310,8 @@ class World:
         heapq.heappush(self._alarms, (self.now + seconds, self.number(), None, action))
 
     def strike_at(self, step: int, action: Callable[[], object]) -> None:
-        """Call `action` from outside before a step; in ascending order."""
-        self._strikes.append((step, action))
+        """Call `action` from outside before a step."""
+        insort(self._strikes, (step, action), key=lambda strike: strike[0])
 
     def thread(self, name: str, function: Callable[[], object], process: Process | None = None) -> Task:
         """Start a thread of the current process, or of another one."""
@@ -409,7 +416,7 @@ class World:
             process.stopped = False
             self._ready += process.held
             process.held.clear()
-            self.tell("goes on", process.name)
+            self.tell("continues", process.name)
 
     def suspend(self, host: Host, seconds: float) -> None:
         """A machine sleeps for a while (a laptop is shut): its clocks for intervals stand still, its wall clock not."""
@@ -541,5 +548,5 @@ class World:
 
     def tell(self, what: str, who: str = "") -> None:
         """Add a line to the story."""
-        self.events.append(Event(self.now, who, what, True))
+        self.events.append(Event(self.now, who, what, "", True))
         self.features.add((who.partition(" ")[0], what[:40].translate(NO_DIGITS), self._last))

@@ -13,7 +13,7 @@ import gc
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from random import Random
@@ -33,6 +33,8 @@ DEPTH = 10
 REPORT_S = 0.5
 COLLECT = 50
 """After so many stories the collector is called: a story's threads and closures refer to each other in circles."""
+SHIFT = 2000
+"""After so many stories a new process takes over: the memory of one that has run thousands of threads is in pieces."""
 LEAVE_S = 5.0
 
 
@@ -90,13 +92,11 @@ class Explorer:
         self._random = Random(f"search {kind.name} {start} {stride}")
         self._features: set[int] = set()
         self._remembered: deque[str] = deque(maxlen=REMEMBERED)
+        self.played = 0
 
-    def __iter__(self) -> Iterator[tuple[Story, list[Any]]]:
-        """Stories without end, each with what had happened in none before it."""
-        while True:
-            yield self._next()
-
-    def _next(self) -> tuple[Story, list[Any]]:
+    def play(self) -> tuple[Story, list[Any]]:
+        """The next story, and what happened in it that has happened in none before."""
+        self.played += 1
         text = self._choose()
         story = play(self.kind, schedule(self.kind, text))
         new = [feature for feature in story.features if hash(feature) not in self._features]
@@ -141,10 +141,12 @@ def search(
     began = clock.monotonic()
     found, features = Found(), set[int]()
     quotas = [None if schedules is None else len(range(number, schedules, workers)) for number in range(workers)]
-    if workers == 1:
-        reports = _reports(name, start, 1, quotas[0], seconds)
+    explorers = [Explorer(find(name), start + number, workers) for number in range(workers)]
+    deadline = None if seconds is None else began + seconds
+    if workers == 1 and schedules is not None and schedules <= SHIFT:
+        reports = _reports(explorers[0], schedules, deadline)
     else:
-        reports = _from_workers(name, start, quotas, seconds)
+        reports = _from_workers(explorers, quotas, deadline)
     try:
         for report in reports:
             found.schedules += report.schedules
@@ -171,65 +173,72 @@ class _Report:
     failures: list[Failure] = field(default_factory=list)
 
 
-def _reports(name: str, start: int, stride: int, quota: int | None, seconds: float | None) -> Generator[_Report]:
-    kind = find(name)
-    began = told = clock.monotonic()
-    report, played = _Report(), 0
-    explorer = iter(Explorer(kind, start, stride))
-    while (quota is None or played < quota) and (seconds is None or clock.monotonic() - began < seconds):
-        story, new = next(explorer)
-        played += 1
-        if played % COLLECT == 0:
+def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> Generator[_Report]:
+    told = clock.monotonic()
+    report = _Report()
+    while (until is None or explorer.played < until) and (deadline is None or clock.monotonic() < deadline):
+        story, new = explorer.play()
+        if explorer.played % COLLECT == 0:
             gc.collect()
         report.schedules += 1
         report.features += new
         if story.broken is not None:
-            report.failures.append(Failure(name, story.schedule.text, story.broken))
+            report.failures.append(Failure(explorer.kind.name, story.schedule.text, story.broken))
         if report.failures or clock.monotonic() - told >= REPORT_S:
             yield report
             report, told = _Report(), clock.monotonic()
     yield report
 
 
-def _work(pipe: Connection, *arguments: Any) -> None:
-    """What a worker does."""
+def _work(pipe: Connection, explorer: Explorer, until: int, seconds: float | None) -> None:
+    """What a process does: it plays, reports, and hands its explorer back."""
     signals.set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
-    find(arguments[0])
     gc.collect()
     gc.freeze()  # what was imported stays: the collector need not look at it after every few stories
     try:
-        for report in _reports(*arguments):
+        for report in _reports(explorer, until, None if seconds is None else clock.monotonic() + seconds):
             pipe.send(report)
-        pipe.send(None)
+        pipe.send(explorer)
     except BrokenPipeError:  # the parent is gone
         pass
 
 
-def _from_workers(name: str, start: int, quotas: list[int | None], seconds: float | None) -> Generator[_Report]:
-    find(name)  # a mistake is raised here
+def _from_workers(explorers: list[Explorer], quotas: list[int | None], deadline: float | None) -> Generator[_Report]:
     context = multiprocessing.get_context("spawn")
-    workers, pipes = [], []
+    at_work: dict[Connection, tuple[multiprocessing.process.BaseProcess, int | None]] = {}
+
+    def begin(explorer: Explorer, until: int | None) -> None:
+        left = None if deadline is None else deadline - clock.monotonic()
+        if (until is not None and explorer.played >= until) or (left is not None and left <= 0):
+            return
+        shift = explorer.played + SHIFT
+        pipe, far_end = context.Pipe(duplex=False)
+        arguments = (far_end, explorer, shift if until is None else min(shift, until), left)
+        worker = context.Process(target=_work, args=arguments, daemon=True)
+        worker.start()
+        far_end.close()
+        at_work[pipe] = worker, until
+
     try:
-        for number, quota in enumerate(quotas):
-            pipe, far_end = context.Pipe(duplex=False)
-            arguments = (far_end, name, start + number, len(quotas), quota, seconds)
-            worker = context.Process(target=_work, args=arguments, daemon=True)
-            worker.start()
-            far_end.close()
-            workers.append(worker)
-            pipes.append(pipe)
-        while pipes:
-            for pipe in cast(list[Connection], wait(pipes)):
+        for explorer, until in zip(explorers, quotas, strict=True):
+            begin(explorer, until)
+        while at_work:
+            for pipe in cast(list[Connection], wait(list(at_work))):
+                worker, until = at_work[pipe]
                 try:
-                    report = pipe.recv()
+                    message = pipe.recv()
                 except EOFError:
-                    raise RuntimeError(f"a process that played schedules of {name} has died") from None
-                if report is None:
-                    pipes.remove(pipe)
+                    raise RuntimeError(
+                        f"a process that played schedules of {explorers[0].kind.name} has died"
+                    ) from None
+                if isinstance(message, Explorer):
+                    del at_work[pipe]
+                    worker.join(LEAVE_S)
+                    begin(message, until)
                 else:
-                    yield report
+                    yield message
     finally:
-        for worker in workers:
+        for worker, _ in at_work.values():
             worker.terminate()
-        for worker in workers:
+        for worker, _ in at_work.values():
             worker.join(LEAVE_S)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -15,8 +16,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import pins
 from runner.cli import archive, housekeeping, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
-from runner.rundir.paths import RunDir
-from runner.system import files, processes
+from runner.system import files, processes, threads
 
 
 def _held_by_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -35,16 +35,8 @@ def _without_looking_again(patch: pytest.MonkeyPatch) -> None:
     def take(cls: Any, *arguments: Any) -> Any:
         return real(cls, *arguments[:-1], None)
 
-    seen: set[Path] = set()
-
-    def is_run(run: RunDir) -> bool:
-        found = files.is_file(run.config) and files.is_file(run.code)
-        if found:
-            seen.add(run.path)
-        return found or run.path in seen
-
     patch.setattr(lease.Lease, "_take", classmethod(take))
-    patch.setattr(custody, "is_run", is_run)
+    patch.setattr(custody, "is_run", lambda run: files.is_dir(run.path))
 
 
 def _in_place(patch: pytest.MonkeyPatch) -> None:
@@ -57,19 +49,19 @@ def _in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def _removed_first(patch: pytest.MonkeyPatch) -> None:
-    real_name, real_remove, removing = archive._name, housekeeping.remove, set[int]()
+    real_name, real_remove, removing = archive._name, housekeeping.remove, WeakSet[Any]()
 
     def name(temporary: Path, target: Path) -> None:
-        if processes.own_pid() not in removing:
+        if threads.current() not in removing:
             real_name(temporary, target)
 
     def remove(held: custody.Custody) -> Path:
         aside = real_remove(held)
-        (temporary,) = archive._leftovers(custodies.ARCHIVE)
-        real_name(temporary, custodies.ARCHIVE)
+        target = custodies.ARCHIVE
+        real_name(target.with_name(f".{target.name}.tmp-{processes.own_pid()}"), target)
         return aside
 
-    patch.setattr(archive, "refuse_waited_for", lambda run: removing.add(processes.own_pid()))
+    patch.setattr(archive, "refuse_waited_for", lambda run: removing.add(threads.current()))
     patch.setattr(archive, "_name", name)
     patch.setattr(archive, "remove", remove)
 
@@ -102,8 +94,13 @@ def _pin_not_looked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _taken_stays_away(patch: pytest.MonkeyPatch) -> None:
-    """A deletion that was killed after its pin was set deletes the checkpoint at the next sweep."""
-    patch.setattr(checkpoint_dir, "_TAKEN", "deleted")
+    def sweep(directory: Path, fence: checkpoint_dir.Fence) -> None:
+        found = checkpoint_dir.leftovers(directory)
+        fence.check()
+        for path in found:
+            checkpoint_dir.remove_tree(path)
+
+    patch.setattr(checkpoint_dir, "sweep", sweep)
 
 
 def _fence_not_checked(patch: pytest.MonkeyPatch) -> None:
@@ -116,14 +113,11 @@ def _fence_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_submission(patch: pytest.MonkeyPatch) -> None:
-    """A command that submits takes a lease that nobody else knows."""
-    patch.setattr(start, "RunDir", _Unheld)
+    @contextmanager
+    def submitting(jobs: Sequence[Any]) -> Iterator[dict[Path, files.Guard]]:
+        yield {job.run_dir: files.Guard("submission-00000000", lambda: None) for job in jobs}
 
-
-class _Unheld(RunDir):
-    @property
-    def submission(self) -> Path:
-        return self.path / "lease" / str(processes.own_pid())
+    patch.setattr(start, "_submitting", submitting)
 
 
 def _queue_not_asked(patch: pytest.MonkeyPatch) -> None:
@@ -135,10 +129,12 @@ def _evaluations_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("runner.training.evaluate.make_work", lambda *arguments: None)
 
 
-def _job_looked_at(patch: pytest.MonkeyPatch) -> None:
-    """As it was: job.json is looked at before it is opened."""
+def _as_listed_before(patch: pytest.MonkeyPatch) -> None:
+    """As it was: job.json is looked at before it is opened, and no directory is looked at anew."""
     real = submitted_jobs.launcher_of
     patch.setattr(submitted_jobs, "launcher_of", lambda run: real(run) if files.exists(run.job) else None)
+    for module in (custody, archive):
+        patch.setattr(module, "files", _Other(files, look_anew=lambda directory: None))
 
 
 def _waiting_branch(patch: pytest.MonkeyPatch) -> None:
@@ -181,7 +177,7 @@ FAULTS = tuple(
         ),
         (
             "submission-not-held",
-            "a command that submits holds no lease that others know",
+            "a command that submits holds no lease",
             "`_submitting`",
             _no_submission,
         ),
@@ -192,7 +188,12 @@ FAULTS = tuple(
             "`evaluations.make_work`",
             _evaluations_before,
         ),
-        ("job-remembered-missing", "job.json is looked at, not opened", "`launcher_of`", _job_looked_at),
+        (
+            "job-remembered-missing",
+            "what another machine has just made in a run is overlooked",
+            "`custody`, `launcher_of`",
+            _as_listed_before,
+        ),
         ("trunk-not-kept", "a trunk is removed that a branch waits for", "docs/housekeeping.md", _waiting_branch),
     )
 )

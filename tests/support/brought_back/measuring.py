@@ -41,6 +41,7 @@ def measure(name: str, seed: int = 0, schedules: int = SCHEDULES) -> Measured:
     kind = find(fault.scenario)
     with pytest.MonkeyPatch.context() as patch:
         fault.apply(patch)
+        patch.setattr("runner.chaos.world.search.SHIFT", schedules)  # in this process: others do not have the fault
         found = search(fault.scenario, seed, schedules=schedules)
         if not found.failures:
             return Measured(False, found.schedules, found.seconds)
