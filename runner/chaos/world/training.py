@@ -54,6 +54,8 @@ ATTEMPTS = 7
 """So many are started before somebody looks after the run."""
 TAKES_OVER_S = (1.0, 4.0)
 """How long an attempt is frozen at most while another one begins: that takes over at once, or waits for a heartbeat."""
+SOON = 200
+"""About as many calls as an attempt makes for a step and its save."""
 TENSORS = 24
 """So many bytes of tensors are at the end of their file."""
 LAST_ATTEMPTS = 4
@@ -350,10 +352,16 @@ class Training(Scenario):
             self.world.at(chosen.choice(TAKES_OVER_S) * chosen.random(), partial(self.world.go_on, process))
 
     def _refuse(self, choice: float) -> None:
-        """The next records of an attempt are refused: a disk that is full refuses what follows as well."""
+        """The next records of an attempt are refused; it may be killed soon, and has them in its memory alone.
+
+        A disk that is full refuses what follows as well, so that nothing is saved without these records.
+        """
         process, chosen = self.choose(choice), random.Random(f"refuse {choice}")
-        if process is not None:
-            process.fails += [(frozenset({"append"}), chosen.choice(ERRORS))] * chosen.choice((1, 1, 2))
+        if process is None:
+            return
+        process.fails += [(frozenset({"append"}), chosen.choice(ERRORS))] * chosen.choice((1, 1, 2))
+        if chosen.random() < 0.5:
+            self.world.strike_at(self.world.steps + chosen.randrange(SOON), partial(self.world.kill, process))
 
     def _rot(self, choice: float, newest: bool = False) -> None:
         """Change a bit of a checkpoint, but not of the last one that is whole: then nothing could be promised.
