@@ -290,7 +290,7 @@ class Training(Scenario):
         checkpoint = {
             "mode": chosen.choice(("sync", "async", "async")),
             "every_steps": chosen.choice((1, 1, 2, 3)),
-            "keep_last": chosen.choice((1, 1, 2, 3)),
+            "keep_last": chosen.choice((1, 2, 3)),
             "keep_every_steps": chosen.choice((None, None, 3)),
             "keep_best": chosen.choice((0, 1)) if evaluates else 0,
         }
@@ -376,9 +376,9 @@ class Training(Scenario):
         if self._deleting is not None and self._deleting.alive and whole[-1] == there[-1]:
             whole.pop()
         chosen = random.Random(f"rot {choice}")
-        step = whole[-1] if newest else chosen.choice(whole)
+        step = whole[-1] if newest else chosen.choice((whole[-1], chosen.choice(whole)))
         node = self.disk._find(list(RUN.checkpoint(step).parts[2:]), "")
-        name = chosen.choice(sorted(node.entries))
+        name = chosen.choice([*sorted(node.entries), MANIFEST])  # the manifest alone is read before a deletion
         file = node.entries[name]
         if not file.data:
             return
