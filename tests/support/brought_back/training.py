@@ -228,7 +228,7 @@ FAULTS = [
         (
             "never-superseded",
             "an attempt never finds that a newer one holds the lease",
-            "docs/design",
+            "Lease.check_fence",
             _never_superseded,
         ),
         (
