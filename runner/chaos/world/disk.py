@@ -18,8 +18,9 @@ import io
 import os
 import posixpath
 import stat as modes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,17 +101,12 @@ class Disk:
 
     # ---- finding things
 
-    def _parts(self, path: Any) -> list[str] | None:
+    def _parts(self, path: Any) -> tuple[str, ...] | None:
         """The names on the way to a path of this file system; None for a path of the real one."""
         text = os.fspath(path)
-        if isinstance(text, bytes):
-            text = os.fsdecode(text)
-        if not text.startswith(ROOT):
-            return None
-        text = posixpath.normpath(text)
-        return [part for part in text[len(ROOT) :].split("/") if part]
+        return _split(os.fsdecode(text) if isinstance(text, bytes) else text)
 
-    def _find(self, parts: list[str], path: Any, follow: bool = True, depth: int = 0) -> Node:
+    def _find(self, parts: Sequence[str], path: Any, follow: bool = True, depth: int = 0) -> Node:
         node = self.root
         for number, part in enumerate(parts):
             if not node.is_dir:
@@ -382,7 +378,7 @@ class Disk:
         """`os.lstat`."""
         return self.stat(path, follow_symlinks=False)
 
-    def _remember_missing(self, parts: list[str], path: Any) -> None:
+    def _remember_missing(self, parts: Sequence[str], path: Any) -> None:
         """On a network file system, a machine may believe for a while that a name is missing which it has missed once.
 
         Raises:
@@ -681,6 +677,14 @@ class Disk:
             if self.network and found.node.dirty is not None:
                 self._sync(found.node)
 
+    def files_in(self, path: Any) -> dict[str, bytes]:
+        """The content of each file in a directory by name, for looks from outside; none if there is no directory."""
+        try:
+            entries = self._find(self._parts(path) or (), path).entries
+        except OSError:
+            return {}
+        return {name: bytes(node.data) for name, node in sorted(entries.items()) if node.kind == modes.S_IFREG}
+
     def tree(self, directory: Node | None = None, prefix: str = ROOT) -> dict[str, bytes]:
         """The content of each file by path, for looks from outside."""
         found: dict[str, bytes] = {}
@@ -690,6 +694,15 @@ class Disk:
             elif node.kind == modes.S_IFREG:
                 found[f"{prefix}/{name}"] = bytes(node.data)
         return found
+
+
+@lru_cache(4096)
+def _split(text: str) -> tuple[str, ...] | None:
+    """The names on the way to a path; None if it is not of this file system."""
+    if not text.startswith(ROOT):
+        return None
+    text = posixpath.normpath(text)
+    return tuple(part for part in text[len(ROOT) :].split("/") if part)
 
 
 def _make_lasting(change: Change) -> None:
