@@ -331,11 +331,15 @@ class Lease:
         In this order: on a network file system an older holder on another machine may see an old list of the numbers,
         but its own file is looked up, and is gone before what it was writing is. What it has created just now is on
         this machine's list only if that is made anew.
+
+        Raises:
+            OSError: the file system refuses to remove something that an older holder might still write with.
         """
         for name in files.list_dir(self.directory):
             head, _, rest = name.partition(".")
             if head.isdigit() and int(head) < self.fence and rest in ("json", "beat"):
-                with contextlib.suppress(OSError):  # only the highest counts
+                refusals = OSError if rest == "beat" else FileNotFoundError  # nobody relies on an old heartbeat
+                with contextlib.suppress(refusals):
                     files.remove(self.directory / name)
         for folder in (self.directory, self.directory.parent):
             self._sweep_temporary(folder)
