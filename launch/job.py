@@ -107,9 +107,14 @@ class SlurmJob:
 
         `hold_s`: held back, by its user, by a dependency, or for two minutes after a requeue. `queue_s`: waiting for
         nodes. Empty if Slurm does not answer.
+
+        If the job was preempted before there was a process to get the signal, this one gets it now: with
+        PreemptMode=CANCEL nobody would requeue the job.
         """
         try:
             record = scheduler.show_job(self.job_id)
+            if requeue.is_preempted(record):
+                processes.send_signal(processes.own_pid(), signal.SIGTERM)
             times = [datetime.fromisoformat(record[f"{name}Time"]) for name in ("Submit", "Eligible", "Start")]
         except (scheduler.SchedulerError, KeyError, ValueError):
             return {}

@@ -30,7 +30,7 @@ STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the sta
 KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, whether or not the step and the save are done
 RETRY_S = 5.0  # pause between two requests to requeue
 MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the job
-MAX_FORGOTTEN = 12  # answers in a row, RETRY_S apart, that Slurm knows no such job: it has lost it
+MAX_FORGOTTEN = 12  # answers in a row, some seconds apart, that Slurm knows no such job: it has lost it
 
 # The batch script's part. It keeps asking for an hour: a controller that is away that long ends no job meanwhile.
 SCRIPT = Path(__file__).with_name("requeue.sh")
@@ -98,6 +98,7 @@ def script_lines(folder: Path, requeue_killed: bool) -> list[str]:
         "NOT_RUNNING": " ".join(sorted(SLURM_NOT_RUNNING)),
         "TRIES": SCRIPT_TRIES,
         "PAUSE_S": SCRIPT_PAUSE_S,
+        "MAX_FORGOTTEN": MAX_FORGOTTEN,
     }
     assignments = [f"REQUEUE_{name}={shlex.quote(str(value))}" for name, value in parameters.items()]
     return [*assignments, *files.read_text(SCRIPT).splitlines()]
@@ -142,6 +143,12 @@ def cause_of_stop(job: Record, restart_count: int, signum: int) -> str:
     if _time(job.get("PreemptTime")):
         return "preempted"
     return "time limit" if signum in (signal.SIGUSR1, signal.SIGUSR2) else "interrupted"
+
+
+def is_preempted(job: Record) -> bool:
+    """Whether this start of the job, which still runs, is preempted; the job may have been preempted earlier, too."""
+    began, preempted = _time(job.get("StartTime")), _time(job.get("PreemptTime"))
+    return is_running(job) and began is not None and preempted is not None and began <= preempted
 
 
 def seconds_left(job: Record) -> float | None:

@@ -7,6 +7,7 @@
 #   REQUEUE_NOTE_BYTES          size of the line that counts them
 #   REQUEUE_NOT_RUNNING         Slurm's states of a job that does not run, separated by spaces
 #   REQUEUE_TRIES, REQUEUE_PAUSE_S   how often to ask Slurm, and the seconds in between
+#   REQUEUE_MAX_FORGOTTEN       answers in a row that Slurm knows no such job, after which it has lost the job
 # After the user's setup the batch script sets REQUEUE_ARMED=yes: an error in the setup ends the job for good.
 
 # Slurm's signals reach the batch script too. It must outlive srun, which must not inherit an ignored signal.
@@ -57,11 +58,18 @@ requeue_unless_decided() {
 
 # Tries until Slurm answers; does nothing if Slurm itself ended the job (scancel, say) or if it failed too often.
 requeue_job() {
-    local status=$1 job=$REQUEUE_JOB counted='' try record state
+    local status=$1 job=$REQUEUE_JOB counted='' forgotten=0 try record state
     unset SLURM_TIME_FORMAT
     for ((try = 1; try <= REQUEUE_TRIES; try++)); do
         [ "$try" -eq 1 ] || sleep "$REQUEUE_PAUSE_S"
-        record=$(TZ=UTC0 scontrol show job -o "$job") || continue
+        if ! record=$(TZ=UTC0 scontrol show job -o "$job" 2>&1); then
+            echo "[launch] Slurm does not report the state of job $job: $record"
+            case $record in *'Invalid job id specified'*) forgotten=$((forgotten + 1)) ;; *) forgotten=0 ;; esac
+            [ "$forgotten" -lt "$REQUEUE_MAX_FORGOTTEN" ] && continue
+            echo "[launch] Slurm has lost job $job: nothing is requeued, rerun the command to continue"
+            return
+        fi
+        forgotten=0
         record=${record%% Command=*} # users' texts follow
         state=${record##* JobState=}
         case " $REQUEUE_NOT_RUNNING " in *" ${state%% *} "*) return ;; esac

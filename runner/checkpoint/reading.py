@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from runner.errors import CheckpointError
+from runner.rundir.paths import RunDir
 from runner.system import clock
 
 T = TypeVar("T")
@@ -47,6 +48,15 @@ def patiently(path: Path, action: Callable[[], T]) -> T:
         if error.errno in VERDICTS:
             raise
         raise unreadable(path, error) from error
+
+
+def newest_step(run: RunDir) -> int:
+    """The step of the newest committed checkpoint of a run (`RunDir.newest_step`); 0 if there is none.
+
+    Raises:
+        CheckpointError: the disk refuses to tell, again and again.
+    """
+    return patiently(run.checkpoints, run.newest_step)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -48,6 +48,8 @@ def refuse_waited_for(run: RunDir) -> None:
     Raises:
         LockedError: there are some.
     """
+    with suppress(OSError):  # another machine may have made a branch a moment ago
+        files.look_anew(run.path.parent)
     if waiting := branches(run)[1]:
         raise LockedError(
             f"{shown(waiting[0])} waits for a checkpoint of {shown(run.path)}: start that branch first, or remove it"

@@ -248,8 +248,11 @@ class AttemptLog:
 
         Raises:
             TimeoutsError: this one was the last of so many in a row without a new checkpoint.
+            FileError: the disk refuses a look at the checkpoints, again and again.
         """
-        if max_timeouts is None or self.run.newest_step() > int(self.record["start_step"]):
+        if max_timeouts is None:
+            return
+        if insist(self.run.newest_step, self.run.checkpoints) > int(self.record["start_step"]):
             return
         stuck = _without_progress(self.earlier, self.record.get("job_id"))
         self._check_timeouts(1 + len(_timeouts(stuck)), max_timeouts)

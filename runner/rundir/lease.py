@@ -326,18 +326,32 @@ class Lease:
         return True
 
     def _sweep(self) -> None:
-        """Remove what lower numbers left: their temporary files, so that no late rename can succeed, and their own."""
-        for folder in (self.directory, self.directory.parent):
-            files.sweep(folder, self.directory.name, self.fence)
-        run = RunDir(self.directory.parent)
-        if self.directory == run.submission:  # who submits a branch writes its `appender`, which is there
-            with contextlib.suppress(FileNotFoundError):
-                files.sweep(run.lease, self.directory.name, self.fence)
+        """Remove what lower numbers left: their own files, then their temporary ones: no late rename can succeed.
+
+        In this order: on a network file system an older holder on another machine may see an old list of the numbers,
+        but its own file is looked up, and is gone before what it was writing is. What it has created just now is on
+        this machine's list only if that is made anew.
+
+        Raises:
+            OSError: the file system refuses to remove something that an older holder might still write with.
+        """
         for name in files.list_dir(self.directory):
             head, _, rest = name.partition(".")
             if head.isdigit() and int(head) < self.fence and rest in ("json", "beat"):
-                with contextlib.suppress(OSError):  # only the highest counts
+                refusals = OSError if rest == "beat" else FileNotFoundError  # nobody relies on an old heartbeat
+                with contextlib.suppress(refusals):
                     files.remove(self.directory / name)
+        for folder in (self.directory, self.directory.parent):
+            self._sweep_temporary(folder)
+        run = RunDir(self.directory.parent)
+        if self.directory == run.submission:  # who submits a branch writes its `appender`, which is there
+            with contextlib.suppress(FileNotFoundError):
+                self._sweep_temporary(run.lease)
+
+    def _sweep_temporary(self, folder: Path) -> None:
+        with contextlib.suppress(PermissionError):  # of another user, and nothing that this lease guards is there
+            files.look_anew(folder)
+        files.sweep(folder, self.directory.name, self.fence)
 
     def _beat(self) -> None:
         """Rewrite a counter in place, so that a full disk does not stop it, until this process is superseded."""

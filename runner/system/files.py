@@ -278,6 +278,8 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
     there = path
     while not is_dir(there):
         if is_taken(there):
+            if is_dir(there):  # another process has made it since the first look
+                break
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
         missing.append(there)
         there = there.parent

@@ -283,7 +283,7 @@ class _Attempt:
                 # At once, and not after the save: the job may be killed before that is done.
                 STOP.on_first_signal(self._note_cause)
         if any(world.gather(bool(STOP))):  # no time to build what would not be used
-            return self._interrupt(self.run.newest_step())
+            return self._interrupt(self._saved() or 0)
         self.session = session = self._open_session()
         self.watch.show_open()
         with self._hang_watch(session):
@@ -367,13 +367,23 @@ class _Attempt:
         log.announce_end(cause)
         cause = job.requeue_if_needed(cause)
         self._end(cause, ExitStatus.INTERRUPTED)
-        saved = self.run.newest_step()
-        where = f"saved at step {saved}" if step else "stopped before the first step"
-        if saved != step:
+        saved = self._saved()
+        if saved is None:
+            where = f"stopped at step {step}"
+        elif saved != step:
             where = f"stopped at step {step}, last saved at step {saved}"
+        else:
+            where = f"saved at step {saved}" if step else "stopped before the first step"
         signal = STOP.name or "a signal to another rank"
         _print(f"{cause} ({signal}): {where}; rerun the command to resume")
         return ExitStatus.INTERRUPTED
+
+    def _saved(self) -> int | None:
+        """The step of the newest checkpoint, 0 if there is none; None if the disk refuses to tell, again and again."""
+        try:
+            return insist(self.run.newest_step, self.run.checkpoints)
+        except FileError:
+            return None
 
     def _end_from_watch(
         self, reason: str, cause: str = "crash", stacks: Mapping[int, str] = MappingProxyType({})

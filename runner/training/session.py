@@ -15,6 +15,7 @@ import torch
 from runner.checkpoint import TrainStateManager, get_rng_state, restore_train_state, set_rng_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.checkpoint.directory import Fence
+from runner.checkpoint.reading import in_one_line, newest_step
 from runner.config.plain_yaml import read_plain
 from runner.config.schedule import unreached_phases
 from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, profiled_steps
@@ -227,7 +228,7 @@ class _Opening:
             raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
         config = self.config = with_steps(self.config, sizes, self.shapes or (self._shape_from(0),))
         bare = build.model(config)
-        if starts_warm(config) and not self.run.newest_step():
+        if starts_warm(config) and not newest_step(self.run):
             self._warm_start(bare)
         average = build.average(config, bare, self.world, device)
         with peer_errors(self.world):
@@ -238,7 +239,7 @@ class _Opening:
         manager = self._manager(build.fingerprint(config, datasets))
         with self.account.doing("restore"):
             self._take_over()
-            anew = self._begins_branch(self.run.newest_step()) and restarts_optimizers(config)
+            anew = restarts_optimizers(config) and self._begins_branch(newest_step(self.run))
             with self._fits():
                 averaged = average.averaged if average else None
                 state = manager.load(model, optimizers, averaged, another_optimizer=anew) or {}
@@ -389,7 +390,7 @@ class _Opening:
         try:
             yield
         except MismatchError as error:
-            if not self._begins_branch(self.run.newest_step()):
+            if not self._begins_branch(newest_step(self.run)):
                 raise
             # Without its remedy, which is for a run of its own.
             fork, reason = self.config.fork, re.split(r"; |: (?=restore|set|use)", str(error))[0]
@@ -404,7 +405,8 @@ class _Opening:
         trunk, step = trunk_of(self.config), self.config.fork.step
         if trunk is not None and step is not None:
             fence = Fence(self.lease.fence, self.lease.check_fence) if self.lease else Fence()
-            self.world.run_on_main(lambda: take_over(self.run, trunk, step, fence))
+            with in_one_line(self.run.path):
+                self.world.run_on_main(lambda: take_over(self.run, trunk, step, fence))
 
     def _warn_if_checkpoints_are_gone(self) -> None:
         """A run whose checkpoints were all removed starts again, but not silently."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from runner.chaos.world.scenario import Scenario, play
 from runner.chaos.world.schedule import Schedule, schedule
 from runner.chaos.world.training import KINDS, STEPS, Training, undisturbed
 from runner.checkpoint import directory
+from runner.rundir.lease import Lease
 from runner.system import clock, files
 
 
@@ -65,3 +67,45 @@ class _TwoMachines(Scenario):
 
 def test_a_resume_does_not_rely_on_what_its_machine_listed_before() -> None:
     assert play(_TwoMachines, Schedule("1", ())).broken is None
+
+
+class _LateRename(Scenario):
+    """A holder is superseded from another machine between its last look at the lease and its rename."""
+
+    name = "late rename"
+    network = True
+    run_dir = Path(ROOT) / "run"
+
+    def begin(self) -> None:
+        self.disk.make_dir(self.run_dir)
+        self.spawn(self.hosts[0], "older", self._older)
+        self.spawn(self.hosts[1], "newer", self._newer)
+
+    def _acquire(self, restart_count: int) -> Lease:
+        """By a job that was restarted, of which earlier starts are known to be gone, or will be."""
+        return Lease.acquire(self.run_dir / "lease", {"job_id": "7", "restart_count": restart_count}, 1.0)
+
+    def _older(self) -> None:
+        lease = self._acquire(0)
+
+        def check() -> None:
+            lease.check_fence()
+            clock.sleep(2.0)
+
+        clock.sleep(0.5)
+        with suppress(FileNotFoundError):
+            files.write_atomic(self.run_dir / "value", "old", guard=files.Guard(lease.guard.tag, check))
+
+    def _newer(self) -> None:
+        clock.sleep(0.4)
+        files.list_dir(self.run_dir)
+        clock.sleep(0.5)
+        files.write_atomic(self.run_dir / "value", "new", guard=self._acquire(1).guard)
+
+    def finish(self) -> None:
+        value = self.disk.tree()[f"{self.run_dir}/value"]
+        self.must(value == b"new", f"the newer holder has written, but found is {value!r}")
+
+
+def test_a_newer_holder_does_not_rely_on_what_its_machine_listed_before() -> None:
+    assert play(_LateRename, Schedule("1", ())).broken is None

@@ -298,9 +298,9 @@ def test_a_manifest_cannot_name_files_outside(run: Path, name: str) -> None:
 
 ABSURD: dict[str, list[Any]] = {
     "step": [True, -1, 2**62 + 1, 2.0, "2", None],
-    "fence": [-1, 10**400, 0.5, None],
-    "world_size": [-1, 10**400, "1"],
-    "created": [float("nan"), float("inf"), -1.0, 1e308, 10**400, "now", None, True],
+    "fence": [-1, 2**62 + 1, 10**400, 0.5, None],
+    "world_size": [-1, 2**62 + 1, 10**400, "1"],
+    "created": [float("nan"), float("inf"), -1.0, 2.0**40 + 1, 1e308, 10**400, "now", None, True],
     "metric": [10**400, "low", [1], True],
     "fingerprint": [None, [], "x"],
     "files": [None, [], {"train_state.pt": {"size": 10**400, "xxh128": "0"}}, {"train_state.pt": {"size": -1}}],

@@ -20,10 +20,10 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.layout import INDEX, Part, file_name, header, index
 from runner.checkpoint.manifest import Manifest, record_of
 from runner.checkpoint.reader import CheckpointReader
-from runner.checkpoint.reading import PAUSES_S
+from runner.checkpoint.reading import PAUSES_S, newest_step
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
-from runner.system import clock
+from runner.system import clock, files
 
 CODES = [errno.EIO, errno.ESTALE, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ETIMEDOUT]
 
@@ -194,3 +194,24 @@ def test_a_part_is_read_into_memory_of_any_layout(tmp_path: Path, rows: int, ver
     assert torch.equal(transposed, whole)
     assert torch.equal(some, whole[:, 990:997])
     assert torch.equal(other, whole.double())
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_which_step_is_the_newest_is_asked_again(
+    persists: bool, run: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And if the disk refuses every time, that is one line, not a traceback."""
+    list_dir = files.list_dir
+
+    def refuse(path: Path) -> list[str]:
+        if persists or not pauses:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return list_dir(path)
+
+    monkeypatch.setattr(files, "list_dir", refuse)
+    if persists:
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            newest_step(RunDir(run.parent))
+    else:
+        assert newest_step(RunDir(run.parent)) == 2
+    assert pauses == list(PAUSES_S if persists else PAUSES_S[:1])

@@ -325,6 +325,19 @@ class TestRemove:
         assert command("rm", str(made), "--yes") == 0
         assert run_dirs() == [branch]
 
+    def test_a_branch_that_another_machine_has_just_made_is_seen(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A listing of a network file system may be some seconds old, until this machine changes something there."""
+        branch, anew, really = branched(made), set[str](), files.list_dir
+
+        def list_dir(path: Path) -> list[str]:
+            return [name for name in really(path) if name != branch.name or str(path) in anew]
+
+        monkeypatch.setattr(files, "look_anew", lambda path: anew.add(str(path)))
+        monkeypatch.setattr(files, "list_dir", list_dir)
+        assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
+
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
         """The whole run or, under its name, nothing; the same command then leaves nothing at all."""
         from runner.cli.rm import main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -43,6 +44,27 @@ def test_the_wait_is_divided_by_slurms_own_times(
     }
     inside.prints("scontrol_show_job", job_line(**at) + "\n")
     assert job.SlurmJob().waited() == waited
+
+
+@pytest.mark.parametrize(
+    ("state", "preempted", "told"),
+    [
+        ("RUNNING", "2026-01-01T12:00:09", True),
+        ("RUNNING", "2026-01-01T11:00:00", False),  # an earlier start of it was
+        ("RUNNING", "None", False),
+        ("COMPLETING", "2026-01-01T12:00:09", False),  # the signals are on their way
+    ],
+)
+def test_a_preemption_that_came_before_this_process_is_announced_to_it(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, state: str, preempted: str, told: bool
+) -> None:
+    """Its signal went to the processes that there were. With PreemptMode=CANCEL nobody else requeues the job."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append((pid, signum)))
+    times = {"StartTime": "2026-01-01T12:00:07", "PreemptTime": preempted}
+    inside.prints("scontrol_show_job", job_line(JobState=state, **times) + "\n")
+    job.SlurmJob().waited()
+    assert sent == ([(os.getpid(), signal.SIGTERM)] if told else [])
 
 
 def test_where_slurm_does_not_answer_the_wait_is_not_known(inside: FakeSlurm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -121,6 +122,12 @@ def test_a_sweep_above_the_clusters_limit_is_split_into_several_arrays(slurm: Fa
     for index, run in enumerate(runs):  # the task of a run's id makes an attempt at that run
         pickled = pickle.loads((runs[0].parent / ".slurm" / f"{ids[index]}_submitted.pkl").read_bytes())
         assert pickled.args[0] == str(run)
+
+
+def test_the_preview_is_of_a_job_array_from_two_runs_on(slurm: FakeSlurm, runs: list[Path]) -> None:
+    for count in (1, 2):
+        found = re.findall(r"#SBATCH --array=(\d+-\d+)", SlurmLauncher().preview(runs[:count]))
+        assert found == ["0-1"] * (count == 2)
 
 
 @pytest.mark.parametrize("refusal", ["Resource temporarily unavailable", "Slurm job queue full", "Invalid account"])

@@ -514,6 +514,18 @@ def test_the_batch_script_waits_for_a_controller_that_is_away(
     assert requeue.failed_starts(requeue.starts_file(tmp_path / "run" / "logs", "12_1"))[0] == 1
 
 
+def test_the_batch_script_does_not_wait_for_ever_for_a_job_that_slurm_has_lost(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would keep the node for an hour."""
+    monkeypatch.setattr(requeue, "SCRIPT_PAUSE_S", 0.01)
+    slurm.fails("scontrol_show_job", "slurm_load_jobs error: Invalid job id specified\n")
+    assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
+    assert len(slurm.calls("scontrol show job")) == requeue.MAX_FORGOTTEN
+    assert not slurm.calls("scontrol requeue")
+    assert "Slurm has lost job 12_1: nothing is requeued" in capsys.readouterr().out
+
+
 def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reason(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from mutants import changes, executed
+from mutants import changes, executed, simulation
 from mutants.__main__ import read
 from mutants.trial import Copy
 
@@ -161,6 +161,76 @@ def test_the_tests_that_execute_a_line_are_found_those_beside_the_module_first(p
         ]
         assert list(tests.tests_of(every["min/max"], own=True)) == ["tests/rundir/test_d.py", "tests/rundir/test_a.py"]
         assert tests.tests_of(every["min/max"], own=False) == {}
+
+
+def test_what_was_measured_stays_valid_when_the_code_moves(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line is found again by its text; one that has changed is executed by the tests of those that it replaces."""
+    every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] < 25}
+    tests = {kind: f"tests/rundir/test_lease.py::{kind}" for kind in ("min/max", "except")}
+    lines = {str(every[kind].lines[0]): [test] for kind, test in tests.items()}
+    measured = {"seconds": dict.fromkeys(tests.values(), 1.0), "failed": [], "lines": {MODULE: lines}}
+
+    def found(kind: str) -> dict[str, list[str]]:
+        change = next(each for each in changes.changes_of(project, MODULE) if each.kind == kind)
+        with Copy(project) as copy:
+            return executed.Executed(copy, project / "build", lambda line: None).tests_of(change, own=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executed, "_measured", lambda copy, file, files: measured)
+        assert found("except") == {"tests/rundir/test_lease.py": [tests["except"]]}
+    path = project / MODULE
+    moved = path.read_text().replace("import logging\n", "import logging\n\nMORE = 5\n")
+    path.write_text(moved.replace("except OSError:", "except (OSError, ValueError):"))
+    for kind, test in tests.items():
+        assert found(kind) == {"tests/rundir/test_lease.py": [test]}
+
+
+@pytest.mark.parametrize(
+    ("found", "without_the_change", "noticed"),
+    [
+        pytest.param([], None, None, id="every promise holds"),
+        pytest.param([["17.3", "lost"]], None, "simulation: lease 17.3: lost", id="broken"),
+        pytest.param([["17.3", "lost"]], "lost", None, id="broken without the change, too"),
+        pytest.param(None, None, "simulation: lease does not come to its end", id="no end"),
+    ],
+)
+def test_the_simulation_notices_what_breaks_only_with_the_change(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: list[list[str]] | None,
+    without_the_change: str | None,
+    noticed: str | None,
+) -> None:
+    """And only scenarios are played that reach the changed line."""
+    change = next(each for each in changes.changes_of(project, MODULE) if each.kind == "call")
+    played: list[str] = []
+
+    def run(self: simulation.Simulation, code: str, name: str, *rest: str, limit: float) -> dict[str, object] | None:
+        changed = (self._copy.path / MODULE).read_text() != SOURCE
+        if code == simulation.REPLAY:
+            assert not changed
+            return {"broken": without_the_change}
+        played.append(name)
+        if not changed:
+            return {"seconds": 1.0, "broken": []}
+        return None if found is None else {"broken": found}
+
+    monkeypatch.setattr(simulation.Simulation, "_run", run)
+    reached = {"lease": {MODULE: {change.lines[0]}}}
+    monkeypatch.setattr(simulation.Simulation, "_look", lambda self, name: reached.get(name, {}))
+    with Copy(project) as copy:
+        assert simulation.Simulation(copy, lambda line: None).noticed(change) == noticed
+    assert played.count("lease") == 2
+    assert all(played.count(name) <= 1 for name in simulation.SCHEDULES if name != "lease")
+
+
+@pytest.mark.slow
+def test_the_simulation_of_the_copy_is_played_and_told_again() -> None:
+    with Copy(ROOT) as copy:
+        played = simulation.Simulation(copy, lambda line: None)
+        assert played._run(simulation.SEARCH, "lease", "2", limit=300) is not None
+        assert played._run(simulation.REPLAY, "lease", "1", limit=300) == {"broken": None}
+        assert "runner/rundir/lease.py" in played._look("lease")
 
 
 @pytest.mark.slow

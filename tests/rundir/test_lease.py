@@ -367,6 +367,24 @@ def test_what_a_killed_holder_was_writing_is_swept(directory: Path) -> None:
         assert others.exists()
 
 
+def test_the_file_of_an_older_holder_is_gone_before_what_it_writes_is_looked_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network file system it may see an old list of the numbers; what it writes later is not found any more."""
+    older = Lease.acquire(directory, {}, 60.0)
+    older.release()
+    sweep, swept = files.sweep, []
+
+    def observed(folder: Path, lease: str, below: int) -> None:
+        assert not (directory / f"{older.fence:08d}.json").exists()
+        swept.append(folder)
+        sweep(folder, lease, below)
+
+    monkeypatch.setattr(files, "sweep", observed)
+    Lease.acquire(directory, {}, 60.0).release()
+    assert swept == [directory, directory.parent]
+
+
 def test_whoever_submits_removes_what_an_earlier_one_left_among_the_leases(directory: Path) -> None:
     """It was stopped, perhaps, and would replace what an attempt has written by now (see `runner.rundir.appender`)."""
     submission = RunDir(directory.parent).submission
@@ -380,15 +398,22 @@ def test_whoever_submits_removes_what_an_earlier_one_left_among_the_leases(direc
     assert others.exists()
 
 
+@pytest.mark.parametrize("leftover", ["metrics.jsonl.tmp-lease-00000001-7-7", "00000001.json"])
 def test_a_leftover_that_cannot_be_swept_keeps_the_lease_from_being_used(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    leftover: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It might belong to a process that wakes up and renames it."""
+    """It might belong to a process that wakes up and renames it, or that takes its number for the highest.
+
+    The latter where a network file system shows it an old list of the numbers.
+    """
     Lease.acquire(directory, {}, 60.0).release()
     (directory.parent / "metrics.jsonl.tmp-lease-00000001-7-7").touch()
+    remove = files.remove
 
     def refused(path: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        if path.name == leftover:
+            raise OSError(errno.EIO, "Input/output error")
+        remove(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "remove", refused)

@@ -291,6 +291,21 @@ def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypat
         files.make_dirs(tmp_path / "file" / "c")
 
 
+def test_a_directory_that_another_process_makes_at_that_moment_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look that misses it and the next one: two shells that start the same run."""
+    real = files.is_taken
+
+    def look(path: Path) -> bool:
+        (tmp_path / "a").mkdir(exist_ok=True)
+        return real(path)
+
+    monkeypatch.setattr(files, "is_taken", look)
+    files.make_dirs(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
 def test_a_file_system_that_cannot_sync_directories_is_written_to(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from runner.rundir.attempt_log import AttemptLog, ended_attempts
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 from runner.system.distributed import World
+from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
 from runner.training import peers
 
@@ -106,6 +109,31 @@ def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_fails_no_finished_ru
         patch.setattr(AttemptLog, "end", refused_end)
         assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FINISHED
     assert [line["cause"] for line in ended_attempts(run)] == ["finished"]
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_makes_no_crash_of_a_signal(
+    refused: int, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the beginning of the end, at its record, and when that has been written."""
+    newest_step, looks = RunDir.newest_step, itertools.count()
+
+    def refuse(run: RunDir) -> int:
+        if next(looks) == refused:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
+        return newest_step(run)
+
+    job = Requeued()
+    job.early_signal = signal.SIGTERM
+    with tiny_attempts() as patch:
+        patch.setattr(STOP, "signum", None)
+        patch.setattr(RunDir, "newest_step", refuse)
+        assert training_attempt.attempt(run.path, job) == ExitStatus.INTERRUPTED
+    assert next(looks) > refused
+    assert [line["cause"] for line in ended_attempts(run)] == ["interrupted"]
+    printed = capsys.readouterr()
+    assert "stopped before the first step" in printed.out
+    assert printed.err == ""
 
 
 def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,12 +157,8 @@ class Batch:
 
     def _fetch(self) -> None:
         """Show bash the marker files as they are now; on a full disk it can create none."""
-        with self._world.outside():
-            there = {
-                Path(path).name: data
-                for path, data in self._disk.tree().items()
-                if Path(path).parent == self._folder and Path(path).name.startswith(self._prefix)
-            }
+        found = self._disk.files_in(self._folder)
+        there = {name: data for name, data in found.items() if name.startswith(self._prefix)}
         starts = f"{self._prefix}starts"
         if self._disk.full and starts not in there:
             if not (self._copy / starts).is_dir():

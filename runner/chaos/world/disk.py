@@ -676,6 +676,14 @@ class Disk:
             if self.network and found.node.dirty is not None:
                 self._sync(found.node)
 
+    def files_in(self, path: Any) -> dict[str, bytes]:
+        """The content of each file in a directory by name, for looks from outside; none if there is no directory."""
+        try:
+            entries = self._find(self._parts(path) or (), path).entries
+        except OSError:
+            return {}
+        return {name: bytes(node.data) for name, node in sorted(entries.items()) if node.kind == modes.S_IFREG}
+
     def tree(self, directory: Node | None = None, prefix: str = ROOT) -> dict[str, bytes]:
         """The content of each file by path, for looks from outside."""
         found: dict[str, bytes] = {}
@@ -689,6 +697,7 @@ class Disk:
 
 @lru_cache(maxsize=20_000)
 def _split(path: str | bytes) -> tuple[str, ...] | None:
+    """The names on the way to a path; None if it is not of this file system."""
     text = os.fsdecode(path)
     if not text.startswith(ROOT):
         return None

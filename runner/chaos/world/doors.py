@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ from runner.system import clock, files, processes, signals, threads
 
 Run = Callable[..., Any]
 """Runs a command to its end, as `subprocess.run` does."""
+
+
+def replace(restored: ExitStack, owner: Any, **names: Any) -> None:
+    """Give attributes of a module or class other values, until `restored` is closed."""
+    for name, value in names.items():
+        restored.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
 
 @contextmanager
@@ -32,12 +40,7 @@ def installed(world: World, disk: Disk, run: Run | None = None) -> Iterator[None
         run: what runs commands such as scontrol; without it there are none.
     """
     with ExitStack() as restored:
-
-        def put(module: Any, **names: Any) -> None:
-            for name, value in names.items():
-                restored.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, value)
-
+        put = partial(replace, restored)
         put(files, **{name: getattr(disk, name) for name in DISK})
         put(files, set_umask=_umask(world), resolve=lambda path: Path(disk.resolve(path)))
         put(clock, **_clock(world))

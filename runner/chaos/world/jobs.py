@@ -26,7 +26,7 @@ from runner.chaos.world.batch import Answer, Batch
 from runner.chaos.world.disk import ROOT
 from runner.chaos.world.engine import Host, Process, Task, World
 from runner.chaos.world.scenario import COMMON, Scenario
-from runner.chaos.world.slurm import Job, Refused, Slurm
+from runner.chaos.world.slurm import HOLD_S, Job, Refused, Slurm
 from runner.config import frozen
 from runner.config.composition import Composed, Composer
 from runner.errors import ExitStatus, UserError
@@ -37,19 +37,20 @@ from runner.system import clock, files, processes
 from runner.system.signals import STOP
 
 RUNS = Path(ROOT) / "outputs"
-STEPS = 6
-LEASE_S = 8.0
+STEPS = 4
+LEASE_S = 12.0
 CODE = {"python": "3", "packages": {}, "runner": {"source": "", "digest": ""}, "repositories": {}}
 JOBS_KINDS = {
     "preempt": "a job of higher priority needs a node",
     "limit": "a job's time limit is near",
-    "scancel": "the user cancels a job",
+    "scancel": "the user cancels a job, perhaps while it asks to be requeued",
     "requeue": "an administrator requeues a job",
-    "cut": "a node is cut off from Slurm, and runs on",
+    "cut": "a node is cut off from Slurm, and runs on or hangs",
     "suspend": "a job is suspended, and resumed later",
     "term": "a rank is sent SIGTERM",
     "late": "Slurm's next answers come late or never, or it never gets the requests",
     "away": "Slurm's controller is away for a while",
+    "refuse": "Slurm refuses to requeue anything for a while",
     "amnesia": "Slurm's controller loses its state",
     "again": "the user gives the command again, perhaps in two shells",
     "memory": "ranks are killed soon after they start, a few times",
@@ -86,6 +87,14 @@ def _varied(first: Composed, number: int, retry_failed: bool) -> Composed:
     made = replace(first, config=config, plain=plain, run_dir=run_dir)
     made.text  # noqa: B018 kept from now on
     return made
+
+
+@cache
+def _launcher(retry_failed: bool) -> Any:
+    """The launcher of a command: what Hydra does for that is the same in every story."""
+    return import_module("runner.config.targets").instantiate(
+        "launcher", _composed(1, retry_failed)[0].plain["launcher"]
+    )
 
 
 def _load(really: Callable[[Path], Any], run_dir: Path) -> Any:
@@ -144,7 +153,7 @@ class Jobs(Scenario):
     @contextmanager
     def around(self) -> Iterator[None]:
         """The training, submitit, the description of the code; the lease beats slowly (it has its own scenario)."""
-        slurm = import_module("launch.slurm")
+        slurm, launchers = import_module("launch.slurm"), import_module("runner.cli.launcher")
         session = ModuleType("runner.training.session")
         session.Session = SimpleNamespace(open=partial(_Session, self))  # type: ignore[attr-defined]
         with ExitStack() as restored:
@@ -160,8 +169,9 @@ class Jobs(Scenario):
             put(slurm.display, "show_submitted", lambda *_: None)
             put(provenance, "describe_code", lambda: CODE)
             put(frozen, "load", partial(_load, frozen.load))
-            put(lease, "MIN_INTERVAL_S", 1.0)
-            put(lease, "POLL_S", 2.0)
+            put(launchers, "make_launcher", lambda node: _launcher(node["retry_failed"]))
+            put(lease, "MIN_INTERVAL_S", 2.0)
+            put(lease, "POLL_S", 5.0)
             before = sys.modules.get(session.__name__)
             sys.modules[session.__name__] = session
             try:
@@ -193,6 +203,8 @@ class Jobs(Scenario):
         self.disk.watchers.append(self._watch)
         _composed(self.count, True)
         _configs()
+        for retry_failed in (False, True):
+            _launcher(retry_failed)
         self._command()
         for _ in range(self.random.choice((0, 1, 2))):
             self.world.at(self.random.uniform(1.0, 400.0), self._command)
@@ -286,7 +298,7 @@ class Jobs(Scenario):
                 done = processes.run(["scontrol", *words], timeout=120.0)
             except processes.TimeoutExpired:
                 return 1, ""
-            return done.returncode, str(done.stdout).rstrip("\n")
+            return done.returncode, str(done.stdout or done.stderr).rstrip("\n")
 
         def srun(_: Sequence[str]) -> Answer:
             world.step("srun")
@@ -377,6 +389,10 @@ class Jobs(Scenario):
         self.slurm.away_until = max(self.slurm.away_until, self.world.now + rest.choice((5.0, 40.0, 300.0)))
         self.world.tell("is away for a while", "slurmctld")
 
+    def _refuse(self, choice: float, rest: Random) -> None:
+        self.slurm.refuses_until = self.world.now + rest.choice((5.0, 40.0, 300.0))
+        self.world.tell("refuses to requeue for a while", "slurmctld")
+
     def _amnesia(self, choice: float, rest: Random) -> None:
         self.slurm.lose_state()
 
@@ -401,6 +417,9 @@ class Jobs(Scenario):
             self.world.tell("is held", f"job {waiting.job_id}")
 
     def _scancel(self, choice: float, rest: Random) -> None:
+        if rest.random() < 0.3:
+            self.slurm.cancels_requeued += 1
+            return
         waiting = self._some_job(choice, ("PENDING", "COMPLETING")) if rest.random() < 0.3 else None
         job = waiting or self._some_job(choice)
         if job is not None:
@@ -449,7 +468,12 @@ class Jobs(Scenario):
         host.cut_off = True
         self.world.tell("is cut off from Slurm", host.name)
         self.world.at(rest.choice((1.0, 10.0)), partial(self._found_lost, host))
-        self.world.at(rest.choice((30.0, 200.0, 900.0)), partial(self.slurm.node_back, host))
+        if rest.random() < 0.5:  # its memory is full, say, as that of the next one will be; it recovers for a while
+            self.world.suspend(host, HOLD_S + rest.uniform(0.0, 60.0))
+            self._killed_next += rest.choice((0, 1))
+            self.world.at(900.0, partial(self.slurm.node_back, host))
+        else:
+            self.world.at(rest.choice((30.0, 200.0, 900.0)), partial(self.slurm.node_back, host))
 
     def _found_lost(self, host: Host) -> None:
         if host.cut_off:
@@ -459,6 +483,7 @@ class Jobs(Scenario):
         "again": _again,
         "late": _late,
         "away": _away,
+        "refuse": _refuse,
         "amnesia": _amnesia,
         "broken": _broken,
         "memory": _memory,

@@ -33,6 +33,7 @@ GIVES_UP_S = 60.0
 """How long a command waits for an answer if nobody ends it before."""
 PENDING = "Job is pending execution"
 DISABLED = "Requested operation is presently disabled"
+BUSY = "Job can not be altered now, try again later"
 PARTITIONS = (
     "PartitionName=low Default=YES DefaultTime=NONE GraceTime={grace:.0f} MaxTime=UNLIMITED Nodes=node[1-2] "
     "TotalNodes=2 PreemptMode=REQUEUE\n"
@@ -142,6 +143,10 @@ class Slurm:
         self.epilog_s = random.choice((0.1, 0.1, 3.0, 40.0))
         self.offset_s = random.uniform(-1.0, 1.0)
         self.away_until = 0.0
+        self.refuses_until = 0.0
+        """Until then it requeues nothing."""
+        self.cancels_requeued = 0
+        """How many of the next requests to requeue a job come at the moment in which its user cancels it."""
         self.lost: list[int] = []
         """For each of the next answers: 0 late, 1 lost, 2 the request itself is lost."""
         self.on_submit: list[Callable[[Job], object]] = []
@@ -552,7 +557,8 @@ class Slurm:
 
     def calm(self) -> None:
         """Nothing befalls anybody any more: the controller answers, all nodes are there, no job is held."""
-        self.away_until = 0.0
+        self.away_until = self.refuses_until = 0.0
+        self.cancels_requeued = 0
         self.lost.clear()
         for host in self.nodes:
             self.node_back(host)
@@ -644,6 +650,12 @@ class Slurm:
                         self.cancel(job)
             case ["scontrol", "requeue", *rest]:
                 for job in self._own(rest[-1], process):
+                    if self.world.now < self.refuses_until:
+                        job.hindered = True
+                        raise Refused(BUSY)
+                    if self.cancels_requeued and job.is_running and not job.is_strange:
+                        self.cancels_requeued -= 1
+                        self.cancel(job)
                     self.requeue(job, "incomplete" in rest)
             case ["scontrol", "update", job_id, "requeue=1"]:
                 for job in self._own(job_id.partition("=")[2], process):

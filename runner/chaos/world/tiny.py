@@ -10,8 +10,8 @@ from torch import nn
 
 from runner.system import clock
 
-SIZE = 11
-FETCH_S = 0.4
+SIZE = 7
+FETCH_S = 0.15
 
 
 class Points:

@@ -13,7 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -23,16 +23,21 @@ import numpy as np
 import torch
 
 from runner.chaos.world.disk import ROOT
-from runner.chaos.world.engine import Process, Task, World
-from runner.chaos.world.scenario import COMMON, Scenario, play
+from runner.chaos.world.doors import replace
+from runner.chaos.world.engine import Host, Process, Task, World
+from runner.chaos.world.scenario import COMMON, ERRORS, Scenario, play
 from runner.chaos.world.schedule import Schedule
+from runner.chaos.world.tiny import FETCH_S
+from runner.checkpoint.directory import Retention
 from runner.checkpoint.manager import TrainStateManager
 from runner.checkpoint.manifest import NAME as MANIFEST
 from runner.checkpoint.manifest import TRAIN_STATE, Manifest
 from runner.checkpoint.saver import PendingSave, Saver
+from runner.config import targets
 from runner.config.composition import compose
 from runner.config.frozen import to_yaml
-from runner.errors import ExitStatus
+from runner.errors import CheckpointError, ExitStatus
+from runner.rundir import lease
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.training.attempt import attempt
@@ -44,16 +49,22 @@ checkpoints_command: Any = import_module("runner.cli.checkpoints")
 RUN = RunDir(Path(ROOT) / "run")
 COMMITTED = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_(\d{{8}})")
 TEMPORARY = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_\d+(?:\.[a-z]+(?:-\d+)?)?\.tmp-(\d+)-\d+.*")
-STEPS = 6
+STEPS = 5
 ATTEMPTS = 7
 """So many are started before somebody looks after the run."""
+TAKES_OVER_S = (1.0, 4.0)
+"""How long an attempt is frozen at most while another one begins: that takes over at once, or waits for a heartbeat."""
+SOON = 200
+"""About as many calls as an attempt makes for a step and its save."""
+TENSORS = 24
+"""So many bytes of tensors are at the end of their file."""
 LAST_ATTEMPTS = 4
 """So many undisturbed ones may be needed then: two wait for what an earlier one left behind, and one finishes."""
 FIXED = [
     f"train.steps={STEPS}",
     "train.batch_size=2",
     "train.device=cpu",
-    "run.lease_timeout_s=4",
+    "run.lease_timeout_s=1.5",
     "logger=none",
     "data=own",
     "+data.sources.a={_target_: runner.chaos.world.tiny.Points, number: 1}",
@@ -77,6 +88,16 @@ KINDS: tuple[tuple[str, ...], ...] = (
 )
 """Of runs: what they train on, in which order, and how often they evaluate."""
 
+CHEAPER: tuple[tuple[Any, dict[str, Any]], ...] = (
+    # Seeds the generator of the processor only: torch keeps a stack trace of each call for a GPU that never comes.
+    (torch, {"manual_seed": torch.default_generator.manual_seed}),
+    # Hydra looks up the same few classes.
+    (targets, {"_looked_up": cache(targets._looked_up)}),
+    # The heartbeat of a young process is played by the scenario of the lease; here it would be a third of all calls.
+    (lease, {"MIN_INTERVAL_S": 0.2}),
+)
+"""What is replaced in a story because it takes time and explores nothing: modules, and what their names become."""
+
 
 @cache
 def _plain(kind: int) -> dict[str, Any]:
@@ -84,9 +105,12 @@ def _plain(kind: int) -> dict[str, Any]:
     return compose([*FIXED, *KINDS[kind]]).plain
 
 
-def _text(kind: int, checkpoint: dict[str, Any]) -> str:
+def _text(kind: int, checkpoint: dict[str, Any], fetch_s: float = FETCH_S) -> str:
+    """The config of a run that saves like this, and waits so long for a batch."""
     plain = _plain(kind)
-    return to_yaml({**plain, "checkpoint": {**plain["checkpoint"], **checkpoint}})
+    sources = {name: {**source, "fetch_s": fetch_s} for name, source in plain["data"]["sources"].items()}
+    changed = {"checkpoint": {**plain["checkpoint"], **checkpoint}, "data": {**plain["data"], "sources": sources}}
+    return to_yaml({**plain, **changed})
 
 
 class Undisturbed:
@@ -160,10 +184,12 @@ class Training(Scenario):
     kinds = COMMON | {
         "stop": "an attempt is asked to stop",
         "another": "one more attempt begins, whether the last one has ended or not",
-        "rot": "a bit of a committed checkpoint changes",
+        "supersede": "an attempt is frozen for a moment in which another one begins",
+        "refuse": "a record of metrics cannot be written",
+        "rot": "a bit of a committed checkpoint changes, at once or when an attempt has ended",
         "settings": "the run resumes with another cadence, and keeps others of its checkpoints",
     }
-    horizon = 900
+    horizon = 400
 
     def __init__(self, world: World, seed: str) -> None:
         super().__init__(world, seed)
@@ -174,6 +200,10 @@ class Training(Scenario):
         self.reported: dict[int, int] = {}
         """Steps whose checkpoints an attempt was told are committed, and under which fence."""
         self.rotten: set[int] = set()
+        self.damaged: set[int] = set()
+        """Those of them whose manifest is not what it was."""
+        self._rots: list[float] = []  # what rots when the next attempt ends
+        self._keeps: dict[Process | None, tuple[Retention, int, frozenset[int]]] = {}
         self.loaded = 0  # the highest fence under which a checkpoint, or none, was loaded
         self.frozen: dict[str, bytes] | None = None  # the records of the run when it was finished
         self._begun: dict[str, int] = {}  # how many events were before each attempt
@@ -190,12 +220,17 @@ class Training(Scenario):
     @contextmanager
     def around(self) -> Iterator[None]:
         """Observe loads and commits, and put back what attempts change in the interpreter."""
-        handlers, threads = logging.getLogger("runner").handlers[:], torch.get_num_threads()
-        generators, load, commit, delete_old = _generators(), TrainStateManager.load, Saver.commit, Saver.delete_old
+        handlers, threads, generators = logging.getLogger("runner").handlers[:], torch.get_num_threads(), _generators()
+        load, commit, delete_old = TrainStateManager.load, Saver.commit, Saver.delete_old
         scenario = self
 
         def observed_load(self: TrainStateManager, *arguments: Any, **options: Any) -> Any:
-            state = load(self, *arguments, **options)
+            whole = scenario._whole()
+            try:
+                state = load(self, *arguments, **options)
+            except CheckpointError as error:
+                scenario._cannot_load(str(error), whole)
+                raise
             scenario._has_loaded(self._fence.number, 0 if state is None else int(state["step"]))
             return state
 
@@ -205,24 +240,26 @@ class Training(Scenario):
             return manifest
 
         def observed_delete_old(self: Saver, step: int) -> None:
+            scenario._begins_to_delete(self._retention, step)
             try:
                 delete_old(self, step)
             finally:
                 scenario._deleting = None
 
-        TrainStateManager.load, Saver.commit = observed_load, observed_commit  # type: ignore[method-assign]
-        Saver.delete_old = observed_delete_old  # type: ignore[method-assign]
-        self.world.switched = self._switched
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            TrainStateManager.load, Saver.commit = load, commit  # type: ignore[method-assign]
-            Saver.delete_old = delete_old  # type: ignore[method-assign]
-            logging.getLogger("runner").handlers[:] = handlers
-            torch.set_grad_enabled(True)
-            torch.set_num_threads(threads)
-            _set_generators(generators)
+        with ExitStack() as restored:
+            replace(restored, TrainStateManager, load=observed_load)
+            replace(restored, Saver, commit=observed_commit, delete_old=observed_delete_old)
+            for owner, names in CHEAPER:
+                replace(restored, owner, **names)
+            self.world.switched = self._switched
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                logging.getLogger("runner").handlers[:] = handlers
+                torch.set_grad_enabled(True)
+                torch.set_num_threads(threads)
+                _set_generators(generators)
 
     def _switched(self, task: Task) -> None:
         """Each process has random generators of its own, each thread its own mode of torch."""
@@ -253,12 +290,13 @@ class Training(Scenario):
         checkpoint = {
             "mode": chosen.choice(("sync", "async", "async")),
             "every_steps": chosen.choice((1, 1, 2, 3)),
-            "keep_last": chosen.choice((1, 1, 2, 3)),
+            "keep_last": chosen.choice((1, 2, 3)),
             "keep_every_steps": chosen.choice((None, None, 3)),
             "keep_best": chosen.choice((0, 1)) if evaluates else 0,
         }
         self.kept = checkpoint["keep_last"]
-        files.write_atomic(RUN.config, _text(self.kind, checkpoint))
+        # Without a wait for the batch a thread that saves may still be at it when the next step changes the weights.
+        files.write_atomic(RUN.config, _text(self.kind, checkpoint, chosen.choice((0.0, FETCH_S, FETCH_S))))
         self.world.tell(
             f"saves every {checkpoint['every_steps']} steps ({checkpoint['mode']}), keeps the last {self.kept}", "run"
         )
@@ -285,14 +323,47 @@ class Training(Scenario):
             process = self.choose(choice)
             if process is not None:
                 self.world.signal(process, 15)
+        elif kind == "supersede":
+            self._supersede(choice)
+        elif kind == "refuse":
+            self._refuse(choice)
         elif kind == "rot":
-            self._rot(choice)
+            if choice < 0.5:
+                self._rot(choice)
+            else:
+                self._rots.append(choice)
         elif kind == "settings":
             self._configure(random.Random(f"settings {choice}"))
         else:
             super().strike(kind, choice)
 
-    def _rot(self, choice: float) -> None:
+    def power_loss(self, host: Host) -> None:
+        """As for any other; a mark of the end that was not synced yet may be lost, and then the run is not finished."""
+        super().power_loss(host)
+        if str(RUN.finished) not in self.disk.tree():
+            self.frozen = self._finisher = None
+
+    def _supersede(self, choice: float) -> None:
+        """Freeze an attempt while another one begins, which may take over from it before it goes on."""
+        process, chosen = self.choose(choice), random.Random(f"supersede {choice}")
+        if process is not None:
+            self.world.stop(process)
+            self._another()
+            self.world.at(chosen.choice(TAKES_OVER_S) * chosen.random(), partial(self.world.go_on, process))
+
+    def _refuse(self, choice: float) -> None:
+        """The next records of an attempt are refused; it may be killed soon, and has them in its memory alone.
+
+        A disk that is full refuses what follows as well, so that nothing is saved without these records.
+        """
+        process, chosen = self.choose(choice), random.Random(f"refuse {choice}")
+        if process is None:
+            return
+        process.fails += [(frozenset({"append"}), chosen.choice(ERRORS))] * chosen.choice((1, 1, 2))
+        if chosen.random() < 0.5:
+            self.world.strike_at(self.world.steps + chosen.randrange(SOON), partial(self.world.kill, process))
+
+    def _rot(self, choice: float, newest: bool = False) -> None:
         """Change a bit of a checkpoint, but not of the last one that is whole: then nothing could be promised.
 
         Nor of the newest one in the moment after its commit in which the older ones are deleted: what was written and
@@ -305,16 +376,19 @@ class Training(Scenario):
         if self._deleting is not None and self._deleting.alive and whole[-1] == there[-1]:
             whole.pop()
         chosen = random.Random(f"rot {choice}")
-        step = chosen.choice(whole)
+        step = whole[-1] if newest else chosen.choice((whole[-1], chosen.choice(whole)))
         node = self.disk._find(list(RUN.checkpoint(step).parts[2:]), "")
-        name = chosen.choice(sorted(node.entries))
+        name = chosen.choice([*sorted(node.entries), MANIFEST])  # the manifest alone is read before a deletion
         file = node.entries[name]
         if not file.data:
             return
-        at = chosen.randrange(len(file.data))
+        # Tensors are behind a header that is much larger here.
+        at = chosen.choice((chosen.randrange(len(file.data)), -1 - chosen.randrange(min(len(file.data), TENSORS))))
         file.data[at] ^= 1 << chosen.randrange(8)
         file.synced = bytes(file.data)
         self.rotten.add(step)
+        if name == MANIFEST:
+            self.damaged.add(step)
         if self.frozen is not None:
             self.frozen[f"{RUN.checkpoint(step)}/{name}"] = file.synced
         self.world.tell(f"loses a bit of {name}", f"checkpoint {step}")
@@ -330,6 +404,8 @@ class Training(Scenario):
             known = process.status in set(ExitStatus)
             self.must(known, f"{process.name} ended with status {process.status}")
             self.must(said, f"{process.name} ended with status {process.status} and does not say why")
+        while self._rots:
+            self._rot(self._rots.pop(), newest=True)
         if self.frozen is None and not self.final:
             self.world.at(self.random.choice((0.5, 5.0, 40.0)) * self.random.random(), self._another)
 
@@ -360,8 +436,8 @@ class Training(Scenario):
         self.must(found, f"checkpoint {step} comes from {path}")
         fence = int(found[1])  # type: ignore[index]
         self.must(fence >= self.loaded, f"number {fence} committed step {step} although {self.loaded} had resumed")
-        self.rotten.discard(step)
-        self._deleting = self.world.current.process if self.world.current is not None else None
+        self._forget(step)
+        self._deleting = self._process()
         wrong = self.undisturbed.differing(step, self._checkpoints()[step])
         self.must(not wrong, f"checkpoint {step} is not what it is without any strike: {', '.join(wrong)}")
 
@@ -371,21 +447,48 @@ class Training(Scenario):
         self.must(found, f"checkpoint {step} becomes {to}")
         fence = int(found[1])  # type: ignore[index]
         self.must(fence >= self.loaded, f"number {fence} removed step {step} although {self.loaded} had resumed")
-        if step in self.rotten:
-            self.rotten.discard(step)
-        else:
-            left = [each for each in self._checkpoints() if each not in self.rotten]
-            self.must(left, f"checkpoint {step} is removed although no other one is whole")
+        if step not in self.rotten:
+            self.must(self._whole(), f"checkpoint {step} is removed although no other one is whole")
             self.must(not to.endswith("corrupt"), f"checkpoint {step} is set aside although it is whole")
+        if to.endswith("taken") and self._process() in self._keeps:  # not by the command that prunes
+            self._is_deleted(step)
+        self._forget(step)
         self.reported.pop(step, None)
+
+    def _is_deleted(self, step: int) -> None:
+        """A checkpoint may be deleted if enough newer ones are kept, not counting what could be seen to be damaged."""
+        retention, saved, damaged = self._keeps[self._process()]
+        newer = [each for each in self._checkpoints() if step < each <= saved and each not in damaged]
+        self.must(len(newer) >= retention.keep_last, f"checkpoint {step} is deleted, and only {newer} are kept")
+        every = retention.keep_every_steps
+        self.must(not every or step % every, f"checkpoint {step} is deleted, and every {every} steps one is to be kept")
+
+    def _forget(self, step: int) -> None:
+        self.rotten.discard(step)
+        self.damaged.discard(step)
+
+    def _process(self) -> Process | None:
+        return self.world.current.process if self.world.current is not None else None
+
+    def _whole(self) -> set[int]:
+        """Steps of the committed checkpoints of which no bit has changed."""
+        return self._checkpoints().keys() - self.rotten
+
+    def _cannot_load(self, error: str, before: set[int]) -> None:
+        """An attempt cannot resume: of the checkpoints that were whole `before`, and still are, there must be none."""
+        whole = sorted(before & self._whole())
+        self.must(not whole or "is valid" not in error, f"checkpoint {whole[-1:]} is whole, but: {error}")
 
     def _has_committed(self, step: int, fence: int) -> None:
         self.reported[step] = fence
 
+    def _begins_to_delete(self, retention: Retention, step: int) -> None:
+        self._keeps[self._process()] = retention, step, frozenset(self.damaged)
+
     def _has_loaded(self, fence: int, step: int) -> None:
-        """An attempt resumes: from the newest checkpoint that anybody was told of."""
-        whole = [each for each in self.reported if each not in self.rotten]
-        self.must(step >= max(whole, default=0), f"resumes at step {step}, but {max(whole, default=0)} was committed")
+        """An attempt resumes: from the newest checkpoint that anybody was told of, unless a newer one has resumed."""
+        whole = max((each for each in self.reported if each not in self.rotten), default=0)
+        self.must(step >= whole or fence < self.loaded, f"resumes at step {step}, but {whole} was committed")
         self.loaded = max(self.loaded, fence)
 
     def _records(self) -> dict[str, bytes]:
@@ -402,7 +505,8 @@ class Training(Scenario):
         self.must(STEPS in self._checkpoints(), "the run is finished without its last checkpoint")
         if self.frozen is None:
             self.frozen = {path: data for path, data in self._records().items() if path != str(RUN.finished)}
-            self._finisher = self.world.current.process.name if self.world.current is not None else None
+            finisher = self._process()
+            self._finisher = finisher.name if finisher is not None else None
 
     def finish(self) -> None:
         """Whatever has happened, a few undisturbed attempts finish the run, and leave nothing behind."""
@@ -417,6 +521,7 @@ class Training(Scenario):
                 break
         self.must(status == 0, f"nobody can finish the run any more: status {status}: {process.output[-3:]}")
         self._finished()
+        self._attempts_are_recorded()
         now = self._records()
         for path, content in (self.frozen or {}).items():
             self.must(now.get(path) == content, f"{path} of the finished run has changed")
@@ -426,6 +531,14 @@ class Training(Scenario):
             self.world.run()
         left = [path for path in self.disk.tree() if ".tmp-" in path]
         self.must(not left, f"files are left behind: {left}")
+
+    def _attempts_are_recorded(self) -> None:
+        """Each attempt has one line in the attempt log, in order; the last one has finished the run."""
+        lines = [json.loads(line) for line in self.disk.tree()[str(RUN.attempts)].splitlines()]
+        numbers = [line["attempt"] for line in lines]
+        self.must(numbers == list(range(1, len(lines) + 1)), f"attempts.jsonl has the attempts {numbers}")
+        last = {name: lines[-1][name] for name in ("cause", "exit", "end_step")}
+        self.must(last == {"cause": "finished", "exit": 0, "end_step": STEPS}, f"attempts.jsonl ends with {last}")
 
     def _may_leave_checkpoints(self) -> bool:
         """Whether parts of deleted checkpoints may be in the finished run: `runner checkpoints --prune` removes them.
@@ -460,6 +573,11 @@ class _Quiet(Training):
         self.must(process.status == 0, f"{process.errors} {process.output}")
 
     def _has_committed(self, step: int, fence: int) -> None: ...
+
+    def _begins_to_delete(self, retention: Retention, step: int) -> None: ...
+
+    def _whole(self) -> set[int]:
+        return set()
 
     def _has_loaded(self, fence: int, step: int) -> None: ...
 

@@ -1,4 +1,7 @@
-"""Which fast tests execute which lines: a coverage pass over each file of tests, kept until it or the code changes."""
+"""Which fast tests execute which lines: a coverage pass over each file of tests, kept until that file changes.
+
+If the code has changed since, its lines are found again by their text.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +88,10 @@ class Executed:
         self.failed: set[str] = set()
         self._copy, self._kept, self._say = copy, kept, say
         self._modules = modules(copy.path)
-        self._code = b"".join((copy.path / file).read_bytes() for file in self._modules)
+        self._sources = {file: (copy.path / file).read_text() for file in self._modules}
         self._folders: set[str] = set()
         self._lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._matched: dict[tuple[str, str], list[tuple[str, int, int, int, int]]] = {}
         kept.mkdir(parents=True, exist_ok=True)
 
     def measure(self, folder: str) -> None:
@@ -100,13 +105,38 @@ class Executed:
         self._folders.add(folder)
         for path in sorted((self._copy.path / folder).glob("test_*.py")):
             file = f"{folder}{path.name}"
-            known = (
-                self._kept / f"{hashlib.sha256(self._code + file.encode() + path.read_bytes()).hexdigest()[:16]}.json"
-            )
+            known = self._kept / f"{_digest(file + path.read_text())}.json"
             if not known.exists():
                 self._say(f"which lines does {file} execute?")
-                known.write_text(json.dumps(_measured(self._copy, file, self._modules)))
-            self.add(json.loads(known.read_text()))
+                measured = _measured(self._copy, file, self._modules)
+                measured["sources"] = {module: self._keep(self._sources[module]) for module in measured["lines"]}
+                known.write_text(json.dumps(measured))
+            measured = json.loads(known.read_text())
+            sources = measured["sources"]
+            lines = {file: self._moved(lines, file, sources[file]) for file, lines in measured["lines"].items()}
+            self.add({**measured, "lines": lines})
+
+    def _keep(self, source: str) -> str:
+        """The name under which a module's text of the time of a measurement is kept."""
+        name = _digest(source)
+        (self._kept / f"{name}.source").write_text(source)
+        return name
+
+    def _moved(self, lines: dict[str, list[str]], file: str, then: str) -> dict[int, set[str]]:
+        """The tests of a module's lines, which were others: a line that has changed is any of those in its place."""
+        moved: dict[int, set[str]] = defaultdict(set)
+        for kind, start, end, first, last in self._matching(file, then):
+            for line in range(start, end):
+                for each in (first + line - start,) if kind == "equal" else range(first, last):
+                    moved[each + 1].update(lines.get(str(line + 1), ()))
+        return moved
+
+    def _matching(self, file: str, then: str) -> list[tuple[str, int, int, int, int]]:
+        if (file, then) not in self._matched:
+            before, after = (self._kept / f"{then}.source").read_text(), self._sources.get(file, "")
+            matcher = SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+            self._matched[file, then] = [*matcher.get_opcodes()]
+        return self._matched[file, then]
 
     def add(self, measured: dict[str, Any]) -> None:
         """What one file of tests executes."""
@@ -138,6 +168,10 @@ class Executed:
             if hit and file.startswith(beside) == own and test not in self.failed:
                 by_file[file].append(test)
         return dict(sorted(by_file.items(), key=lambda item: sum(self.seconds[test] for test in item[1])))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def tests_beside(file: str) -> str:
