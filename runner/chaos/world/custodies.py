@@ -538,7 +538,7 @@ class Custodies(Scenario):
         digest = self.random.choice(("0f0f", "a1a1"))
         request = evaluations.Request(digest, self.random.choice(("all", "last")))
         evaluator: Any = SimpleNamespace(results=partial(self._results, run))
-        config: Any = settings(frozen(run.path))
+        config: Any = settings(frozen_of(run.path))
         work = _work()(run, request, config, _one_rank(), lambda: False, _evaluator=evaluator, say=_quiet, show=_quiet)
         work.do()
         return 0

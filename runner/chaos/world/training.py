@@ -492,9 +492,10 @@ class Training(Scenario):
         self.loaded = max(self.loaded, fence)
 
     def _records(self) -> dict[str, bytes]:
-        """What must never change once a run is finished."""
+        """What must never change once a run is finished; what others were still writing beside it is removed."""
         kept = tuple(str(each) for each in (RUN.metrics, RUN.attempts, RUN.finished, RUN.checkpoints))
-        return {path: content for path, content in self.disk.tree().items() if path.startswith(kept)}
+        tree = self.disk.tree().items()
+        return {path: content for path, content in tree if path.startswith(kept) and ".tmp-" not in path}
 
     def _finished(self) -> None:
         """The run is marked as finished: it is complete, and as if nothing had happened."""
