@@ -6,6 +6,7 @@ import os
 import signal
 
 from hypothesis import HealthCheck, settings
+from new_seeds import new_seed
 
 # Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs.
 pytest_plugins = ["cli_fixtures", "jobs"]
@@ -27,3 +28,8 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 # In the background of a script Ctrl-C is ignored, and children would inherit that: tests interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    """Printed once per run: with it, what failed is played again."""
+    return f"simulation: new schedules from seed {new_seed()} on"
