@@ -58,8 +58,9 @@ requeue_unless_decided() {
 
 # Tries until Slurm answers; does nothing if Slurm itself ended the job (scancel, say) or if it failed too often.
 requeue_job() {
-    local status=$1 job=$REQUEUE_JOB counted='' forgotten=0 try record state
+    local status=$1 job=$REQUEUE_JOB counted='' forgotten=0 try record state only
     unset SLURM_TIME_FORMAT
+    trap '' TERM USR1 USR2 # srun is over; what asks Slurm from here on must outlive these, too
     for ((try = 1; try <= REQUEUE_TRIES; try++)); do
         [ "$try" -eq 1 ] || sleep "$REQUEUE_PAUSE_S"
         if ! record=$(TZ=UTC0 scontrol show job -o "$job" 2>&1); then
@@ -71,11 +72,15 @@ requeue_job() {
         fi
         forgotten=0
         record=${record%% Command=*} # users' texts follow
-        state=${record##* JobState=}
-        case " $REQUEUE_NOT_RUNNING " in *" ${state%% *} "*) return ;; esac
         # Requeued already, and running again elsewhere.
         case $record in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;; *) return ;; esac
         ! is_another_job "$record" || return
+        state=${record##* JobState=} only=(incomplete)
+        case " $REQUEUE_NOT_RUNNING " in *" ${state%% *} "*)
+            is_ended_but_not_cancelled "$record" || return
+            only=()
+            ;;
+        esac
         # A preemption, before Python could handle its signal, is not the fault of the environment.
         case $record in *" PreemptTime=2"*) counted=yes ;; esac
         if [ -z "$counted" ]; then
@@ -83,9 +88,9 @@ requeue_job() {
             counted=yes
         fi
         echo "[launch] the job ended with status $status and no rank decided that it should: requeueing job $job"
-        scontrol requeue incomplete "$job" && return
+        scontrol requeue "${only[@]}" "$job" && return
         # The site's default may be not to requeue. Asked again at once: the job may be killed during the pause.
-        scontrol update jobid="$job" requeue=1 && scontrol requeue incomplete "$job" && return
+        scontrol update jobid="$job" requeue=1 && scontrol requeue "${only[@]}" "$job" && return
     done
 }
 
@@ -96,6 +101,14 @@ is_another_job() {
     case $1 in *" UserId="*"(${SLURM_JOB_UID:-$UID}) "*) ;; *) return 0 ;; esac
     case $1 in *" JobName=${SLURM_JOB_NAME:-} UserId="*) return 1 ;; esac
     [[ ${submitted%% *} > $REQUEUE_BEGAN ]]
+}
+
+# Whether Slurm has ended the job itself, for its time limit or to make room, perhaps before Python could handle signals.
+# launch/requeue.py distinguishes the same.
+is_ended_but_not_cancelled() {
+    local reason=${1##* Reason=} preempted=${1##* PreemptTime=} ended=${1##* EndTime=}
+    case ${reason%% *} in *Time*) return 0 ;; esac
+    case $1 in *" PreemptTime=2"*) [ "${preempted%% *}" = "${ended%% *}" ] ;; *) return 1 ;; esac
 }
 
 # Whether the job may be requeued once more. (In a trap, a bare `return` returns what was there before the trap.)

@@ -411,7 +411,12 @@ ENDS = [
     ({"JobName": "my JobState=FAILED run", **RUNNING, "Command": "/x JobState=FAILED Restarts=7"}, 0, 137, True, 1),
     ({**RUNNING, "Restarts": "1"}, 0, 137, False, 0),  # the job runs again already, elsewhere
     ({**RUNNING, "JobState": "SIGNALING"}, 0, 137, True, 1),
-    (ENDING, 0, 137, False, 0),  # Slurm itself ended it
+    (ENDING, 0, 137, False, 0),  # it was cancelled
+    ({**ENDING, "PreemptTime": AT, "EndTime": "2026-01-01T00:00:04"}, 0, 143, False, 0),  # during its grace time
+    # To make room, or for its time limit, before Python handled signals, or while it was killed.
+    ({**ENDING, "PreemptTime": AT, "EndTime": AT}, 3, 143, True, 3),
+    ({**ENDING, "Reason": "TimeLimit"}, 0, 137, True, 1),
+    ({**ENDING, "Reason": "TimeLimit", "Restarts": "1"}, 0, 137, False, 0),
     ({**RUNNING, "JobState": "CANCELLED"}, 0, 137, False, 0),
     ({**RUNNING, "PreemptTime": AT}, 3, 143, True, 3),  # before Python handled signals, any number of times
 ]
@@ -438,7 +443,8 @@ def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         slurm.shows_job(**{**state, "Restarts": "1"})
     assert batch_script(slurm, tmp_path / "run", f"exit {status}", setup) == status
-    assert slurm.calls("scontrol requeue") == (["scontrol requeue incomplete 12_1"] if requeued else [])
+    only = "" if state["JobState"] == "COMPLETING" else "incomplete "
+    assert slurm.calls("scontrol requeue") == ([f"scontrol requeue {only}12_1"] if requeued else [])
     assert requeue.failed_starts(starts)[0] == after
     assert status == 0 or starts.stat().st_size == 256
 

@@ -235,6 +235,11 @@ class Jobs(Scenario):
         except UserError as error:
             print(error)
             status = int(error.status)
+        except OSError as error:  # one line, too: see `runner.__main__.run`
+            if error.filename is None:
+                raise
+            print(error)
+            status = int(ExitStatus.FAILED)
         sys.exit(status)
 
     def _sbatch(self, path: str, process: Process) -> str:

@@ -1,7 +1,7 @@
 """A real Slurm on this machine: two nodes, a private directory, free ports; daemons are stopped by pid file.
 
 Two partitions: a job in `high` preempts whatever runs in `low`, after a grace time of GRACE seconds; `nograce`
-is like `low` without a grace time. There is no accounting, as on many small clusters.
+is like `low` without a grace time, and in `cancels` it is cancelled. There is no accounting, as on many small clusters.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} MaxTime=1-0 State=UP
 PartitionName=nograce Nodes=n1,n2 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 MaxTime=1-0 State=UP
+PartitionName=cancels Nodes=n1,n2 PriorityTier=1 PreemptMode=CANCEL GraceTime=0 MaxTime=1-0 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 

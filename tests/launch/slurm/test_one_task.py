@@ -42,6 +42,25 @@ def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, refer
     assert_same_run(job, reference)
 
 
+def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
+    job: Job, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Run
+) -> None:
+    """Python cannot handle a signal yet, and there is no grace time: the batch script requeues the job."""
+    slow, reached = tmp_path / "slow", tmp_path / "reached"
+    slow.mkdir()
+    lines = ("import os, pathlib, time", "if 'SLURM_PROCID' in os.environ:", f"    reached = pathlib.Path('{reached}')")
+    lines += ("    if not reached.exists():", "        reached.touch()", "        time.sleep(600)")
+    (slow / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(slow))
+    job.submit("launcher.partition=cancels")
+    cluster.wait(reached.exists, 180, f"the start of Python: {job.log()}")
+    preempt(cluster, "n1")
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["finished"]
+    assert_same_run(job, reference)
+
+
 def test_near_its_time_limit_a_job_requeues_itself(job: Job, reference: Run) -> None:
     # Slurm may send the signal up to a minute early: two minutes leave at least 15 s to train.
     job.submit("launcher.time=2", "launcher.signal_delay_s=45", **job.hold(20))
