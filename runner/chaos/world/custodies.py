@@ -20,12 +20,11 @@ from unittest import mock
 
 from runner.chaos.world.disk import ROOT, Node
 from runner.chaos.world.engine import Process, World
+from runner.chaos.world.saves import save
 from runner.chaos.world.scenario import COMMON, Scenario
 from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.commit import NewFiles, Transaction
 from runner.checkpoint.directory import Candidate, Fence, Retention
-from runner.checkpoint.manifest import Manifest
 from runner.contracts import JobInfo, Launcher
 from runner.errors import CheckpointError, UserError
 from runner.metrics import jsonl
@@ -54,7 +53,6 @@ EVERY, KEPT, TOTAL = 2, 2, 10
 """The trunk saves every second step, keeps the two newest checkpoints, and ends after ten steps."""
 BEGUN = 4
 """What it has saved when a story begins."""
-WEIGHTS = b"weights of step %d\n"
 LEASES = ("lease", "submission", "evaluation", "evaluations")
 MOMENTS = ("commits", "deletes", "removes", "packs", "moves", "submits", "holds")
 """In the midst of what somebody may be interrupted, see `Custodies._moment_of`."""
@@ -272,7 +270,7 @@ class Custodies(Scenario):
         files.write_atomic(run.metrics, lines)
         files.write_atomic(run.timings, "")
         for step in range(steps - EVERY * (KEPT - 1), steps + 1, EVERY):
-            _save(run, step, Fence())
+            save(run, step, Fence())
             self._committed["a"].add(step)
         if finished:
             files.write_json(run.finished, {"steps": steps})
@@ -644,7 +642,7 @@ class Custodies(Scenario):
         try:
             checkpoint_dir.sweep(run.checkpoints, fence)
             if checkpoint_dir.judge(run.checkpoint(step)) is None:
-                _save(run, step, fence)
+                save(run, step, fence)
                 self._committed.setdefault(name, set()).add(step)
         except (OSError, CheckpointError) as error:
             fence.check()
@@ -863,22 +861,6 @@ def frozen_of(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{run_dir} is not a run directory") from None
     except OSError as error:
         raise UserError(f"{run_dir} cannot be read ({error.strerror})") from error
-
-
-def _save(run: RunDir, step: int, fence: Fence) -> None:
-    """Commit a checkpoint of one file."""
-    transaction = Transaction(run.checkpoint(step), fence)
-    if not files.is_dir(run.checkpoints):
-        files.make_dir(run.checkpoints)
-        files.fsync_dir(run.path)
-    transaction.begin()
-    try:
-        with NewFiles(transaction.path) as new:
-            record = new.write("weights.bin", lambda file: file.write(WEIGHTS % step))
-            transaction.commit(Manifest(step, {"weights.bin": record}, fence=fence.number), new)
-    except BaseException:
-        transaction.abort()
-        raise
 
 
 def _contents(run: Path) -> dict[str, bytes]:

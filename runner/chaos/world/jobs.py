@@ -2,7 +2,7 @@
 
 Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a
 real bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what
-submitit writes (a script, one file per run), and for the training: a step is a pause, a save a manifest.
+submitit writes (a script, one file per run), and for the training: a step is a pause, a save has a few bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from random import Random
 from subprocess import CalledProcessError
@@ -25,8 +26,11 @@ from typing import Any, ClassVar
 from runner.chaos.world.batch import Answer, Batch
 from runner.chaos.world.disk import ROOT
 from runner.chaos.world.engine import Host, Process, Task, World
+from runner.chaos.world.saves import save
 from runner.chaos.world.scenario import COMMON, Scenario
 from runner.chaos.world.slurm import HOLD_S, Job, Refused, Slurm
+from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.directory import Fence
 from runner.config import frozen
 from runner.config.composition import Composed, Composer
 from runner.errors import ExitStatus, UserError
@@ -172,6 +176,7 @@ class Jobs(Scenario):
             put(launchers, "make_launcher", lambda node: _launcher(node["retry_failed"]))
             put(lease, "MIN_INTERVAL_S", 2.0)
             put(lease, "POLL_S", 5.0)
+            put(checkpoint_dir, "_COUNT", count())  # it is in names, and these are to be the same in every process
             before = sys.modules.get(session.__name__)
             sys.modules[session.__name__] = session
             try:
@@ -514,10 +519,15 @@ class Jobs(Scenario):
 
     # ---- what must hold
 
-    def begins(self, run: RunDir, record: dict[str, Any]) -> None:
-        """An attempt is about to train: not after three of its job in a row that failed without a new checkpoint."""
+    def begins(self, run: RunDir, record: dict[str, Any], fence: int) -> None:
+        """An attempt is about to train: not after three of its job in a row that failed without a new checkpoint.
+
+        From now on no older one saves anything, unless the disk has refused to remove what that was writing.
+        """
         with self.world.outside():
             ended = ended_attempts(run)[-3:]
+            if not checkpoint_dir.leftovers(run.checkpoints):
+                self._acquired[run.path] = max(self._acquired.get(run.path, 0), fence)
         stuck = [
             line
             for line in ended
@@ -529,11 +539,11 @@ class Jobs(Scenario):
 
     def _watch(self, what: str, path: str, to: str) -> None:
         target = to or path
-        if what != "rename" or not target.endswith(("manifest.json", "finished.json")):
+        if what != "rename" or not re.search(r"/checkpoints/step_\d+$|/finished\.json$", target):
             return
         run = Path(ROOT, *Path(target).relative_to(ROOT).parts[:2])
         self.must(run not in self._finished, f"{target} is written although the run was finished")
-        fence = int(match[1]) if (match := re.search(r"lease-(\d{8})", path)) else 0
+        fence = int(match[1]) if (match := re.search(r"\.tmp-(?:lease-)?(\d+)-", path)) else 0
         newest = self._acquired.get(run, 0)
         self.must(
             fence == 0 or fence >= newest, f"number {fence} writes {target} although number {newest} has begun to work"
@@ -692,15 +702,16 @@ def _script_lines(folder: str, requeue_killed: bool) -> list[str]:
 
 
 class _Session:
-    """Stands for the training: a step is a pause, a save a manifest."""
+    """Stands for the training: a step is a pause, a save a checkpoint of a few bytes."""
 
     def __init__(self, story: Jobs, run: RunDir, config: Any, world: Any, log: Any, held: lease.Lease) -> None:
         self._story, self._run, self._log = story, run, log
         self.account = log.account
         self.recorder = SimpleNamespace(close=lambda: None)
+        self._fence = Fence(held.fence, held.check_fence)
+        checkpoint_dir.sweep(run.checkpoints, self._fence)
         self.step = run.newest_step()
-        story.begins(run, log.record)
-        story._acquired[run.path] = max(story._acquired.get(run.path, 0), held.fence)
+        story.begins(run, log.record, held.fence)
         clock.sleep(story.random.uniform(0.1, 3.0))
         log.resumed(self.step)
 
@@ -721,6 +732,4 @@ class _Session:
         if self._run.newest_step() >= self.step:
             return
         clock.sleep(self._story.save_s)
-        folder = self._run.checkpoint(self.step)
-        files.make_dirs(folder)
-        files.write_json(folder / "manifest.json", {"step": self.step, "sha256": {}}, guard=self._run.guard)
+        save(self._run, self.step, self._fence)

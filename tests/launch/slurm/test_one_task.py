@@ -48,9 +48,13 @@ def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
     """Python cannot handle a signal yet, and there is no grace time: the batch script requeues the job."""
     slow, reached = tmp_path / "slow", tmp_path / "reached"
     slow.mkdir()
-    lines = ("import os, pathlib, time", "if 'SLURM_PROCID' in os.environ:", f"    reached = pathlib.Path('{reached}')")
-    lines += ("    if not reached.exists():", "        reached.touch()", "        time.sleep(600)")
-    (slow / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    (slow / "sitecustomize.py").write_text(
+        "import os, pathlib, time\n"
+        f"reached = pathlib.Path({str(reached)!r})\n"
+        "if 'SLURM_PROCID' in os.environ and not reached.exists():\n"
+        "    reached.touch()\n"
+        "    time.sleep(600)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(slow))
     job.submit("launcher.partition=cancels")
     cluster.wait(reached.exists, 180, f"the start of Python: {job.log()}")

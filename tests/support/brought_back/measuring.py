@@ -36,7 +36,11 @@ class Measured:
 
 
 def measure(name: str, seed: int = 0, schedules: int = SCHEDULES) -> Measured:
-    """Bring the fault of this name back, search, and shrink what is found."""
+    """Bring the fault of this name back, search, and shrink what is found.
+
+    Raises:
+        RuntimeError: the shortest story breaks a promise without the fault as well.
+    """
     fault = faults()[name]
     kind = find(fault.scenario)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,6 +51,9 @@ def measure(name: str, seed: int = 0, schedules: int = SCHEDULES) -> Measured:
             return Measured(False, found.schedules, found.seconds)
         (failure,) = found.failures.values()
         story = shrink(kind, play(kind, schedule(kind, failure.seed)))
+    without = play(kind, story.schedule).broken
+    if without is not None:
+        raise RuntimeError(f"{fault.scenario} {failure.seed} breaks a promise without {name}, too: {without}")
     return Measured(True, found.schedules, found.seconds, told(story), "\n".join(lines(fault.scenario, story)))
 
 

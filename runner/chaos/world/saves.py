@@ -1,0 +1,27 @@
+"""A checkpoint of one small file, committed as the saver commits: for scenarios that train no model."""
+
+from __future__ import annotations
+
+from runner.checkpoint.commit import NewFiles, Transaction
+from runner.checkpoint.directory import Fence
+from runner.checkpoint.manifest import Manifest
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+WEIGHTS = b"weights of step %d\n"
+
+
+def save(run: RunDir, step: int, fence: Fence) -> None:
+    """Commit a checkpoint of one file."""
+    transaction = Transaction(run.checkpoint(step), fence)
+    if not files.is_dir(run.checkpoints):
+        files.make_dir(run.checkpoints)
+        files.fsync_dir(run.path)
+    transaction.begin()
+    try:
+        with NewFiles(transaction.path) as new:
+            record = new.write("weights.bin", lambda file: file.write(WEIGHTS % step))
+            transaction.commit(Manifest(step, {"weights.bin": record}, fence=fence.number), new)
+    except BaseException:
+        transaction.abort()
+        raise
