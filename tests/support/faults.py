@@ -71,6 +71,8 @@ def intercepted(act: Break | None = None) -> Iterator[Trace]:
         for name in CALLS:
             real = getattr(os, name)
             replacement = wrap(name, real)
+            if name in ("unlink", "rmdir"):  # shutil.rmtree calls them by these names
+                patch.setattr(os, name, replacement)
             for alias in [alias for alias, function in vars(files).items() if function is real]:
                 patch.setattr(files, alias, replacement)
         yield trace
