@@ -330,6 +330,8 @@ class _Attempt:
         # More than train.steps where that was lowered below what the run had reached.
         steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
         mark = {"steps": steps} | ({} if epochs is None else {"epochs": epochs})
+        # The last save may have got its name although the disk refused to sync that.
+        insist(lambda: files.fsync_dir(self.run.checkpoints), self.run.checkpoints)
         self.log.end("finished", 0)
         try:
             insist(lambda: files.write_json(self.run.finished, mark, guard=guard), self.run.finished)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_attempts import TinyJob, tiny_attempts
+from tiny_attempts import STEPS, TinyJob, tiny_attempts
 
 from runner.errors import ExitStatus, SupersededError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts
@@ -88,6 +88,24 @@ def test_a_run_with_its_completion_mark_has_not_failed(named: bool, run: RunDir)
     with tiny_attempts():
         assert training_attempt.attempt(run.path, TinyJob(1)) == ExitStatus.FINISHED
     assert json.loads(run.status.read_text())["state"] == "finished"
+
+
+def test_a_run_is_finished_only_once_the_name_of_its_last_checkpoint_is_durable(run: RunDir) -> None:
+    """The last save counts for the next attempt even if the sync of its name failed; a power loss may take it then."""
+    sync, synced = files.fsync_dir, list[Path]()
+
+    def refuse(directory: Path) -> None:
+        if directory == run.checkpoints and run.checkpoint(STEPS).is_dir():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+
+    with tiny_attempts() as patch:
+        patch.setattr(files, "fsync_dir", refuse)
+        assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FAILED
+    assert not run.finished.exists()
+    with tiny_attempts() as patch:
+        patch.setattr(files, "fsync_dir", lambda directory: (synced.append(directory), sync(directory)))
+        assert training_attempt.attempt(run.path, TinyJob(1)) == ExitStatus.FINISHED
+    assert run.checkpoints in synced
 
 
 def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_fails_no_finished_run(run: RunDir) -> None:
