@@ -102,8 +102,13 @@ def test_a_run_is_finished_only_once_the_name_of_its_last_checkpoint_is_durable(
         patch.setattr(files, "fsync_dir", refuse)
         assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FAILED
     assert not run.finished.exists()
+
+    def record(directory: Path) -> None:
+        sync(directory)
+        synced.append(directory)
+
     with tiny_attempts() as patch:
-        patch.setattr(files, "fsync_dir", lambda directory: (synced.append(directory), sync(directory)))
+        patch.setattr(files, "fsync_dir", record)
         assert training_attempt.attempt(run.path, TinyJob(1)) == ExitStatus.FINISHED
     assert run.checkpoints in synced
 
