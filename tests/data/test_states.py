@@ -203,6 +203,18 @@ def test_the_error_names_key_value_and_what_is_allowed(change: dict[str, Any], m
         made("distributed").load_state_dict({**STATES["distributed"], **change})
 
 
+@pytest.mark.parametrize("key", ["dataset", "order", "sampler"])
+def test_a_damaged_state_may_be_nested_deeply(key: str) -> None:
+    """Deeper than Python recurses: that is an error in one line, too."""
+    nested: Any = {}
+    for _ in range(10_000):
+        nested = {"a": nested}
+    for name in ("stream", "sampler with a state", "torch's sampler"):
+        with pytest.raises(LoaderStateError, match="this state") as raised:
+            made(name).load_state_dict({**STATES[name], key: nested})
+        assert "\n" not in str(raised.value)
+
+
 def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:
     for batches, fits in ((3, True), (4, True), (5, False), (10**9, False)):
         loader = StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed())
