@@ -242,6 +242,27 @@ def test_what_the_arguments_may_be_the_states_hold(one: Any) -> None:
         thing.load_state_dict(state)
 
 
+class Scaled(Squares):
+    """Its state has a number of numpy's, which JSON writes as Python's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": np.float64(1e-7)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == self.state_dict()
+
+
+def test_a_state_with_a_number_of_numpy_is_the_same_state_after_json() -> None:
+    def make() -> Any:
+        return StatefulDataLoader(Scaled(SIZE), 3, sampler=distributed())
+
+    loader = make()
+    take_batches(loader, 2)
+    state = loader.state_dict()
+    again = loaded(make(), json.loads(json.dumps(state)))
+    assert again.state_dict() == state
+
+
 # --- ranks ---------------------------------------------------------------------------------------
 
 
