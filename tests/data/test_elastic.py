@@ -394,10 +394,11 @@ def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, 
     mine, positions = sampler(arguments), np.arange(1900)
     names, index, epochs = mine.locate(positions)
     for name, size in sizes.items():
-        given_ = index[names == name]
-        for first in range(0, len(given_) - size, size):
-            assert sorted(given_[first : first + size].tolist()) == list(range(size))
-    assert np.array_equal(mine.find(names, index, epochs), positions)
+        drawn = index[names == name]
+        for first in range(0, len(drawn) - size, size):
+            assert sorted(drawn[first : first + size].tolist()) == list(range(size))
+    other = sampler(arguments)  # which has looked up nothing yet
+    assert np.array_equal(other.find(names, index, epochs), positions)
     again = sampler(arguments, 2, 1)
     again.load_state_dict(json.loads(json.dumps(mine.state_dict_at(1000))))
     assert list(itertools.islice(again, 400)) == mine.indices_at(np.arange(1001, 1800, 2)).tolist()
