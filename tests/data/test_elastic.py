@@ -385,6 +385,25 @@ def test_changes_during_a_run_repeat_and_skip_nothing(
     assert np.array_equal(again.indices_at(np.arange(len(seen))), seen)
 
 
+@pytest.mark.parametrize("caps", [None, {"a": 20, "b": 40.5}])
+def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, float] | None) -> None:
+    """A run may change its weights at every step; its state is written in another form then."""
+    sizes = {"a": 40, "b": 30}
+    arguments: dict[str, Any] = {"sizes": sizes, "weights": [1, 1], "max_epochs": caps}
+    arguments["segments"] = [(3 * change, {"a": 1 + change % 7}) for change in range(1, 600)]
+    mine, positions = sampler(arguments), np.arange(1900)
+    names, index, epochs = mine.locate(positions)
+    for name, size in sizes.items():
+        drawn = index[names == name]
+        for first in range(0, len(drawn) - size, size):
+            assert sorted(drawn[first : first + size].tolist()) == list(range(size))
+    other = sampler(arguments)  # which has looked up nothing yet
+    assert np.array_equal(other.find(names, index, epochs), positions)
+    again = sampler(arguments, 2, 1)
+    again.load_state_dict(json.loads(json.dumps(mine.state_dict_at(1000))))
+    assert list(itertools.islice(again, 400)) == mine.indices_at(np.arange(1001, 1800, 2)).tolist()
+
+
 def test_equal_weights_do_not_change_the_order() -> None:
     plain = ElasticSampler({"a": 9, "b": 9}, [1, 3], global_batch_size=1, num_replicas=1)
     expected = plain.indices_at(np.arange(100)).tolist()

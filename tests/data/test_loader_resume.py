@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -285,6 +286,30 @@ def test_loading_a_state_in_the_middle_of_an_epoch_resumes_from_it() -> None:
         expected = list(iterator)
         next(iter(loader))
         assert_same(list(loaded(loader, state)), expected)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_of_two_states_loaded_one_after_another_the_last_one_counts(name: str) -> None:
+    """One within an epoch must leave nothing behind for one between two epochs."""
+    make = seeded(MAPS[name], batch_size=4)
+    loader = make()
+    take_batches(loader, 2)
+    within = loader.state_dict()
+    loader.end_epoch()
+    between = loader.state_dict()
+    expected = take_batches(loader, 4)
+    assert_same(take_batches(loaded(loaded(make(), within), between), 4), expected)
+
+
+def test_loading_a_state_ends_the_thread_that_prefetches_what_came_before() -> None:
+    """The dataset may be changed then, and nothing else reads it."""
+    before = set(threading.enumerate())
+    loader = StatefulDataLoader(Gathered(40), batch_size=4, num_workers=2)
+    older = iter(loader)
+    next(older)
+    assert set(threading.enumerate()) - before
+    loader.load_state_dict(loader.state_dict())
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_second_iter_in_the_middle_of_an_epoch_begins_it_again() -> None:

@@ -203,6 +203,18 @@ def test_the_error_names_key_value_and_what_is_allowed(change: dict[str, Any], m
         made("distributed").load_state_dict({**STATES["distributed"], **change})
 
 
+@pytest.mark.parametrize("key", ["dataset", "order", "sampler"])
+def test_a_damaged_state_may_be_nested_deeply(key: str) -> None:
+    """Deeper than Python recurses: that is an error in one line, too."""
+    nested: Any = {}
+    for _ in range(10_000):
+        nested = {"a": nested}
+    for name in ("stream", "sampler with a state", "torch's sampler"):
+        with pytest.raises(LoaderStateError, match="this state") as raised:
+            made(name).load_state_dict({**STATES[name], key: nested})
+        assert "\n" not in str(raised.value)
+
+
 def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:
     for batches, fits in ((3, True), (4, True), (5, False), (10**9, False)):
         loader = StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed())
@@ -228,6 +240,27 @@ def test_what_the_arguments_may_be_the_states_hold(one: Any) -> None:
         state = thing.state_dict()
         assert json.loads(json.dumps(state)) == state
         thing.load_state_dict(state)
+
+
+class Scaled(Squares):
+    """Its state has a number of numpy's, which JSON writes as Python's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": np.float64(1e-7)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == self.state_dict()
+
+
+def test_a_state_with_a_number_of_numpy_is_the_same_state_after_json() -> None:
+    def make() -> Any:
+        return StatefulDataLoader(Scaled(SIZE), 3, sampler=distributed())
+
+    loader = make()
+    take_batches(loader, 2)
+    state = loader.state_dict()
+    again = loaded(make(), json.loads(json.dumps(state)))
+    assert again.state_dict() == state
 
 
 # --- ranks ---------------------------------------------------------------------------------------

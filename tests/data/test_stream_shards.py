@@ -217,6 +217,27 @@ def test_ranks_in_different_epochs_resume_in_their_own(workers: tuple[int, int],
     assert sorted(found) == [epoch * EPOCH + item for epoch in range(2) for item in range(12)]
 
 
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(("count", "workers"), [(1, 0), (3, 0), (1, 2)])
+def test_a_rank_that_has_ended_its_epoch_gives_nothing_of_it_to_other_ranks(
+    stream: str, count: int, workers: int
+) -> None:
+    """Of two ranks after two batches each, one has been told that its epoch has ended, and the other has not."""
+    ranks = Ranks(lambda: STREAMS[stream]([4, 4, 5]), 2, 0, 3)
+    ranks.begin()
+    found: list[int] = []
+    for rank, iterator in enumerate(ranks.iterators):
+        with played(rank, 2):
+            found += next(iterator) + next(iterator)
+    with played(1, 2):
+        assert next(ranks.iterators[1], None) is None
+    again = Ranks(lambda: STREAMS[stream]([4, 4, 5]), count, workers, 3, state=ranks.state())
+    again.begin()
+    rest, ended = again.take(None)
+    assert ended
+    assert sorted(item % EPOCH for item in found + rest) == list(range(13))
+
+
 class Keeping(IterableDataset[int]):
     """A stream that takes its items out of the state that it was given."""
 

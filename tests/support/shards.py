@@ -74,7 +74,10 @@ def played(rank: int, world_size: int) -> Iterator[None]:
     """This process is `rank` of `world_size`, and the workers of its loaders are played."""
     before = loader_module.current_ranks, loader_module.WorkerPool
     loader_module.current_ranks, loader_module.WorkerPool = lambda: (rank, world_size), PlayedPool
+    ranks_before = protocols.ranks()
+    protocols.set_ranks(rank, world_size)
     try:
         yield
     finally:
         loader_module.current_ranks, loader_module.WorkerPool = before
+        protocols.set_ranks(*ranks_before)

@@ -326,8 +326,6 @@ class StatefulDataLoader(DataLoader[T_co]):
         """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""
         if self._pending:
             self._seed(self._loaded)
-            if self._stream.by_skip:
-                self._stream.sampler.set_skip(0)
             self._batches_before += self.batches_yielded
             self._pending, self._loaded = False, None
             self._epoch += 1
@@ -427,8 +425,6 @@ class StatefulDataLoader(DataLoader[T_co]):
         ):
             self.sampler.set_epoch(state["sampler"]["epoch"])
         self._epoch, self._batches_before = state["epoch"], state.get("batches_before", 0)
-        if self._stream.by_skip and is_in_epoch(state):
-            self._stream.sampler.set_skip(self._samples_of(state))
         self._loaded, self._pending = state, True
 
     def _check(self, state: State) -> None:
