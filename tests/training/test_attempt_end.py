@@ -274,6 +274,19 @@ def test_a_hang_is_recorded_with_its_stacks(
         assert [run.stacks(1, rank).read_text() for rank in range(2)] == ["stacks of 0", "stacks of 1"]
 
 
+def test_the_command_of_an_attempt_takes_one_run_directory(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "end_with_parent", lambda: None)
+    run.config.write_text("")
+    path, missing = str(run.path), str(run.path / "elsewhere")
+    for arguments, found in ([], "nothing"), ([missing], missing), ([path, path], f"{path} {path}"):
+        assert training_attempt.main(arguments) == ExitStatus.USAGE
+        assert capsys.readouterr().err == f"error: expected one run directory with a config.yaml, got {found}\n"
+    with tiny_attempts():
+        assert training_attempt.main([path]) == ExitStatus.FINISHED
+
+
 def test_ranks_are_left_although_there_is_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[int] = []
 
