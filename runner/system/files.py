@@ -698,15 +698,12 @@ def append_line(path: Path, value: Any) -> None:
         close_fd(fd)
 
 
-def read_lines(
-    path: Path, *, limit: int | None = None, invalid: list[int] | None = None, having: bytes = b""
-) -> Iterator[Any]:
+def read_lines(path: Path, *, limit: int | None = None, having: bytes = b"") -> Iterator[Any]:
     """The JSON values of a `.jsonl` file; lines that are not valid JSON and an incomplete last line are skipped.
 
     Args:
         path: the file.
         limit: of its size, in bytes.
-        invalid: receives the numbers of the lines that are not valid JSON, counted from 1.
         having: lines without these bytes are skipped as well, unparsed.
 
     Raises:
@@ -719,16 +716,12 @@ def read_lines(
     with file:
         if limit is not None and stat_fd(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
-        number = 0
         while (line := file.readline(MAX_RECORD_BYTES)).endswith(b"\n"):
-            number += 1
             if having not in line:
                 continue
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                if invalid is not None:
-                    invalid.append(number)
                 continue
             yield value
         if len(line) == MAX_RECORD_BYTES:

@@ -166,6 +166,14 @@ def test_a_killed_attempt_that_recorded_no_end_counts(job: Composed, planned: Ru
     assert why(job)[1] == "resuming at step 4 of 10: attempt 2 ended at step 6 (killed), 2 of its steps were not saved"
 
 
+def test_a_first_attempt_that_was_killed_counts(job: Composed, planned: RunDir) -> None:
+    """Nothing has recorded its end, and it was started nevertheless."""
+    planned.job.write_text('{"job_id": "1"}')
+    planned.status.write_text(json.dumps({"attempt": 1, "state": "running", "step": 6}))
+    records(planned, 6, 4)
+    assert why(job)[1] == "resuming at step 4 of 10: attempt 1 ended at step 6 (killed), 2 of its steps were not saved"
+
+
 def test_why_a_run_is_left_alone(job: Composed, planned: RunDir) -> None:
     finish(planned.path, 10)
     assert why(job) == ("finished", "finished, all 10 steps")

@@ -301,6 +301,21 @@ def test_of_two_states_loaded_one_after_another_the_last_one_counts(name: str) -
     assert_same(take_batches(loaded(loaded(make(), within), between), 4), expected)
 
 
+def mixture() -> Any:
+    return MixtureSampler([0, 10, SIZE], [1.0, 2.0], num_replicas=2, rank=1, seed=3)
+
+
+@pytest.mark.parametrize("sampler", [distributed, mixture])
+def test_a_seeded_sampler_itself_resumes_behind_what_its_loader_had_consumed(sampler: Any) -> None:
+    """Whoever iterates over it instead of the loader gets the rest of the epoch."""
+    loader = StatefulDataLoader(Squares(SIZE), batch_size=4, sampler=sampler())
+    expected = list(sampler())[8:]
+    take_batches(loader, 2)
+    resumed = sampler()
+    loaded(StatefulDataLoader(Squares(SIZE), batch_size=4, sampler=resumed), loader.state_dict())
+    assert list(resumed) == expected
+
+
 def test_loading_a_state_ends_the_thread_that_prefetches_what_came_before() -> None:
     """The dataset may be changed then, and nothing else reads it."""
     before = set(threading.enumerate())

@@ -35,6 +35,17 @@ def test_a_time_that_slurm_does_not_accept_is_an_error(text: str) -> None:
         checks.minutes(text)
 
 
+def test_a_setting_of_slurm_may_itself_have_settings(slurm: FakeSlurm, runs: list[Path]) -> None:
+    """As on most clusters; what does not belong to the table is no setting."""
+    scheduled = "bf_window=1440,default_queue_depth=1000"
+    text = (
+        f"Configuration data as of 2026-01-01\nMaxArraySize            = 2\nSchedulerParameters     = {scheduled}\n\n"
+    )
+    slurm.prints("scontrol_show_config", text)
+    assert scheduler.show_config() == {"MaxArraySize": "2", "SchedulerParameters": scheduled}
+    assert SlurmLauncher(partition="low").launch(runs, "somewhere:attempt") == 0
+
+
 def test_a_valid_submission_has_no_errors(slurm: FakeSlurm, runs: list[Path]) -> None:
     assert SlurmLauncher(partition="low", time="2:00:00").check(runs) == []
     assert not slurm.calls("sbatch")

@@ -50,6 +50,19 @@ def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Pa
     assert (status["checkpoint_step"], status["checkpoint_time"]) == (20, 2_000.0)
 
 
+def test_the_status_counts_each_attempt_once(tmp_path: Path) -> None:
+    """While it runs and when it has ended."""
+    run = RunDir(tmp_path)
+    counted = []
+    for _ in range(2):
+        log = begin(run)
+        log.update(force=True)
+        counted.append(json.loads(run.status.read_text())["attempts"])
+        log.end("preempted", 0)
+        counted.append(json.loads(run.status.read_text())["attempts"])
+    assert counted == [1, 1, 2, 2]
+
+
 def record_ends(run: RunDir, *causes: str) -> None:
     """Attempts of job 7 that made no progress."""
     for number, cause in enumerate(causes, start=1):

@@ -1,10 +1,15 @@
-"""A recorder of metrics on its own, for a run of ten steps."""
+"""A recorder of metrics on its own, for a run of ten steps, and loggers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from runner.metrics import Writer, resume_jsonl
+from runner.metrics.lineage import Lineage
+from runner.metrics.media import Media
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.training.recorder import RunRecorder
@@ -32,3 +37,25 @@ def recorder_of(run: RunDir, *writers: Writer) -> RunRecorder:
     log = AttemptLog.begin(run, {}, 10, lambda record: "killed")
     metrics, timings = resume_jsonl(run.metrics, 0), resume_jsonl(run.timings, 0)
     return RunRecorder(metrics, timings, list(writers), Bar(), log, StepMeter(torch.device("cpu")), lambda: None)
+
+
+class Plain:
+    """A logger that keeps nothing, and does not ask what run this is."""
+
+    def __init__(self, run: RunDir, step: int, warn: Callable[[str], None]) -> None:
+        self.run = run
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def media(self, media: Media) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Informed(Plain):
+    """One that shows what run this is, in a file beside the run directory."""
+
+    def about(self, lineage: Lineage) -> None:
+        self.run.path.with_suffix(".about").write_text(f"attempt {lineage.attempt}")

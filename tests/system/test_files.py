@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import stat
+import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -422,3 +423,19 @@ def test_a_new_file_is_new_and_has_the_usual_mode(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         files.open_new(tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == b"1"
+
+
+def test_an_access_list_is_seen(tmp_path: Path) -> None:
+    """It may let others write where the mode of the file does not."""
+    path = tmp_path / "config.yaml"
+    path.write_text("")
+    assert not files.has_access_list(path)
+    assert not files.has_access_list(tmp_path / "missing")
+    owner, user, group, mask, others, nobody = 0x01, 0x02, 0x04, 0x10, 0x20, 0xFFFFFFFF
+    entries = [(owner, 6, nobody), (user, 6, 12345), (group, 4, nobody), (mask, 6, nobody), (others, 4, nobody)]
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(path, "system.posix_acl_access", content)
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no access lists here: {error}")
+    assert files.has_access_list(path)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_attempts import STEPS, TinyJob, tiny_attempts
+from tiny_attempts import STEPS, TinyJob, TinySession, tiny_attempts
+from torch._C._distributed_c10d import HashStore
 
-from runner.errors import ExitStatus, SupersededError
+from runner.errors import ExitStatus, SupersededError, TrainingError, UserError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
@@ -66,7 +67,9 @@ def test_a_disk_with_room_for_the_attempt_log_alone_fails_no_run_for_good(code: 
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_run_with_its_completion_mark_has_not_failed(named: bool, run: RunDir) -> None:
+def test_a_run_with_its_completion_mark_has_not_failed(
+    named: bool, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The disk refuses the mark, before or after it has its name: the records say what others see from then on."""
     write = files.write_json
 
@@ -85,6 +88,7 @@ def test_a_run_with_its_completion_mark_has_not_failed(named: bool, run: RunDir)
     assert [line["cause"] for line in ended_attempts(run)] == [recorded["cause"]] == ["finished" if named else "failed"]
     assert recorded["state"] == recorded["cause"]
     assert any("finished.json" in warning for warning in recorded["warnings"]) == named
+    assert (f"warning: {run.finished} may be lost at a power failure" in capsys.readouterr().err) == named
     with tiny_attempts():
         assert training_attempt.attempt(run.path, TinyJob(1)) == ExitStatus.FINISHED
     assert json.loads(run.status.read_text())["state"] == "finished"
@@ -111,6 +115,45 @@ def test_a_run_is_finished_only_once_the_name_of_its_last_checkpoint_is_durable(
         patch.setattr(files, "fsync_dir", record)
         assert training_attempt.attempt(run.path, TinyJob(1)) == ExitStatus.FINISHED
     assert run.checkpoints in synced
+
+
+def test_a_bug_in_a_users_code_is_a_crash_with_its_traceback(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not the end of this process, whose records would be those of one that was killed."""
+
+    def raises(session: TinySession, steps: int) -> bool:
+        raise LookupError("a bug in the model")
+
+    with tiny_attempts() as patch:
+        patch.setattr(TinySession, "train", raises)
+        assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FAILED
+    (line,) = ended_attempts(run)
+    assert (line["cause"], line["reason"]) == ("crash", "LookupError: a bug in the model")
+    assert json.loads(run.status.read_text())["state"] == "failed"
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "in raises" in printed
+
+
+@pytest.mark.parametrize(
+    ("error", "requeued", "reported"),
+    [
+        (LookupError("a bug"), False, True),
+        (UserError("a mistake"), False, True),
+        (TrainingError("the loss is nan"), False, False),  # of which every rank knows by itself
+        (UserError("a full disk"), True, False),  # the job is restarted, and has not failed
+    ],
+)
+def test_the_others_learn_why_a_rank_fails_the_job(
+    error: Exception, requeued: bool, reported: bool, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they could only name a rank that does not answer."""
+    store = HashStore()
+    monkeypatch.setattr(peers, "store_is_gone", lambda timeout_s: False)
+    monkeypatch.setattr(peers, "connect", lambda timeout_s: store)
+    attempt: Any = training_attempt._Attempt.__new__(training_attempt._Attempt)
+    attempt.world, attempt.requeued = World(1, 2), requeued
+    attempt._report(error, str(error))
+    assert peers.read_report(store) == (f"rank 1 failed: {error}" if reported else None)
 
 
 def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_fails_no_finished_run(run: RunDir) -> None:
@@ -234,6 +277,19 @@ def test_a_hang_is_recorded_with_its_stacks(
         assert "stacks of 1" in capsys.readouterr().err
     else:
         assert [run.stacks(1, rank).read_text() for rank in range(2)] == ["stacks of 0", "stacks of 1"]
+
+
+def test_the_command_of_an_attempt_takes_one_run_directory(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "end_with_parent", lambda: None)
+    run.config.write_text("")
+    path, missing = str(run.path), str(run.path / "elsewhere")
+    for arguments, found in ([], "nothing"), ([missing], missing), ([path, path], f"{path} {path}"):
+        assert training_attempt.main(arguments) == ExitStatus.USAGE
+        assert capsys.readouterr().err == f"error: expected one run directory with a config.yaml, got {found}\n"
+    with tiny_attempts():
+        assert training_attempt.main([path]) == ExitStatus.FINISHED
 
 
 def test_ranks_are_left_although_there_is_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:

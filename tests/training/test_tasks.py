@@ -173,6 +173,23 @@ def test_a_wrong_step_is_one_line(take_step: Callable[[Any], None], words: list[
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_a_number_that_a_step_logs_is_of_no_source() -> None:
+    """Also in a micro-batch of one sample, whose source it could be taken for."""
+
+    def take_step(step: Any) -> None:
+        for batch in step.batches:
+            step.backward(step.model(batch).square().mean(1))
+            step.log("number", 2.0)
+            step.log("first", batch[:, 0])
+        step.update()
+
+    samples = [torch.tensor([[1.0, 0, 0]]), torch.tensor([[3.0, 0, 0]])]
+    result = stepped(whole(take_step), samples, [np.array([0]), np.array([1])], sources=["a", "b"])
+    assert (result.values["number"], result.values["first"]) == (2.0, 2.0)
+    assert result.by_source["first"] == {"a": 1.0, "b": 3.0}
+    assert not result.by_source.get("number")
+
+
 def test_a_step_that_asks_for_no_batch_still_consumes_its_own() -> None:
     """The data order must not depend on what a task does with the batches."""
     left: Iterator[Drawn] = iter([Drawn(torch.zeros(4, 3)), Drawn(torch.zeros(4, 3)), Drawn(torch.ones(4, 3))])

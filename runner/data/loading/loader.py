@@ -326,6 +326,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""
         if self._pending:
             self._seed(self._loaded)
+            if self._stream.by_skip:
+                self._stream.sampler.set_skip(0)
             self._batches_before += self.batches_yielded
             self._pending, self._loaded = False, None
             self._epoch += 1
@@ -425,6 +427,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         ):
             self.sampler.set_epoch(state["sampler"]["epoch"])
         self._epoch, self._batches_before = state["epoch"], state.get("batches_before", 0)
+        within = is_in_epoch(state)
+        if self._stream.by_skip and (within or self._loaded is not None):  # a state loaded before may have left a skip
+            self._stream.sampler.set_skip(self._samples_of(state) if within else 0)
         self._loaded, self._pending = state, True
 
     def _check(self, state: State) -> None:
