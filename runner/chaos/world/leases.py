@@ -36,6 +36,7 @@ class Leases(Scenario):
         self._holders: dict[int, str] = {}  # by number
         self._landed = (0, 0)  # (number of the holder, count) in the file
         self._kept = (0, 0)  # what a holder was told is written
+        self._disturbed: set[Process] = set()  # whose heart may have stopped for a while
         self.disk.watchers.append(self._watch)
         self.world.checks.append(self._look)
         self.disk.make_dir(RUN)
@@ -53,8 +54,12 @@ class Leases(Scenario):
         """Let something befall somebody."""
         if kind == "another":
             self._another()
-        else:
-            super().strike(kind, choice)
+            return
+        befallen = self.choose(choice)
+        for process in self.world.processes:
+            if kind == "full" or process is befallen or (befallen and process.host is befallen.host):
+                self._disturbed.add(process)
+        super().strike(kind, choice)
 
     def _work(self, delay_s: float) -> None:
         clock.sleep(delay_s)
@@ -77,6 +82,7 @@ class Leases(Scenario):
                 self._write(lease, count)
         except SupersededError:
             self.world.tell("finds that it was superseded", process.name)
+            self.must(process in self._disturbed, f"{process.name} was superseded although its heart was beating")
         finally:
             lease.release()
 
