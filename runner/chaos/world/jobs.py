@@ -355,11 +355,7 @@ class Jobs(Scenario):
         if self.world.now < self._broken_until:
             self.world.tell("cannot start: the environment is broken", f"rank {job.job_id}")
             sys.exit(1)
-        for _ in range(60):  # as submitit does
-            if files.exists(pickle):
-                break
-            clock.sleep(1.0)
-        else:
+        if not self._submitit_finds(pickle):
             sys.exit(1)
         start = import_module("launch.job").start
         try:
@@ -368,6 +364,18 @@ class Jobs(Scenario):
             if end.code == ExitStatus.LOCKED:
                 self._locked.add(run)
             raise
+
+    @staticmethod
+    def _submitit_finds(pickle: Path) -> bool:
+        """Whether the file is there within a minute; what the disk refuses ends submitit as well."""
+        try:
+            for _ in range(60):
+                if files.exists(pickle):
+                    return True
+                clock.sleep(1.0)
+        except OSError:
+            return False
+        return False
 
     # ---- strikes
 
