@@ -34,8 +34,8 @@ SAME_EVERYWHERE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 """With these variables a seed is the same story in every process: the order of sets and of sums does not vary."""
 OF_THE_DRILL = ("--kills", "--faults", "--report", "--root", "--config-dir", "--config-name")
 DESCRIPTION = """\
-Play schedules of simulated processes, which run the runner's own code: who goes on when, and what befalls whom, follows
-from a seed. With --seed, and without --schedules and --minutes, tell the story of one schedule.
+Play schedules of simulated processes, which run the runner's own code: who continues when, and what befalls whom,
+follows from a seed. With --seed, and without --schedules and --minutes, tell the story of one schedule.
 """
 EPILOG = """\
 Scenarios
@@ -175,7 +175,7 @@ def _parser() -> Parser:
     add("--keep-going", action="store_true", help="play all schedules, even after one has broken a promise")
     add("--calls", action="store_true", help="tell every single call, not only the last ones")
     add("--without", metavar="N,...", help="leave out strikes of the schedule, counted from 0")
-    add("--switching", type=float, metavar="P", help="how likely another thread goes on after a call")
+    add("--switching", type=float, metavar="P", help="how likely another thread continues after a call")
     add("--json", action="store_true", help="print the result as JSON")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     for flag in OF_THE_DRILL:

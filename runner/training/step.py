@@ -383,7 +383,7 @@ class Step:
         return optimizer
 
     def result(self) -> StepResult:
-        """The means over the step; batches that the task did not ask for are drawn, so that the data go on.
+        """The means over the step; batches that the task did not ask for are drawn, so that the data continue.
 
         Raises:
             UserError: the task made no update, or gave no loss.

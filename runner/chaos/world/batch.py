@@ -2,7 +2,7 @@
 
 `scontrol`, `srun`, `sleep`, `date`, `rm` and `echo` are shell functions that send their words through a pipe and wait
 for the answer. Bash itself reads and writes the marker files in a real folder, a copy of the simulated one: what it has
-changed there is carried over whenever it asks, and what others have changed is put there before it goes on. What
+changed there is carried over whenever it asks, and what others have changed is put there before it continues. What
 happens between two questions is therefore one moment.
 """
 

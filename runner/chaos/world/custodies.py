@@ -390,16 +390,16 @@ class Custodies(Scenario):
             self.power_loss(process.host)
         else:
             self._troubled.add(process)
-            self.world.stop(process)
-            self.world.at(rest.choice(INTERRUPTED_S) * rest.uniform(0.5, 1.5), partial(self.world.go_on, process))
+            self.world.freeze(process)
+            self.world.at(rest.choice(INTERRUPTED_S) * rest.uniform(0.5, 1.5), partial(self.world.thaw, process))
             self._perhaps_resume(process)
 
     def _meet(self, process: Process, moment: str, rest: Random) -> None:
         """Somebody gives a command, and has time for a part of it before the process continues."""
         if not process.alive or process.stopped:
             return
-        self.world.stop(process)
-        self.world.at(rest.uniform(0.02, 0.2), partial(self.world.go_on, process))
+        self.world.freeze(process)
+        self.world.at(rest.uniform(0.02, 0.2), partial(self.world.thaw, process))
         if moment == "deletes":
             self._command(self._pin, late=False)
             if rest.random() < 0.5:  # and is killed before it has seen the pin

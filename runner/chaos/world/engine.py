@@ -1,7 +1,7 @@
 """Simulated machines, processes and threads under one virtual clock. One seed decides which of them runs next.
 
 A thread is a greenlet that runs the real code until that calls something of the system layer: each such call is one
-step, takes a moment of virtual time, and may be where another thread goes on. Nothing here happens at once or in
+step, takes a moment of virtual time, and may be where another thread continues. Nothing here happens at once or in
 parallel, so the same seed gives the same story, to the last step.
 """
 
@@ -173,7 +173,7 @@ class World:
 
     Args:
         seed: decides everything.
-        switching: how likely another thread goes on after a step.
+        switching: how likely another thread continues after a step.
     """
 
     def __init__(self, seed: str, switching: float | None = None) -> None:
@@ -190,7 +190,7 @@ class World:
         self.checks: list[Callable[[], None]] = []
         """Called now and then; raise BrokenPromiseError if something does not hold."""
         self.switched: Callable[[Task], object] = lambda task: None
-        """Called with the thread that goes on now: what the interpreter has only once can be exchanged there."""
+        """Called with the thread that continues now: what the interpreter has only once can be exchanged there."""
         self._numbers = 0
         self._ready: list[Task] = []
         self._alarms: list[tuple[float, int, Task | None, Any]] = []
@@ -212,7 +212,7 @@ class World:
     # ---- what the real code does
 
     def step(self, what: str, detail: object = "") -> None:
-        """One call of the real code: time passes, and another thread may go on; nothing if looked at from outside.
+        """One call of the real code: time passes, and another thread may continue; nothing if looked at from outside.
 
         Raises:
             Gone: the process has ended.
@@ -293,7 +293,7 @@ class World:
         return not task.timed_out
 
     def wake(self, waiters: list[Task]) -> None:
-        """Let everybody go on who waits in `waiters`."""
+        """Let everybody continue who waits in `waiters`."""
         for task in waiters:
             task.token += 1
             self._make_ready(task)
@@ -394,7 +394,7 @@ class World:
         self.current = before
 
     def close(self) -> None:
-        """End whatever still runs, when nobody wants to know how the story goes on."""
+        """End whatever still runs, when nobody wants to know how the story continues."""
         for process in self.processes:
             process.dead = True
             process.on_end.clear()
@@ -402,7 +402,7 @@ class World:
         self._urgent.clear()
         STOP.__dict__ = self._stop_flag
 
-    def stop(self, process: Process) -> None:
+    def freeze(self, process: Process) -> None:
         """Freeze a process (SIGSTOP, a suspended job)."""
         if not process.dead and not process.stopped:
             process.stopped = True
@@ -410,8 +410,8 @@ class World:
             self._ready = [task for task in self._ready if task.process is not process]
             self.tell("is frozen", process.name)
 
-    def go_on(self, process: Process) -> None:
-        """Let a frozen process go on."""
+    def thaw(self, process: Process) -> None:
+        """Let a frozen process continue."""
         if not process.dead and process.stopped:
             process.stopped = False
             self._ready += process.held
@@ -423,7 +423,7 @@ class World:
         self.tell("is suspended", host.name)
         asleep = [each for each in self.processes if each.host is host and each.alive and not each.stopped]
         for process in asleep:
-            self.stop(process)
+            self.freeze(process)
         boot = host.boot
 
         def wake() -> None:
@@ -431,7 +431,7 @@ class World:
                 host.slept_s += seconds
                 self.tell("wakes up", host.name)
                 for process in asleep:
-                    self.go_on(process)
+                    self.thaw(process)
 
         self.at(seconds, wake)
 
@@ -443,9 +443,9 @@ class World:
         if signum == signal.SIGKILL:
             self.kill(process)
         elif signum == signal.SIGSTOP:
-            self.stop(process)
+            self.freeze(process)
         elif signum == signal.SIGCONT:
-            self.go_on(process)
+            self.thaw(process)
         elif signum not in process.handlers:
             if signum in FATAL:
                 self.kill(process, f"is ended by {signal.Signals(signum).name}")

@@ -476,7 +476,7 @@ class Jobs(Scenario):
 
     def _suspend(self, job: Job, rest: Random) -> None:
         self.slurm.suspend(job)
-        self.world.at(rest.choice((1.0, 30.0, 300.0)), partial(self.slurm.go_on, job))
+        self.world.at(rest.choice((1.0, 30.0, 300.0)), partial(self.slurm.resume, job))
 
     def _cut(self, job: Job, rest: Random) -> None:
         host = job.host

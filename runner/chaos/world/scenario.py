@@ -30,7 +30,7 @@ FROZEN_S = (0.5, 3.0, 20.0, 90.0, 400.0)
 
 COMMON = {
     "kill": "a process is killed",
-    "freeze": "a process is frozen, and goes on later",
+    "freeze": "a process is frozen, and continues later",
     "error": "a call fails with EIO, ENOSPC, ESTALE or EDQUOT",
     "full": "the disk is full for a while",
     "power": "a machine loses power",
@@ -115,8 +115,8 @@ class Scenario:
         elif kind == "kill":
             world.kill(process)
         elif kind == "freeze":
-            world.stop(process)
-            world.at(rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5), partial(world.go_on, process))
+            world.freeze(process)
+            world.at(rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5), partial(world.thaw, process))
         elif kind == "error":
             number = rest.choice(ERRORS)
             process.fails += [(rest.choice(ERROR_CALLS), number)] * rest.choice((1, 1, 1, 2, 5))

@@ -39,7 +39,7 @@ class Schedule:
         text: names it, see above.
         strikes: what befalls the processes, in order.
         without: numbers of the strikes that are left out.
-        switching: how likely another thread goes on after a step; None: as the seed draws.
+        switching: how likely another thread continues after a step; None: as the seed draws.
     """
 
     text: str

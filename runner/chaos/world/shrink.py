@@ -1,4 +1,4 @@
-"""The shortest story of a failure: without the strikes that it does not need, and with fewer changes of who goes on."""
+"""The shortest story of a failure: without the strikes that it does not need, and fewer changes of who continues."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 What it prints is what `launch.scheduler` reads, dated by its own clock. A job is started, asked to stop, killed and
 requeued as on real clusters (see docs/slurm.md): the processes on the nodes get signals, and only when all of them
 are gone does the job leave the state COMPLETING. A controller that is away carries nothing out, and what it should have
-done meanwhile it does when it is back. A node that is cut off goes on with what runs there, while its jobs are given to
-other nodes.
+done meanwhile it does when it is back. A node that is cut off continues with what runs there, while its jobs are given
+to other nodes.
 """
 
 from __future__ import annotations
@@ -476,9 +476,9 @@ class Slurm:
             job.happens("suspended")
             job.state, job.suspended = "SUSPENDED", self.now
             for process in job.processes:
-                self.world.stop(process)
+                self.world.freeze(process)
 
-    def go_on(self, job: Job) -> None:
+    def resume(self, job: Job) -> None:
         """What `scontrol resume` does."""
         if job.state in SLURM_SUSPENDED:
             self.world.tell("is resumed", f"job {job.job_id}")
@@ -487,7 +487,7 @@ class Slurm:
                 job.end = float(int(job.end + self.now - job.suspended))
                 self._later(job.end - self.now, self._of_start(job, self._limit))
             for process in job.processes:
-                self.world.go_on(process)
+                self.world.thaw(process)
 
     # ---- what befalls nodes and the controller
 
@@ -563,7 +563,7 @@ class Slurm:
         for host in self.nodes:
             self.node_back(host)
         for job in list(self.jobs.values()):
-            self.go_on(job)
+            self.resume(job)
             job.held = False
         self._schedule_soon()
 

@@ -344,12 +344,12 @@ class Training(Scenario):
             self.frozen = self._finisher = None
 
     def _supersede(self, choice: float) -> None:
-        """Freeze an attempt while another one begins, which may take over from it before it goes on."""
+        """Freeze an attempt while another one begins, which may take over from it before it continues."""
         process, chosen = self.choose(choice), random.Random(f"supersede {choice}")
         if process is not None:
-            self.world.stop(process)
+            self.world.freeze(process)
             self._another()
-            self.world.at(chosen.choice(TAKES_OVER_S) * chosen.random(), partial(self.world.go_on, process))
+            self.world.at(chosen.choice(TAKES_OVER_S) * chosen.random(), partial(self.world.thaw, process))
 
     def _refuse(self, choice: float) -> None:
         """The next records of an attempt are refused; it may be killed soon, and has them in its memory alone.
