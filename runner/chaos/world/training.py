@@ -203,6 +203,7 @@ class Training(Scenario):
         self.damaged: set[int] = set()
         """Those of them whose manifest is not what it was."""
         self._rots: list[float] = []  # what rots when the next attempt ends
+        self._spoiled: list[tuple[int, str, bytes]] = []  # step, name and content of all files that have lost a bit
         self._keeps: dict[Process | None, tuple[Retention, int, frozenset[int]]] = {}
         self.loaded = 0  # the highest fence under which a checkpoint, or none, was loaded
         self.frozen: dict[str, bytes] | None = None  # the records of the run when it was finished
@@ -342,6 +343,10 @@ class Training(Scenario):
         super().power_loss(host)
         if str(RUN.finished) not in self.disk.tree():
             self.frozen = self._finisher = None
+        there = self._checkpoints()
+        for step, name, content in self._spoiled:  # one that was set aside may be back
+            if there.get(step, {}).get(name) == content:
+                self._note_rotten(step, name)
 
     def _supersede(self, choice: float) -> None:
         """Freeze an attempt while another one begins, which may take over from it before it continues."""
@@ -386,12 +391,16 @@ class Training(Scenario):
         at = chosen.choice((chosen.randrange(len(file.data)), -1 - chosen.randrange(min(len(file.data), TENSORS))))
         file.data[at] ^= 1 << chosen.randrange(8)
         file.synced = bytes(file.data)
-        self.rotten.add(step)
-        if name == MANIFEST:
-            self.damaged.add(step)
+        self._spoiled.append((step, name, file.synced))
+        self._note_rotten(step, name)
         if self.frozen is not None:
             self.frozen[f"{RUN.checkpoint(step)}/{name}"] = file.synced
         self.world.tell(f"loses a bit of {name}", f"checkpoint {step}")
+
+    def _note_rotten(self, step: int, name: str) -> None:
+        self.rotten.add(step)
+        if name == MANIFEST:
+            self.damaged.add(step)
 
     def on_end(self, process: Process) -> None:
         """An attempt ends as it may, and says why; the next one begins a while later."""
