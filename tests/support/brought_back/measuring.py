@@ -51,6 +51,10 @@ def measure(name: str, seed: int = 0, schedules: int = SCHEDULES) -> Measured:
             return Measured(False, found.schedules, found.seconds)
         (failure,) = found.failures.values()
         story = shrink(kind, play(kind, schedule(kind, failure.seed)))
+    if fault.scenario == "training":
+        from runner.chaos.world.training import undisturbed
+
+        undisturbed.cache_clear()  # it was made with the fault
     without = play(kind, story.schedule).broken
     if without is not None:
         raise RuntimeError(f"{fault.scenario} {failure.seed} breaks a promise without {name}, too: {without}")
