@@ -40,7 +40,7 @@ HOME = Path(ROOT)
 SEEDS = range(60)  # enough for each of the few things that may happen to have happened
 FIXED = {"lease": 30, "training": 8, "jobs": 15, "custody": 20}  # schedules of the fast test
 MORE = {"training": 60, "jobs": 120, "custody": 120}  # of the slow one
-NEW = {"lease": 4000, "training": 2000, "jobs": 2000, "custody": 4000}
+NEW = {"lease": 4000, "training": 1000, "jobs": 1500, "custody": 3000}
 """New schedules for each commit: some minutes. A search of many thousands has found nothing in any of them."""
 CLONE = Path(__file__).resolve().parents[2]
 
