@@ -427,7 +427,8 @@ class Slurm:
         if job.state == "COMPLETING":
             if job.after == "PENDING":
                 job.after = "CANCELLED"
-            elif job.after != "CANCELLED":  # it came to its end otherwise while the controller was away: nobody knows of the scancel any more
+            elif job.after != "CANCELLED":
+                # It came to another end while the controller was away: nobody knows of the scancel any more.
                 job.cancelled = False
         elif job.state in SLURM_WAITING:
             job.state, job.end = "CANCELLED", self.now
