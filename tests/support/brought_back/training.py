@@ -174,7 +174,7 @@ FAULTS = [
         (
             "save-without-sync-of-records",
             "the records up to a checkpoint's step are not durable when it is committed",
-            "JsonlWriter",
+            "`JsonlWriter`",
             _no_sync_of_records,
         ),
         (
@@ -192,13 +192,13 @@ FAULTS = [
         (
             "retention-counts-corrupt",
             "checkpoints with a damaged manifest count among the last that are kept",
-            "Retention",
+            "`Retention`",
             _corrupt_ones_count,
         ),
         (
             "success-too-early",
             "the last save counts as made while it is still being written",
-            "TrainStateManager.save",
+            "`TrainStateManager.save`",
             _success_too_early,
         ),
         (
@@ -228,19 +228,19 @@ FAULTS = [
         (
             "never-superseded",
             "an attempt never finds that a newer one holds the lease",
-            "Lease.check_fence",
+            "`Lease.check_fence`",
             _never_superseded,
         ),
         (
             "evaluated-twice",
             "a resume keeps the record of an evaluation that it makes again",
-            "resume_records",
+            "`resume_records`",
             _evaluated_twice,
         ),
         (
             "corrupt-newest-is-the-end",
             "a corrupt newest checkpoint is not followed by the one before",
-            "select",
+            "`select`",
             _corruption_is_the_end,
         ),
     )
