@@ -39,6 +39,10 @@ def _without_looking_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(custody, "is_run", lambda run: files.is_dir(run.path))
 
 
+def _never_looked_at_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(custody.Custody, "check", lambda self: None)
+
+
 def _in_place(patch: pytest.MonkeyPatch) -> None:
     def remove(held: custody.Custody) -> Path:
         files.remove_tree(held.run.path)
@@ -151,6 +155,12 @@ FAULTS = tuple(
             "who has waited for the lease of a run that was moved makes an empty one in its place, and moves that",
             "`Lease.acquire`, `within`",
             _without_looking_again,
+        ),
+        (
+            "custody-not-looked-at-again",
+            "who was suspended moves, packs or removes a run that others have taken over",
+            "`Custody.check`",
+            _never_looked_at_again,
         ),
         ("removed-in-place", "`rm` deletes a run under its name", "`housekeeping.remove`", _in_place),
         (
