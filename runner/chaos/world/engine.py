@@ -77,6 +77,7 @@ class Host:
     cut_off: bool = False
     clone_of: str | None = None
     started: int = 0  # processes since its boot
+    asleep: bool = False
     slept_s: float = 0.0  # since its boot: its clocks for intervals stand still meanwhile
     seen: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What it remembers of a network file system: see `disk`."""
@@ -420,6 +421,9 @@ class World:
 
     def suspend(self, host: Host, seconds: float) -> None:
         """A machine sleeps for a while (a laptop is shut): its clocks for intervals stand still, its wall clock not."""
+        if host.asleep:
+            return
+        host.asleep = True
         self.tell("is suspended", host.name)
         asleep = [each for each in self.processes if each.host is host and each.alive and not each.stopped]
         for process in asleep:
@@ -428,6 +432,7 @@ class World:
 
         def wake() -> None:
             if host.boot == boot:
+                host.asleep = False
                 host.slept_s += seconds
                 self.tell("wakes up", host.name)
                 for process in asleep:
@@ -473,7 +478,7 @@ class World:
             self.kill(process, "ends with its machine")
         host.boot += 1
         host.booted = self.now
-        host.started, host.slept_s = 0, 0.0
+        host.started, host.slept_s, host.asleep = 0, 0.0, False
         host.seen.clear()
         return ended
 
