@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import socket
 from collections.abc import Callable
@@ -12,12 +13,22 @@ from runs import Run
 from torch.multiprocessing.spawn import start_processes
 
 
+HANGS_S = 400.0
+"""Ranks that take longer print what their threads are doing, before the test is ended as one that hangs."""
+
+
 def on_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     """Run `function(rank, *args)` in one process per rank, forked from one that has imported torch."""
     multiprocessing.set_forkserver_preload(
         ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchmetrics"]
     )
-    start_processes(function, args, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+    start_processes(_rank, (function, args), nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    faulthandler.dump_traceback_later(HANGS_S, exit=True)
+    function(rank, *args)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def start_ranks(run: Run, ranks: int, **env: str) -> list[zygote.Forked]:
