@@ -12,7 +12,6 @@ import zygote
 from runs import Run
 from torch.multiprocessing.spawn import start_processes
 
-
 HANGS_S = 400.0
 """Ranks that take longer print what their threads are doing, before the test is ended as one that hangs."""
 
