@@ -112,6 +112,7 @@ def attempt(rank: int, world: int, strategy: str, directory: str, number: int) -
     (Path(directory) / f"note-{number}-{rank}.json").write_text(json.dumps(note))
     if world > 1:
         torch.distributed.barrier()
+        del model  # torch waits for ever now and then if what it synchronizes outlives the group
         torch.distributed.destroy_process_group()
 
 
