@@ -20,7 +20,7 @@ from runner.checkpoint.adoption import UNLINKABLE
 from runner.checkpoint.pins import pinned
 from runner.cli.console import PROGRAM, Parser, say, shown, size
 from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_for, remove, remove_rest, report
-from runner.errors import FileError, SupersededError, UserError
+from runner.errors import FileError, UserError
 from runner.rundir.custody import custody
 from runner.rundir.paths import RunDir
 from runner.system import accounts, files, processes
@@ -80,11 +80,6 @@ def main(arguments: Sequence[str]) -> int:
             held.check()  # what was packed is the run only if nobody else has changed it meanwhile
             if not (options.remove and _holds(target, content)):  # a killed command has come so far already
                 _name(temporary, target)
-                try:
-                    held.check()
-                except SupersededError:  # between the check and the name
-                    files.remove(target)
-                    raise
             if options.remove:
                 aside = remove(held)
     except OSError as error:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.errors import LockedError, RunDirError, SupersededError, UserError
+from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.evaluations import leases_and_jobs
 from runner.rundir.lease import Lease, describe_holder, liveness, read_holder
@@ -40,25 +40,17 @@ class Custody:
         """Rename the run directory, which is at one of the two places at every moment, and durably so afterwards.
 
         Raises:
-            SupersededError: somebody has taken the run over, and it is where it was.
+            SupersededError: somebody has taken the run over; nothing was changed.
             OSError: the file system refused; nothing was changed, or the last syncs failed.
         """
         source = self.run.path
         self.check()
-        self._rename(source, target)
-        try:
-            self.check()
-        except SupersededError:  # between the check and the rename
-            self._rename(target, source)
-            raise
-        self.run = RunDir(target)
-        for parent in {source.parent, target.parent}:
-            files.fsync_dir(parent)
-
-    def _rename(self, source: Path, target: Path) -> None:
         files.rename(source, target)
         for lease in self._leases:
             lease.moved(target / lease.directory.relative_to(source))
+        self.run = RunDir(target)
+        for parent in {source.parent, target.parent}:
+            files.fsync_dir(parent)
 
 
 @contextmanager

@@ -210,7 +210,6 @@ class Custodies(Scenario):
         self._pinned: set[int] = set()  # of the trunk, as the command has reported
         self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
-        self._to_undo: dict[Process, tuple[Path, Path, str]] = {}  # what it renamed to what, and why that was wrong
         self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
         self._traps: list[Trap] = []
         self._blackout = False
@@ -422,8 +421,6 @@ class Custodies(Scenario):
             if job.process is process:
                 job.state = "completed"
                 self._release_waiting(job)
-        if process.killed_by is None:
-            self.must(process not in self._to_undo, f"{process.name} {self._to_undo.get(process, ('', '', ''))[2]}")
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
 
     def _own(self) -> Process:
@@ -672,9 +669,7 @@ class Custodies(Scenario):
         if what == "rename" and self._is_watched and re.fullmatch(r".*/checkpoints/step_\d+", to):
             self.world.at(self.random.uniform(0.0, 0.05), partial(self._command, self._pin, False))
         if what == "link" and to == str(ARCHIVE):
-            self._check_packed(process, path)
-        if what == "unlink" and path == str(ARCHIVE):
-            self._to_undo.pop(process, None)
+            self._check_packed(process)
         if what in ("rename", "unlink") and self._working.get(process, ("", ""))[0] == "trains":
             self._check_fence(process, Path(path))
             self._check_fence(process, Path(to or path))
@@ -693,15 +688,12 @@ class Custodies(Scenario):
             name = str(frozen(target).get("name"))
         self.world.tell(f"renames {source.name} to {target.name}", process.name)
         self._movers.add(process)
-        if self._to_undo.get(process, (None, source))[:2] == (target, source):
-            del self._to_undo[process]
-            return
         for other, (doing, run) in self._working.items():
             if run == name and other is not process and other.alive and other not in self._troubled:
-                self._may_not(process, source, target, f"moved {source.name} while {other.name} {doing} it")
+                self._may_not(process, f"moved {source.name} while {other.name} {doing} it")
         for job in self.queue.values():
             if job.live and job.run_dir == source and job.submitter not in self._troubled:
-                self._may_not(process, source, target, f"moved {source.name}, which has job {job.number} in the queue")
+                self._may_not(process, f"moved {source.name}, which has job {job.number} in the queue")
             if job.state == "pending" and job.after == source and job.run_dir.parent == source.parent:
                 waits = job.submitted < self._looked.get(process, 0.0) and job.submitter not in self._troubled
                 waits = waits and self._is_run(str(job.run_dir)) and not self._saved(job.run_dir)
@@ -711,10 +703,9 @@ class Custodies(Scenario):
             if process.name.startswith("archive"):
                 self.must(self._packed is not None, f"{process.name} removes {source.name} before it was packed")
 
-    def _may_not(self, process: Process, source: Path, target: Path, what: str) -> None:
-        """Somebody did what he may not: who was frozen just before may have lost the run, and then takes it back."""
-        self.must(process in self._troubled, f"{process.name} {what}")
-        self._to_undo[process] = source, target, what
+    def _may_not(self, process: Process, what: str) -> None:
+        """Somebody did what he may not: who was frozen between his last look at the leases and that very call may."""
+        self.must(process.just_thawed, f"{process.name} {what}")
 
     def _check_fence(self, process: Process, path: Path) -> None:
         """Once a newer attempt works on a run, an older one changes none of its names."""
@@ -728,7 +719,7 @@ class Custodies(Scenario):
         own = self._fences[process]
         self.must(own >= newer, f"{process.name}, number {own}, changed {path.name} although number {newer} trains")
 
-    def _check_packed(self, process: Process, path: str) -> None:
+    def _check_packed(self, process: Process) -> None:
         """An archive gets its name: it holds what the run holds."""
         places = [path for path in self._places("a") if not path.name.startswith(".")]
         self._packed = self._content_of_archive()
@@ -739,7 +730,7 @@ class Custodies(Scenario):
             lacks = [name for name in there if (self._packed or {}).get(name) != there[name]]
             if lacks:
                 what = f"gave the archive its name, which lacks {lacks} of {place.name}"
-                self._may_not(process, Path(path), ARCHIVE, what)
+                self._may_not(process, what)
 
     def _content_of_archive(self) -> dict[str, bytes] | None:
         """What is in the archive by path in the run, None if it is damaged."""

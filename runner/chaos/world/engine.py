@@ -143,6 +143,7 @@ class Process:
         self.tasks: list[Task] = []
         self.main: Task | None = None
         self.dead = False
+        self.just_thawed = False  # it was frozen in the call that it is in
         self.stopped = False
         self.status: int | None = None
         self.killed_by: str | None = None
@@ -224,6 +225,7 @@ class World:
         process = task.process
         if process.dead:
             raise Gone
+        process.just_thawed = False
         self.steps += 1
         self.now += self.random.random() * self.step_s
         self.events.append(Event(self.now, process.name, what, detail, False))
@@ -414,7 +416,7 @@ class World:
     def thaw(self, process: Process) -> None:
         """Let a frozen process continue."""
         if not process.dead and process.stopped:
-            process.stopped = False
+            process.stopped, process.just_thawed = False, True
             self._ready += process.held
             process.held.clear()
             self.tell("continues", process.name)
