@@ -56,7 +56,7 @@ requeue_unless_decided() {
     exit "$status"
 }
 
-# Tries until Slurm answers; does nothing if Slurm itself ended the job (scancel, say) or if it failed too often.
+# Tries until Slurm answers; does nothing if the job was cancelled, is requeued already, or failed too often.
 requeue_job() {
     local status=$1 job=$REQUEUE_JOB counted='' forgotten=0 try record state only
     unset SLURM_TIME_FORMAT

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import subprocess
 from functools import cache
-from pathlib import Path
 from random import SystemRandom
 
-CLONE = Path(__file__).resolve().parents[2]
+from runs import ROOT
 
 
 @cache
@@ -15,7 +14,7 @@ def new_seed() -> int:
     """A seed that follows from the commit, below 2**32; a random one where there is none."""
     try:
         words = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(words, cwd=CLONE, capture_output=True, text=True, check=True)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
         return int(done.stdout[:8], 16)
     except (OSError, subprocess.CalledProcessError):
         return SystemRandom().randrange(2**32)

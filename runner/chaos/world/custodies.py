@@ -729,8 +729,7 @@ class Custodies(Scenario):
                 there = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
             lacks = [name for name in there if (self._packed or {}).get(name) != there[name]]
             if lacks:
-                what = f"gave the archive its name, which lacks {lacks} of {place.name}"
-                self._may_not(process, what)
+                self._may_not(process, f"gave the archive its name, which lacks {lacks} of {place.name}")
 
     def _content_of_archive(self) -> dict[str, bytes] | None:
         """What is in the archive by path in the run, None if it is damaged."""
