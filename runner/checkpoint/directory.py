@@ -374,7 +374,7 @@ def sweep(directory: Path, fence: Fence) -> None:
 
     Raises:
         SupersededError: a newer attempt holds the lease.
-        CheckpointError: the directory is not readable.
+        CheckpointError: the directory is not readable, or one of them cannot be renamed.
     """
     found = leftovers(directory)
     fence.check()
@@ -382,7 +382,7 @@ def sweep(directory: Path, fence: Fence) -> None:
         step = path.with_name(path.name.partition(".")[0])
         mine = temporary_name(step, fence, f"-swept{next(_COUNT)}")
         try:
-            files.rename(path, mine)
+            _take_over(path, mine)
             for name in files.list_dir(mine):
                 if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
@@ -392,7 +392,17 @@ def sweep(directory: Path, fence: Fence) -> None:
         except FileNotFoundError:  # removed meanwhile
             continue
         except OSError as error:
-            _log.warning(f"{path}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
+            _log.warning(f"{mine}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
+
+
+def _take_over(path: Path, mine: Path) -> None:
+    try:
+        patiently(path, lambda: files.rename(path, mine))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} was left behind by a save that was killed and cannot be renamed ({error.__cause__}): should the "
+            "process that wrote it still exist, it could commit it yet; remove it by hand and rerun"
+        ) from error
 
 
 def remove_tree(path: Path) -> None:

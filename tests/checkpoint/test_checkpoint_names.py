@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import restore_train_state
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import clock, files
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +182,30 @@ def test_a_deletion_that_was_killed_is_finished_and_not_undone(
             checkpoint_dir.delete(run / name, checkpoint_dir.Fence())
     checkpoint_dir.sweep(run, checkpoint_dir.Fence())
     assert names(run) == ["step_00000001", "step_00000003"]
+
+
+@pytest.mark.parametrize("refusals", [3, 4])
+def test_nobody_resumes_beside_a_save_that_could_be_committed_yet(
+    refusals: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of that save may only be stopped; its rename fails as soon as the directory has another name."""
+    unfinished = run / "step_00000004.tmp-1-99"
+    unfinished.mkdir()
+    left, real = [unfinished] * refusals, files.rename
+
+    def refusing(source: Path, target: Path) -> None:
+        if left and source == left[-1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(left.pop()))
+        real(source, target)
+
+    monkeypatch.setattr(files, "rename", refusing)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    if refusals == 4:
+        with pytest.raises(CheckpointError, match=r"step_00000004\.tmp-1-99 was left behind .* could commit it yet"):
+            checkpoint_dir.sweep(run, checkpoint_dir.Fence(2))
+    else:
+        checkpoint_dir.sweep(run, checkpoint_dir.Fence(2))
+    assert unfinished.exists() == (refusals == 4)
 
 
 def test_a_train_state_of_another_step_is_refused(run: Path) -> None:

@@ -637,8 +637,9 @@ class Jobs(Scenario):
         rank = self._ranks.get((job, job.began_with))
         if rank is not None and any("could not be recorded" in line for line in rank.output):
             return True
-        # Slurm was about to end the job, and did not answer until it did: nothing is requeued on a guess.
-        return job.state in ("TIMEOUT", "PREEMPTED") and job.hindered
+        # Slurm was ending the job, and its machine died or Slurm did not answer until it had: nobody is left to requeue
+        # it, and nothing is requeued on a guess.
+        return job.state in ("TIMEOUT", "PREEMPTED") and (job.hindered or "node failure" in last)
 
     def _judge_causes(self) -> None:
         """What is recorded as the end of an attempt is what happened, unless Slurm's answers were lost."""

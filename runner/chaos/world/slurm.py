@@ -433,6 +433,9 @@ class Slurm:
         elif job.state in SLURM_WAITING:
             job.state, job.end = "CANCELLED", self.now
             self._forget_later(job)
+        elif not job.is_over and job.preempted == float(int(self.now)):
+            # Slurm's times are whole seconds: what ends in the second of its preemption looks as if ended by that.
+            self._later(1.0, partial(self._cancel, job))
         elif not job.is_over:
             suspended = job.state in SLURM_SUSPENDED
             self._complete(job, "CANCELLED")
