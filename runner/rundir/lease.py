@@ -274,14 +274,26 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let the next process in at once. Does nothing if superseded or called before."""
+        """Let the next process in at once, or once the disk permits it. Does nothing if superseded or called before."""
         self._stop.set()
         if self._thread is not None and self._thread is not threads.current():
             self._thread.join(timeout=5)
         if self._heart is not None:
             self._heart.remove(self)
-        with contextlib.suppress(OSError, SupersededError):
+        try:
             self._write_released()
+        except SupersededError:
+            pass
+        except OSError:
+            if self._heart is None:  # a process that lives on would block everybody, itself included
+                threads.Thread(target=self._release_later, name="release", daemon=True).start()
+
+    def _release_later(self) -> None:
+        with contextlib.suppress(SupersededError):
+            while True:
+                clock.sleep(self.holder["interval_s"])
+                with contextlib.suppress(OSError):
+                    return self._write_released()
 
     def moved(self, directory: Path) -> None:
         """The directory of the lease has been renamed to `directory`, with the run that it is in."""
@@ -301,7 +313,7 @@ class Lease:
         try:
             files.write_json(mine, released, guard=self.guard)
         except OSError:
-            # A full disk has no room for a new file. A holder that lives on would block everybody, itself included.
+            # A full disk has no room for a new file.
             self.check_fence()
             fd = files.open_fd(mine, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

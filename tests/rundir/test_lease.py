@@ -338,6 +338,25 @@ def test_a_lease_released_on_a_full_disk_is_free_at_once(directory: Path, monkey
         assert again.fence == lease.fence + 1
 
 
+def test_a_lease_whose_release_the_disk_has_refused_is_free_when_it_works_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that evaluates one checkpoint after another would wait for itself forever."""
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    lease = Lease.acquire(directory, {}, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_fd", broken)
+        patch.setattr(files, "write_at", broken)
+        lease.release()
+        with pytest.raises(LockedError):
+            Lease.acquire(directory, {}, 1.0)
+    with Lease.acquire(directory, {}, 1.0, wait_s=60.0) as again:
+        assert again.fence == lease.fence + 1
+
+
 def test_a_late_heartbeat_of_a_superseded_holder_leaves_nothing(directory: Path) -> None:
     """Stopped right after it has opened the file of its heartbeat, which its successor has swept before."""
     held_by(directory, fence=2)

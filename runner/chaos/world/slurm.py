@@ -157,6 +157,7 @@ class Slurm:
         self._random = random
         self._begin = begin
         self._next = 1
+        self._losses = 0
         self._busy: dict[Host, Job] = {}
         self._left: dict[Host, list[Process]] = {node: [] for node in nodes}
         self._down: dict[Host, float] = {}
@@ -548,10 +549,13 @@ class Slurm:
             job.state = "REVOKED" if not job.is_over else job.state
             for process in list(job.processes):
                 self._later(self._random.uniform(0.5, 60.0), partial(self.world.kill, process))
-        self._later(self._random.uniform(1.0, 30.0), self._strangers)
+        self._losses += 1
+        self._later(self._random.uniform(1.0, 30.0), partial(self._strangers, self._losses))
 
-    def _strangers(self) -> None:
+    def _strangers(self, losses: int) -> None:
         """Jobs of another user, or of another name, come to the first ids. They run on other nodes, for long."""
+        if losses != self._losses:
+            return  # a controller that has just lost its state again takes longer than that to come back
         for _ in range(self._random.choice((0, 1, 1, 2))):
             number, self._next = self._next, self._next + 1
             user = processes.user_id() + self._random.choice((0, 1))
