@@ -285,7 +285,9 @@ class SlurmLauncher(SlurmOptions):
         except scheduler.SchedulerError:
             record = {}
         given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
-        return {"user": str(processes.user_id()), "name": given, "submit_time": record.get("SubmitTime")}
+        # A requeue of this task sets its time anew, which the others of its array were not submitted at.
+        submitted = record.get("SubmitTime") if record.get("Restarts", "0") == "0" else None
+        return {"user": str(processes.user_id()), "name": given, "submit_time": submitted}
 
     def _register(self, run: RunDir, job_id: str, folder: Path, identity: dict[str, str | None]) -> None:
         """Write the job into the run directory, with links to logs that are elsewhere."""

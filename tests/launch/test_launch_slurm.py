@@ -489,6 +489,18 @@ def test_a_job_whose_submit_time_slurm_did_not_tell_is_known_by_user_and_name(
     assert SlurmLauncher().jobs(runs) == {}
 
 
+def test_a_task_requeued_before_another_of_its_array_is_known_where_the_command_slept_until_then(
+    slurm: FakeSlurm, runs: list[Path]
+) -> None:
+    """It was stopped right after sbatch: the time that Slurm tells is of the requeue of the task that it asks about."""
+    slurm.prints("scontrol_show_job", "JobId=12 JobName=sweep Restarts=1 SubmitTime=2026-01-01T00:02:00\n")
+    assert SlurmLauncher().launch(runs[:2], "somewhere:attempt") == 0
+    tasks = [str(json.loads((run / "job.json").read_text())["job_id"]) for run in runs[:2]]
+    name = json.loads((runs[1] / "job.json").read_text())["name"]
+    slurm.prints("squeue", row(tasks[1], "RUNNING", restarts=1, SubmitTime="2026-01-01T00:01:00", Name=name))
+    assert [info.job_id for info in SlurmLauncher().jobs(runs).values()] == tasks[1:]
+
+
 def test_a_job_that_only_its_attempt_recorded_is_known(slurm: FakeSlurm, runs: list[Path]) -> None:
     """The command was killed before it wrote job.json."""
     recorded = {"job_id": "12", "job_name": "run0", "launcher": LAUNCHER, "updated": 1767225600.0}  # SUBMITTED
