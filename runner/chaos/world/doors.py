@@ -44,7 +44,7 @@ def installed(world: World, disk: Disk, run: Run | None = None) -> Iterator[None
         put(files, **{name: getattr(disk, name) for name in DISK})
         put(files, set_umask=_umask(world), resolve=lambda path: Path(disk.resolve(path)))
         put(clock, **_clock(world))
-        put(processes, **_processes(world, run))
+        put(processes, **_this_process(world), **_processes(world, run))
         put(threads, **_threads(world))
         put(signals, set_handler=_Signals(world).set_handler)
         put(signals.StopFlag, **_stop_flag(world))
@@ -109,13 +109,65 @@ def _clock(world: World) -> dict[str, Any]:
     }
 
 
+def _own(world: World) -> Process | None:
+    return world.current.process if world.current is not None else None
+
+
+def _this_process(world: World) -> dict[str, Any]:
+    """What concerns the process that asks, and its machine."""
+
+    def boot_id() -> str | None:
+        here = _own(world)
+        return here.host.boot_id if here else None
+
+    def host_name() -> str:
+        here = _own(world)
+        return (here.host.clone_of or here.host.name) if here else "outside"
+
+    def this_process() -> dict[str, Any]:
+        here = _own(world)
+        assert here is not None
+        return {
+            "host": host_name(),
+            "pid": here.pid,
+            "start_time": here.start_time,
+            "boot_id": here.host.boot_id,
+            "machine_id": host_name(),
+            "pid_namespace": None,
+        }
+
+    def end_now(status: int) -> None:
+        here = _own(world)
+        assert here is not None
+        world.exit(here, status)
+        world.leave()
+
+    def began() -> float:
+        here = _own(world)
+        if here is None:
+            return 0.0
+        return float(here.start_time) / 100 * (1 + here.host.drift)
+
+    return {
+        "environment": _Environment(world),
+        "host_name": host_name,
+        "boot_id": boot_id,
+        "this_process": this_process,
+        "end_now": end_now,
+        "end_after": lambda seconds, status: None,
+        "began": began,
+        "uptime": lambda seconds: seconds,
+        "at_exit": lambda function: here.at_exit.append(function) if (here := _own(world)) else None,
+        "cores": lambda: 2,
+        "peak_memory": lambda: 1 << 20,
+    }
+
+
 def _processes(world: World, run: Run | None) -> dict[str, Any]:
-    def own() -> Process | None:
-        return world.current.process if world.current is not None else None
+    """What concerns other processes of the same machine."""
 
     def find(pid: int) -> Process | None:
-        """The process of this number on the same machine."""
-        here = own()
+        here = _own(world)
         for process in world.processes:
             if process.pid == pid and process.alive and (here is None or process.host is here.host):
                 return process
@@ -128,67 +180,21 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
             return None
         return ("T" if process.stopped else "S"), process.start_time
 
-    def boot_id() -> str | None:
-        here = own()
-        return here.host.boot_id if here else None
-
-    def host_name() -> str:
-        here = own()
-        return (here.host.clone_of or here.host.name) if here else "outside"
-
-    def this_process() -> dict[str, Any]:
-        here = own()
-        assert here is not None
-        return {
-            "host": host_name(),
-            "pid": here.pid,
-            "start_time": here.start_time,
-            "boot_id": here.host.boot_id,
-            "machine_id": host_name(),
-            "pid_namespace": None,
-        }
-
     def send_signal(pid: int, signum: int) -> None:
         process = find(pid)
         if process is None:
             raise ProcessLookupError(3, "No such process")
         world.signal(process, signum)
 
-    def end_now(status: int) -> None:
-        here = own()
-        assert here is not None
-        world.exit(here, status)
-        world.leave()
-
-    def began() -> float:
-        here = own()
-        if here is None:
-            return 0.0
-        return float(here.start_time) / 100 * (1 + here.host.drift)
-
-    def uptime(seconds: float) -> float:
-        return seconds
-
     def no_command(*_: Any, **__: Any) -> Any:
         raise FileNotFoundError(2, "there are no commands in this world")
 
     return {
-        "environment": _Environment(world),
-        "host_name": host_name,
-        "find_command": lambda name: f"/usr/bin/{name}" if run is not None else None,
         "state_of": state_of,
-        "boot_id": boot_id,
-        "this_process": this_process,
         "send_signal": send_signal,
-        "end_now": end_now,
-        "end_after": lambda seconds, status: None,
-        "began": began,
-        "uptime": uptime,
+        "find_command": lambda name: f"/usr/bin/{name}" if run is not None else None,
         "run": run or no_command,
         "start": no_command,
-        "at_exit": lambda function: here.at_exit.append(function) if (here := own()) else None,
-        "cores": lambda: 2,
-        "peak_memory": lambda: 1 << 20,
     }
 
 
