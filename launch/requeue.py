@@ -80,7 +80,7 @@ def note_failed_starts(path: Path, count: int, reason: str = "") -> None:
     line = f"{count} {' '.join(reason.split())}".encode("ascii", "replace")[:NOTE_BYTES].ljust(NOTE_BYTES) + b"\n"
     fd = files.open_fd(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        files.write_at(fd, line, 0)
+        files.overwrite(fd, line)
     finally:
         files.close_fd(fd)
 

@@ -317,7 +317,7 @@ class Lease:
             self.check_fence()
             fd = files.open_fd(mine, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                files.write_at(fd, json.dumps(released, indent=2).encode() + b"\n", 0)
+                files.overwrite(fd, json.dumps(released, indent=2).encode() + b"\n")
             finally:
                 files.close_fd(fd)
 
@@ -384,7 +384,7 @@ class Lease:
         if _highest(self.directory) != self.fence:  # looked at after the opening, which may have brought back
             files.remove(_file(self.directory, self.fence, "beat"))  # what the successor has swept
             return False
-        files.write_at(fd, b"%020d %s\n" % (count, json.dumps(self.carried()).encode()), 0)
+        files.overwrite(fd, b"%020d %s\n" % (count, json.dumps(self.carried()).encode()))
         return True
 
     def _beats_once(self, count: int) -> bool:

@@ -55,7 +55,7 @@ write_fd = os.write
 """Write to a file descriptor; returns the number of bytes written, perhaps fewer than passed."""
 
 write_at = os.pwrite
-"""Write to a file descriptor at an offset; returns the number of bytes written."""
+"""Write to a file descriptor at an offset; returns the number of bytes written, perhaps fewer than passed."""
 
 read_at = os.pread
 """Read from a file descriptor at an offset; returns at most the number of bytes asked for."""
@@ -613,6 +613,13 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[write_fd(fd, view) :]
+
+
+def overwrite(fd: int, data: bytes) -> None:
+    """Write all of `data` over the beginning of a file."""
+    at = 0
+    while at < len(data):
+        at += write_at(fd, data[at:], at)
 
 
 def sweep(directory: Path, lease: str, below: int) -> None:

@@ -40,6 +40,7 @@ class StopFlag:
         self._interrupts = 0
         self._pid = threads.own_pid()
         self._thread: threads.Thread | None = None
+        self._heard = threads.Event()  # the listener of the first signal has returned
         self._sockets: tuple[socket.socket, socket.socket] | None = None  # referenced, so that they stay open
 
     def __bool__(self) -> bool:
@@ -65,8 +66,8 @@ class StopFlag:
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
-    def on_first_signal(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` with the first signal, in a thread of its own, whatever the main thread is doing.
+    def listen(self, first: Callable[[int], object], later: Callable[[int], object]) -> None:
+        """Call `first` with the first signal and `later` with others, in a thread, whatever the main thread is doing.
 
         Python runs handlers in the main thread, which may be inside a compilation or a kernel for a minute. The
         interpreter writes the signal's number to a file descriptor at once (signal.set_wakeup_fd); the thread reads
@@ -74,24 +75,30 @@ class StopFlag:
         """
         self._sockets = received, sent = socket.socketpair()
         sent.setblocking(False)
+        self._heard = heard = threads.Event()
 
-        def listen() -> None:
-            while (signum := received.recv(1)[0]) not in STOP_SIGNALS:
-                pass
-            listener(signum)
+        def run() -> None:
+            listener = first
+            while byte := received.recv(1):
+                if byte[0] in STOP_SIGNALS:
+                    try:
+                        listener(byte[0])
+                    finally:
+                        heard.set()
+                    listener = later
 
         signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
         # A signal to a forked child (a loader worker) does not stop this process.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         if self.signum is not None:  # it came before the listener
             sent.send(bytes([self.signum]))
-        self._thread = threads.Thread(target=listen, name="signals", daemon=True)
+        self._thread = threads.Thread(target=run, name="signals", daemon=True)
         self._thread.start()
 
     def wait_for_listener(self) -> None:
-        """If there was a signal, wait until the listener has returned."""
+        """If there was a signal, wait until the listener of the first one has returned."""
         if self._thread is not None and self:
-            self._thread.join()
+            self._heard.wait()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if threads.own_pid() != self._pid:

@@ -27,7 +27,7 @@ def attempt(directory: str | os.PathLike[str], job: Job) -> int:
     path = Path(directory).absolute()
     if job.auto_restarts and int(processes.environment.get("RANK", "0")) == 0:
         # At once, and not after the batch: the job may be killed before that is done.
-        STOP.on_first_signal(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True))
+        STOP.listen(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True), job.cause)
     return carry_out(path, job, lambda world: _evaluate(path, job, world))
 
 

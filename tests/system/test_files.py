@@ -142,6 +142,16 @@ def test_the_beginning_of_a_file_becomes_another_file(
     assert path.stat().st_ino != before
 
 
+def test_a_file_is_overwritten_where_the_kernel_writes_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut short, the note why a job is not requeued would be another one."""
+    path = tmp_path / "note"
+    path.write_bytes(b"3 because of this   \n")
+    monkeypatch.setattr(files, "write_at", lambda fd, data, offset: os.pwrite(fd, data[:4], offset))
+    with files.open_file(path, "r+b") as file:
+        files.overwrite(file.fileno(), b"3 not requeued\n")
+    assert path.read_bytes() == b"3 not requeued\nis   \n"
+
+
 def test_a_file_that_is_too_short_to_be_copied_stays(tmp_path: Path) -> None:
     path = tmp_path / "record"
     path.write_bytes(b"0123")

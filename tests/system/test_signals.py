@@ -20,20 +20,20 @@ heard = lambda signum: print("heard", signal.Signals(signum).name, flush=True)
 # One C call that lets other threads run, but no handler: about half a minute.
 LONG_CALL = """
 import hashlib
-flag.on_first_signal(heard)
+flag.listen(heard, later=lambda signum: None)
 print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000_000)
 """
 EARLY = """
 os.kill(os.getpid(), signal.SIGUSR2)
 assert flag.name == "SIGUSR2"
-flag.on_first_signal(heard)
+flag.listen(heard, later=lambda signum: None)
 flag.wait_for_listener()
 os.kill(os.getpid(), signal.SIGTERM)
 assert flag.name == "SIGUSR2"
 """
 CHILD = """
-flag.on_first_signal(heard)
+flag.listen(heard, later=lambda signum: None)
 child = os.fork()
 if child == 0:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -43,6 +43,15 @@ assert not flag
 flag.wait_for_listener()  # nothing to wait for
 os.kill(os.getpid(), signal.SIGUSR1)
 flag.wait_for_listener()
+"""
+LATER = """
+flag.listen(heard, later=lambda signum: print("then", signal.Signals(signum).name, flush=True))
+os.kill(os.getpid(), signal.SIGUSR2)
+flag.wait_for_listener()
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGUSR1)
+assert flag.name == "SIGUSR2"
+time.sleep(1000)
 """
 # After the atexit functions, the interpreter tears down its modules, and the default handlers are back.
 AT_THE_END = """
@@ -77,6 +86,15 @@ def test_a_signal_before_the_listener_reaches_it_once() -> None:
         output, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     assert output == "heard SIGUSR2\n"
+
+
+def test_signals_after_the_first_one_have_a_listener_of_their_own() -> None:
+    """The first one decides the cause; a later one may leave less time."""
+    with start(LATER) as process:
+        assert process.stdout is not None
+        heard = [process.stdout.readline() for _ in range(3)]
+        process.kill()
+    assert heard == ["heard SIGUSR2\n", "then SIGTERM\n", "then SIGUSR1\n"]
 
 
 def test_a_signal_to_a_forked_child_does_not_reach_its_parent() -> None:

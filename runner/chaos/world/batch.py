@@ -151,7 +151,7 @@ class Batch:
                 with suppress(OSError):
                     fd = files.open_fd(self._folder / name, os.O_RDWR | os.O_CREAT, 0o644)
                     try:
-                        files.write_at(fd, data, 0)
+                        files.overwrite(fd, data)
                     finally:
                         files.close_fd(fd)
 

@@ -258,25 +258,24 @@ def _stop_flag(world: World) -> dict[str, Any]:
         if self.signum is None:
             self.signum = signum
 
-    def on_first_signal(self: Any, listener: Callable[[int], None]) -> None:
+    def listen(self: Any, first: Callable[[int], object], later: Callable[[int], object]) -> None:
         assert world.current is not None
         process = world.current.process
-        process.listener = listener
+        process.listeners = first, later
         if self.signum is not None:
-            signum = self.signum
-            process.listening = world.thread("signals", lambda: listener(signum))
+            world.listen(process, self.signum)
 
     def wait_for_listener(self: Any) -> None:
         assert world.current is not None
-        listening = world.current.process.listening
-        if listening is not None and not listening.over:
-            world.wait(listening.waiters, None)
+        for task in world.current.process.listening[:1]:
+            if not task.over:
+                world.wait(task.waiters, None)
 
     return {
         "install": install,
         "uninstall": uninstall,
         "_on_signal": on_signal,
-        "on_first_signal": on_first_signal,
+        "listen": listen,
         "wait_for_listener": wait_for_listener,
     }
 

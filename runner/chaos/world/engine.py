@@ -152,8 +152,9 @@ class Process:
         self.handlers: dict[int, Any] = {}
         self.pending: deque[int] = deque()
         self.stop_flag: dict[str, Any] = {**STOP.__dict__, "signum": None, "_interrupts": 0, "_thread": None}
-        self.listener: Callable[[int], None] | None = None
-        self.listening: Task | None = None
+        self.listeners: tuple[Callable[[int], object], Callable[[int], object]] | None = None
+        """Of the first stop signal, and of later ones."""
+        self.listening: list[Task] = []
         self.umask = 0o022
         self.fails: deque[tuple[frozenset[str], int]] = deque()
         """Errors that the next calls of some kinds will raise: see `disk`."""
@@ -459,9 +460,22 @@ class World:
                 process.status = -int(signum)
         elif process.handlers[signum] is not signal.SIG_IGN:
             process.pending.append(signum)
-            if process.listener is not None and process.listening is None:
-                listener = process.listener
-                process.listening = self.thread("signals", lambda: listener(signum), process)
+            if process.listeners is not None:
+                self.listen(process, signum)
+
+    def listen(self, process: Process, signum: int) -> None:
+        """Call the listener of a signal, after those of the signals before it."""
+        assert process.listeners is not None
+        before = process.listening[-1:]
+        listener = process.listeners[bool(before)]
+
+        def call() -> None:
+            for task in before:
+                if not task.over:
+                    self.wait(task.waiters, None)
+            listener(signum)
+
+        process.listening.append(self.thread("signals", call, process))
 
     def _handle_signals(self, process: Process, task: Task | None = None) -> None:
         if task is not None and task is not process.main:

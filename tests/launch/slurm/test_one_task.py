@@ -92,6 +92,21 @@ def test_a_step_longer_than_the_time_limit_is_requeued_until_the_budget_is_spent
     assert "increase launcher.time" in row["reason"]
 
 
+def test_preempted_while_it_is_still_in_its_last_step_before_the_time_limit(job: Job, cluster: Cluster) -> None:
+    """The notice of the time limit came first, with minutes left; the preemption leaves none, and the step is longer."""
+    job.submit("launcher.partition=cancels", STEP_SLEEP_S="1000")
+    cluster.wait(lambda: "starting at step 0" in job.log(), 180, f"the start of training: {job.log()}")
+    for process in job.processes():
+        process.send_signal(signal.SIGUSR2)
+    cluster.wait(lambda: job.under_way().get("cause") == "time limit", 180, "the notice")
+    preempt(cluster, "n1")
+    job.wait_for_requeue()
+    cluster.wait((job.path / "attempts.jsonl").exists, 180, f"the next attempt: {job.log()}")
+    assert job.causes() == ["time limit"]
+    assert "requeued job" in job.log()
+    cluster.run("scancel", job.job_id)
+
+
 def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(job: Job, cluster: Cluster, reference: Run) -> None:
     first = job.submit(**job.hold(20))
     job.wait_for_step(20)
