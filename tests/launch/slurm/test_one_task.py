@@ -93,7 +93,7 @@ def test_a_step_longer_than_the_time_limit_is_requeued_until_the_budget_is_spent
 
 
 def test_preempted_while_it_is_still_in_its_last_step_before_the_time_limit(job: Job, cluster: Cluster) -> None:
-    """The notice of the time limit came first, with minutes left; the preemption leaves none, and the step is longer."""
+    """The notice of the time limit came first and left minutes; the preemption leaves none, and the step is longer."""
     job.submit("launcher.partition=cancels", STEP_SLEEP_S="1000")
     cluster.wait(lambda: "starting at step 0" in job.log(), 180, f"the start of training: {job.log()}")
     for process in job.processes():
