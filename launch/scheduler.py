@@ -58,10 +58,10 @@ class RecordedJob:
         if self.user not in (None, user):
             return False
         named = self.name is None or _shown_name(self.name) == _shown_name(name)
+        if restarts == 0 and self.seen is not None:
+            return named and (self.submitted or "") <= submitted <= self.seen
         if restarts == 0 and self.submitted is not None:
             return submitted == self.submitted
-        if restarts == 0 and self.seen is not None:
-            return named and submitted <= self.seen
         return named and submitted >= (self.submitted or "")
 
 

@@ -262,7 +262,7 @@ class SlurmLauncher(SlurmOptions):
                     files.remove_dir(folder)
             raise
         try:
-            identity = self._identity(jobs[0].job_id, name)
+            identity = {"submission": unique, **self._identity(jobs[0].job_id, name)}
             for run, job in zip(runs, jobs, strict=True):
                 self._register(run, job.job_id, folder, identity)
         except (OSError, SupersededError) as error:
@@ -410,9 +410,10 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     job = files.read_object(run.job)
     user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted)]
-    if status.get("job_id") != job.get("job_id"):
-        named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
-        found.append(RecordedJob(str(status.get("job_id")), user, named, seen=seen))
+    # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
+    named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
+    earliest = submitted if status.get("job_id") == job.get("job_id") else None
+    found.append(RecordedJob(str(status.get("job_id")), user, named, earliest, seen))
     return [each for each in found if scheduler.is_job_id(each.job_id)]
 
 

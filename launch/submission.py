@@ -87,8 +87,8 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
         live = {user: _by_name(user) for user in {note["user"] for _, note in noted}}
         for run, note in noted:
             job_id = live[note["user"]].get((note["name"], note["task"]))
-            if job_id is None or job_id == files.read_object(run.job).get("job_id"):
-                continue
+            if job_id is None or files.read_object(run.job).get("submission") == note["name"]:
+                continue  # recorded, and only the note is left
             if note["user"] != str(processes.user_id()):
                 raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
             found.append(job_id)

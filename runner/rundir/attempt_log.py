@@ -93,8 +93,14 @@ def _is_ended(line: Any) -> bool:
 
 
 def status_of(run: RunDir) -> dict[str, Any]:
-    """The content of status.json, or if it is missing or broken, what the other records show. Empty if not started."""
-    return files.read_object(run.status) or _status_from_records(run)
+    """The content of status.json, or if it is missing or broken, what the other records show. Empty if not started.
+
+    What they show of an attempt's end replaces what it says, too: the disk may have refused it in status.json alone.
+    """
+    status = files.read_object(run.status)
+    if status and (status.get("state") != "running" or files.read_object(run.attempt)):
+        return status
+    return status | {key: value for key, value in _status_from_records(run).items() if value is not None or not status}
 
 
 def incomplete_records(run: RunDir, steps: int) -> str | None:

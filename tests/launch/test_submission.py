@@ -249,6 +249,20 @@ def test_a_superseded_command_does_not_cancel_the_job_of_its_successor(
     assert notes(runs[:1]) == [True]
 
 
+def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(
+    queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm had lost its state, and gave the ids again."""
+    again = killed_at_job_json(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        launch(runs[:1])
+    again()
+    (runs[0] / "job.json").write_text(json.dumps({"job_id": "12", "submission": "0" * 32}))
+    assert launch(runs[:1]) == 0
+    assert queue.jobs() == recorded(runs[:1]) == ["13"]
+    assert queue.calls("sbatch", "scancel") == ["sbatch", "scancel", "sbatch"]
+
+
 def test_a_disk_that_refuses_everything_leaves_it_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
     """Neither the files of the job can be renamed, nor the note be read."""
     note = runs[0] / "submitting.json"

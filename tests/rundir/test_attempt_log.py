@@ -95,6 +95,18 @@ def test_three_attempts_without_progress_are_a_crash_loop(
         log.check_budgets(max_timeouts)
 
 
+def test_an_end_that_the_disk_refused_in_the_status_alone_is_shown(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    log = begin(run)
+    log.update(step=4, force=True)
+    before = run.status.read_bytes()
+    assert status_of(run)["state"] == "running"
+    log.end("crash loop", 70, "three in a row")
+    run.status.write_bytes(before)
+    found = status_of(run)
+    assert (found["state"], found["reason"], found["step"]) == ("crash loop", "three in a row", 4)
+
+
 def test_without_its_status_the_other_records_show_what_a_run_is_doing(tmp_path: Path) -> None:
     """status.json is written without fsync: after a power loss it may be missing or broken."""
     run = RunDir(tmp_path)

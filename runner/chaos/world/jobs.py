@@ -223,12 +223,12 @@ class Jobs(Scenario):
     def _live_since_before(self, run: Path) -> Job | str:
         """The job that job.json names, if it is queued or running."""
         with self.world.outside():
-            job_id = str(files.read_object(RunDir(run).job).get("job_id"))
+            recorded = files.read_object(RunDir(run).job)
             done = finished_at(RunDir(run))
         if done:
             return "finished"
-        job = self.slurm.jobs.get(job_id)
-        if job is None or job.is_strange or run not in job.script["runs"]:
+        job = self.slurm.jobs.get(str(recorded.get("job_id")))
+        if job is None or str(recorded.get("submission")) not in job.path:  # ids come again
             return ""
         return job if not job.is_over and job.state != "COMPLETING" else ""
 
