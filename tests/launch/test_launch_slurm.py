@@ -528,7 +528,7 @@ def test_the_job_that_trained_last_is_not_one_that_was_submitted_after_that(slur
 def test_a_job_that_only_its_attempt_recorded_is_known_by_the_id_of_an_earlier_one(
     slurm: FakeSlurm, runs: list[Path], submitted: str, known: bool
 ) -> None:
-    """Slurm had lost its state, and the command that submitted the run again was killed: the next one submitted twice."""
+    """Slurm had lost its state, and the command that submitted the run again was killed: the next submitted twice."""
     earlier = {"job_id": "12", "user": str(os.getuid()), "name": "run0", "submit_time": SUBMITTED}
     (runs[0] / "job.json").write_text(json.dumps(earlier))
     status = {"job_id": "12", "job_name": "run0", "launcher": LAUNCHER, "updated": 1767225660.0}  # SUBMITTED + 60 s
