@@ -728,15 +728,14 @@ class Custodies(Scenario):
         for place in places:
             with self.world.outside():
                 there = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
-                superseded = ("trains", str(frozen(place).get("name"))) in self._working.values()
+                trained = str(frozen(place).get("name")) in self._acquired
             packed = self._packed or {}
             lacks = [name for name in there if packed.get(name) != there[name]]
-            if superseded:
+            if trained:
                 # Whoever trained before the archive took the lease, and has just woken up, has its records open, and
                 # appends to them until it notices.
-                lacks = [
-                    name for name in lacks if name not in APPENDED or not there[name].startswith(packed.get(name, b"?"))
-                ]
+                longer = [name for name in lacks if there[name].startswith(packed.get(name, b"?"))]
+                lacks = [name for name in lacks if name not in APPENDED or name not in longer]
             if lacks:
                 self._may_not(process, f"gave the archive its name, which lacks {lacks} of {place.name}")
 
