@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launch import scheduler
 from runner.contracts import SLURM_NOT_RUNNING
-from runner.system import clock, files, processes
+from runner.system import clock, files, processes, threads
 
 # After these causes the job requeues itself: Slurm would let it end. "interrupted" is a SIGTERM to a running job
 # without a preemption (its node shuts down, say).
@@ -184,6 +184,7 @@ class Requeuer:
         self._began = utc_now()
         self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
         self._forgotten = False  # Slurm has just answered that it knows no such job
+        self._turn = threads.Lock()  # a timer and the end of the attempt ask one after the other
 
     def cause(self, signum: int) -> str:
         """Why the job is asked to stop. If it will be killed without being requeued, a timer requeues it before that.
@@ -234,16 +235,17 @@ class Requeuer:
         """
         refusals = forgotten = 0
         while processes.find_command("scontrol") and refusals < max_refusals:
-            job = self._job()
-            ended = ended_by(job, self._restart_count)
-            if ended in ("requeued", "cancelled"):
-                return ended
-            if job:
-                if self._ask(job):
-                    # Slurm reports success, too, for a job that was cancelled since its state was read.
-                    cancelled = ended_by(self._job(), self._restart_count) == "cancelled"
-                    return "cancelled" if cancelled else "asked"
-                refusals += 1
+            with self._turn:
+                job = self._job()
+                ended = ended_by(job, self._restart_count)
+                if ended in ("requeued", "cancelled"):
+                    return ended
+                if job:
+                    if self._ask(job):
+                        # Slurm reports success, too, for a job that was cancelled since its state was read.
+                        cancelled = ended_by(self._job(), self._restart_count) == "cancelled"
+                        return "cancelled" if cancelled else "asked"
+                    refusals += 1
             forgotten = forgotten + 1 if self._forgotten else 0
             if forgotten == MAX_FORGOTTEN:
                 _report(f"Slurm has lost job {self._job_id}: nothing is requeued, rerun the command to continue")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest import Manifest, refusing_corruption
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,13 @@ def compare_checkpoints(
     """
     from runner.checkpoint.reader import CheckpointReader, load_train_state
 
+    def opened(path: Path, manifest: Manifest) -> tuple[CheckpointReader, dict[str, Any]]:
+        with refusing_corruption(path):
+            return CheckpointReader(path, manifest), load_train_state(path, manifest)
+
     found = CheckpointComparison()
-    with CheckpointReader(one, manifests[0]) as left, CheckpointReader(two, manifests[1]) as right:
+    (reader_of_one, state_of_one), (reader_of_two, state_of_two) = map(opened, (one, two), manifests)
+    with reader_of_one as left, reader_of_two as right:
         for name in dict.fromkeys([*left.entries, *right.entries]):
             if name not in left.entries or name not in right.entries:
                 present = ["present" if name in side.entries else "missing" for side in (left, right)]
@@ -66,7 +71,7 @@ def compare_checkpoints(
             found.values += tensor.numel()
     ignored = set(ignore)
     left_state, right_state = (
-        {key: value for key, value in load_train_state(path).items() if key not in ignored} for path in (one, two)
+        {key: value for key, value in state.items() if key not in ignored} for state in (state_of_one, state_of_two)
     )
     found.differences += [
         ValueDifference(name, shown(a), shown(b))

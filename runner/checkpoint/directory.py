@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 DIRECTORY_MODE = 0o755
 
 _COMMITTED = re.compile(r"step_(\d+)")
-_TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-\d+-\d+(?:-taken|-swept\d+)?")
+_TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-(?P<fence>\d+)-\d+(?:-taken|-swept\d+)?")
 _SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
 _TAKEN = "taken"  # a whole checkpoint that may be deleted, in a temporary directory
 _COUNT = itertools.count()
@@ -374,7 +374,7 @@ def sweep(directory: Path, fence: Fence) -> None:
 
     Raises:
         SupersededError: a newer attempt holds the lease.
-        CheckpointError: the directory is not readable, or one of them cannot be renamed.
+        CheckpointError: the directory is not readable, or one of an older attempt cannot be renamed.
     """
     found = leftovers(directory)
     fence.check()
@@ -382,7 +382,7 @@ def sweep(directory: Path, fence: Fence) -> None:
         step = path.with_name(path.name.partition(".")[0])
         mine = temporary_name(step, fence, f"-swept{next(_COUNT)}")
         try:
-            _take_over(path, mine)
+            _take_over(path, mine, fence)
             for name in files.list_dir(mine):
                 if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
@@ -395,7 +395,11 @@ def sweep(directory: Path, fence: Fence) -> None:
             _log.warning(f"{mine}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
 
 
-def _take_over(path: Path, mine: Path) -> None:
+def _take_over(path: Path, mine: Path, fence: Fence) -> None:
+    found = _TEMPORARY.fullmatch(path.name)
+    if found is None or int(found["fence"]) >= fence.number:  # of this attempt's own save, which failed
+        files.rename(path, mine)
+        return
     try:
         patiently(path, lambda: files.rename(path, mine))
     except CheckpointError as error:

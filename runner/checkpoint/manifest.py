@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
 from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
+
+T = TypeVar("T")
 
 NAME = "manifest.json"
 TRAIN_STATE = "train_state.pt"
@@ -158,10 +161,7 @@ def read(directory: Path) -> Manifest:
         CorruptionError: it is missing or not as it was written.
         CheckpointError: it is not readable, or of an unknown format version.
     """
-    try:
-        return _read(directory)
-    except CorruptionError:
-        return _read(directory)
+    return twice(partial(_read, directory))
 
 
 def _read(directory: Path) -> Manifest:
@@ -208,16 +208,16 @@ def verify(directory: Path, manifest: Manifest, names: Iterable[str] | None = No
         twice(partial(_verify_file, directory / name, manifest.files[name]))
 
 
-def twice(check: Callable[[], None]) -> None:
-    """`check`, and again if it found corruption.
+def twice(check: Callable[[], T]) -> T:
+    """What `check` returns, called again if it found corruption.
 
     Raises:
         CorruptionError: both times.
     """
     try:
-        check()
+        return check()
     except CorruptionError:
-        check()
+        return check()
 
 
 def _verify_file(path: Path, expected: FileRecord) -> None:
@@ -238,6 +238,42 @@ def compare(path: Path, found: FileRecord, expected: FileRecord) -> None:
         raise CorruptionError(f"{path.name} has {found.size} bytes, but {expected.size} were written")
     if found.xxh128 != expected.xxh128:
         raise CorruptionError(f"{path.name} was changed after it was written (its checksum differs)")
+
+
+def read_verified(path: Path, manifest: Manifest) -> bytes:
+    """The content of a file of a checkpoint: what is returned is what was compared. What differs is read twice.
+
+    Raises:
+        CorruptionError: it is missing, of another size, or changed.
+        CheckpointError: it is not readable, which is not corruption, or the manifest does not name it.
+    """
+    if path.name not in manifest.files:
+        raise CheckpointError(f"{path} is refused: it is not in the manifest")
+
+    def read() -> bytes:
+        try:
+            raw = patiently(path, lambda: files.read_regular(path))
+        except OSError as error:
+            raise _missing(path, error) from error
+        digest = new_hash()
+        digest.update(raw)
+        compare(path, FileRecord(len(raw), digest.hexdigest()), manifest.files[path.name])
+        return raw
+
+    return twice(read)
+
+
+@contextmanager
+def refusing_corruption(directory: Path) -> Iterator[None]:
+    """Corruption in the block ends the command: the checkpoint was verified when it was chosen.
+
+    Raises:
+        CheckpointError: instead of a CorruptionError.
+    """
+    try:
+        yield
+    except CorruptionError as error:
+        raise CheckpointError(f"{directory} is corrupt: {error}") from error
 
 
 def _missing(path: Path, error: OSError) -> CorruptionError:

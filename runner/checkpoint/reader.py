@@ -78,7 +78,8 @@ class CheckpointReader:
     """The tensors of one checkpoint directory, by flat name (`model.…`, `optimizer.state.…`); a context manager.
 
     Raises:
-        CheckpointError: a file contains something that does not belong in a checkpoint.
+        CorruptionError: the index is not as it was written.
+        CheckpointError: it contains something that does not belong in a checkpoint, or is not readable.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -86,10 +87,9 @@ class CheckpointReader:
         self._manifest = manifest
         self._open: dict[str, _Source] = {}
         self._wanted: dict[str, list[_Piece]] = {}
-        if INDEX not in manifest.files:
-            raise CheckpointError(f"{directory / INDEX} is refused: it is not in the manifest")
+        raw = manifests.read_verified(directory / INDEX, manifest)
         try:
-            self.entries = layout.entries(read_whole(directory / INDEX), manifest)
+            self.entries = layout.entries(raw, manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{directory / INDEX} is refused: {error}") from error
 
@@ -177,31 +177,15 @@ class CheckpointReader:
             raise CorruptionError(f"{name} cannot be read ({error.strerror})") from error
 
 
-def read_whole(path: Path) -> bytes:
-    """The content of a file of a checkpoint that has been verified.
-
-    Raises:
-        CheckpointError: it is not readable.
-    """
-
-    def read() -> bytes:
-        with files.open_regular(path) as file:
-            return file.read()
-
-    try:
-        return patiently(path, read)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def load_train_state(directory: Path) -> dict[str, Any]:
+def load_train_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """The content of train_state.pt: plain values and tensors.
 
     Raises:
+        CorruptionError: it is not as it was written.
         CheckpointError: it contains anything else, or is not readable.
     """
     path = directory / TRAIN_STATE
-    raw = read_whole(path)
+    raw = manifests.read_verified(path, manifest)
     try:
         state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:

@@ -98,16 +98,15 @@ def open_checkpoint(info: Info, fingerprint: Mapping[str, Any]) -> tuple[TrainSt
     corruption = checkpoint_dir.size_error(Candidate(info.path, info.step, info.manifest))
     if corruption is not None:
         raise CorruptionError(corruption)
-    manifests.verify(info.path, info.manifest, [name for name in SMALL if name in info.manifest.files])
+    reader = CheckpointReader(info.path, info.manifest)
+    loaded = load_train_state(info.path, info.manifest)
     check_fingerprint(info.manifest.fingerprint, fingerprint, f"checkpoint {info.path}")
     where = str(info.path / TRAIN_STATE)
-    if TRAIN_STATE not in info.manifest.files:
-        raise CheckpointError(f"{where} is refused: it is not in the manifest")
-    state = TrainState.from_dict(load_train_state(info.path), where)
+    state = TrainState.from_dict(loaded, where)
     manifests.check_version(state.version, where)
     if state.step != info.step:
         raise CheckpointError(
             f"{where} is of step {state.step}, but its manifest is of step {info.step}: it was edited; remove "
             f"{info.path}, and rerun to resume from an older checkpoint"
         )
-    return state, CheckpointReader(info.path, info.manifest)
+    return state, reader

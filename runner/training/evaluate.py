@@ -13,7 +13,6 @@ import torch
 from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate
-from runner.checkpoint.reader import load_train_state
 from runner.config.schema import Config
 from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UserError
 from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, make_work, work_lease
@@ -26,7 +25,7 @@ from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import make_exact
 from runner.training.held_out import evaluation_sets
-from runner.training.load import restore
+from runner.training.load import restore, train_state
 from runner.training.run_state import RunState
 from runner.training.step import Forward
 from runner.training.tasks import build_task
@@ -77,7 +76,7 @@ class Evaluator:
             UserError: the checkpoint, the task or a metric does not fit.
         """
         restore(self._model, chosen)
-        self._task.restore(RunState.from_extra(load_train_state(chosen.path)).task, self._world.rank)
+        self._task.restore(RunState.from_extra(train_state(chosen)).task, self._world.rank)
         return self._evaluation.run(chosen.step, stop)
 
 
@@ -254,7 +253,7 @@ class Work:
         self.on_progress()
 
     def _made(self, chosen: Candidate) -> Evaluator:
-        self._evaluator = Evaluator(self.config, load_train_state(chosen.path), self.world)
+        self._evaluator = Evaluator(self.config, train_state(chosen), self.world)
         return self._evaluator
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from runner.checkpoint import choice
 from runner.checkpoint.checks import check_model
 from runner.checkpoint.directory import Candidate
+from runner.checkpoint.manifest import refusing_corruption
 from runner.checkpoint.reader import CheckpointReader, load_train_state
 from runner.checkpoint.restore import fill
 from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, bare, model_state, plain_name
@@ -116,7 +117,7 @@ def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
     """
     assert chosen.manifest is not None
     where = str(chosen.path)
-    with CheckpointReader(chosen.path, chosen.manifest) as opened:
+    with refusing_corruption(chosen.path), CheckpointReader(chosen.path, chosen.manifest) as opened:
         averaged = AVERAGE_COUNT in opened.entries and not raw
         prefix = AVERAGE if averaged else MODEL
         tensors = model_state(model)[0]
@@ -124,8 +125,19 @@ def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
         for name, tensor in tensors.items():
             fill(opened, prefix + name, tensor)
         opened.fetch()
-    extra = load_train_state(chosen.path).get("model_extra")
+    extra = train_state(chosen).get("model_extra")
     if extra:
         names = {plain_name(name): name for name in bare(model).state_dict()}
         bare(model).load_state_dict({names[name]: value for name, value in extra.items()}, strict=False)
     return averaged
+
+
+def train_state(chosen: Candidate) -> dict[str, Any]:
+    """The train state of a checkpoint that was verified when it was chosen.
+
+    Raises:
+        CheckpointError: it has changed since, or contains something that does not belong in a checkpoint.
+    """
+    assert chosen.manifest is not None
+    with refusing_corruption(chosen.path):
+        return load_train_state(chosen.path, chosen.manifest)

@@ -104,6 +104,23 @@ def test_a_changed_byte_anywhere_is_detected_set_aside_and_survived(
     assert "set aside as step_00000002.corrupt" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("name", ["tensors.json", "train_state.pt"])
+def test_what_is_loaded_is_what_was_verified(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit that rots between two reads, of which only the first was verified, would be loaded."""
+    opened, real = [], files.open_regular
+
+    def rotting(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:
+            opened.append(path)
+            if len(opened) > 1:
+                flip(path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(files, "open_regular", rotting)
+    assert load(run) == 2
+    assert len(opened) == 1
+
+
 def corruption(run: Path) -> str | None:
     newest = next(c for c in checkpoint_dir.candidates(run) if c.path.name == "step_00000002")
     return checkpoint_dir.corruption_of(newest)

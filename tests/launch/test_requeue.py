@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_slurm import RUNNING, FakeSlurm, inside, job_line, row, slurm
@@ -193,6 +194,27 @@ def test_a_step_longer_than_the_notice_requeues_the_job_before_it_is_killed(
     inside.shows_job(JobState="COMPLETING", Restarts="1")
     assert here.requeue_if_needed("time limit") == "time limit"
     assert len(inside.calls("scontrol requeue")) == 1
+
+
+def test_a_timer_and_the_end_of_the_attempt_do_not_requeue_the_job_twice(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request would bring back a job that was cancelled after the first."""
+    inside.shows_job(**RUNNING)
+    here, asked = job.SlurmJob(), threading.Event()
+
+    def cancelled_after_it(*_: object, **__: object) -> None:
+        asked.set()
+        time.sleep(0.2)
+        inside.shows_job(**ENDING)
+
+    monkeypatch.setattr(scheduler, "requeue", Mock(side_effect=cancelled_after_it))
+    timer = threading.Thread(target=here._requeuer._requeue_unfinished)
+    timer.start()
+    asked.wait(60)
+    assert here.requeue_if_needed("preempted") == "cancelled"
+    timer.join()
+    assert scheduler.requeue.call_count == 1  # type: ignore[attr-defined]
 
 
 def test_a_job_that_is_cancelled_during_its_notice_is_not_requeued(

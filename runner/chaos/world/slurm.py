@@ -512,10 +512,12 @@ class Slurm:
         job.processes, job.batch = [], None
         if job.state == "COMPLETING":
             job.state = job.after
-        else:
-            job.state = "PENDING" if job.may_requeue else "NODE_FAIL"
-            job.restarts += job.may_requeue
+        elif job.may_requeue:
+            job.state = "PENDING"
+            job.restarts += 1
             job.submitted = float(int(self.now))
+        else:
+            job.state = "NODE_FAIL"
         job.starts += 1  # nothing of the old start concerns it any more
         job.end = float(int(self.now))
         if job.state == "PENDING":
