@@ -100,7 +100,10 @@ def status_of(run: RunDir) -> dict[str, Any]:
     status = files.read_object(run.status)
     if status and (status.get("state") != "running" or files.read_object(run.attempt)):
         return status
-    return status | {key: value for key, value in _status_from_records(run).items() if value is not None or not status}
+    shown = _status_from_records(run)
+    if status and shown.get("attempts") != status.get("attempts"):
+        return status  # not of the same attempt
+    return status | {key: value for key, value in shown.items() if value is not None or not status}
 
 
 def incomplete_records(run: RunDir, steps: int) -> str | None:
