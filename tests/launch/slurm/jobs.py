@@ -173,7 +173,8 @@ class Job(Run):
     def log(self) -> str:
         """The end of what the job printed, for messages."""
         logs = self.path / "logs"
-        return "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("*.out")))
+        # A link to the log of an array is there before its task has started.
+        return "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("*.out")) if log.exists())
 
 
 def preempt(cluster: Cluster, *nodes: str, seconds: float = 0.5) -> None:
