@@ -235,23 +235,30 @@ class Requeuer:
         """
         refusals = forgotten = 0
         while processes.find_command("scontrol") and refusals < max_refusals:
-            with self._turn:
-                job = self._job()
-                ended = ended_by(job, self._restart_count)
-                if ended in ("requeued", "cancelled"):
-                    return ended
-                if job:
-                    if self._ask(job):
-                        # Slurm reports success, too, for a job that was cancelled since its state was read.
-                        cancelled = ended_by(self._job(), self._restart_count) == "cancelled"
-                        return "cancelled" if cancelled else "asked"
-                    refusals += 1
+            outcome = self._look_and_ask()
+            if outcome not in ("refused", None):
+                return outcome
+            refusals += outcome == "refused"
             forgotten = forgotten + 1 if self._forgotten else 0
             if forgotten == MAX_FORGOTTEN:
                 _report(f"Slurm has lost job {self._job_id}: nothing is requeued, rerun the command to continue")
                 return "cancelled"
             clock.sleep(RETRY_S if forgotten else pause_s)
         return None
+
+    def _look_and_ask(self) -> str | None:
+        """Once: "asked", "refused"; "requeued" or "cancelled" if so already; None: Slurm did not answer."""
+        with self._turn:
+            job = self._job()
+            ended = ended_by(job, self._restart_count)
+            if ended in ("requeued", "cancelled"):
+                return ended
+            if not job:
+                return None
+            if not self._ask(job):
+                return "refused"
+            # Slurm reports success, too, for a job that was cancelled since its state was read.
+            return "cancelled" if ended_by(self._job(), self._restart_count) == "cancelled" else "asked"
 
     def _ask(self, job: Record) -> bool:
         """Ask Slurm once to requeue the job; whether it did."""

@@ -56,8 +56,9 @@ def compare_checkpoints(
             return CheckpointReader(path, manifest), load_train_state(path, manifest)
 
     found = CheckpointComparison()
-    (reader_of_one, state_of_one), (reader_of_two, state_of_two) = map(opened, (one, two), manifests)
-    with reader_of_one as left, reader_of_two as right:
+    left, left_state = opened(one, manifests[0])
+    right, right_state = opened(two, manifests[1])
+    with left, right:
         for name in dict.fromkeys([*left.entries, *right.entries]):
             if name not in left.entries or name not in right.entries:
                 present = ["present" if name in side.entries else "missing" for side in (left, right)]
@@ -71,7 +72,7 @@ def compare_checkpoints(
             found.values += tensor.numel()
     ignored = set(ignore)
     left_state, right_state = (
-        {key: value for key, value in state.items() if key not in ignored} for state in (state_of_one, state_of_two)
+        {key: value for key, value in state.items() if key not in ignored} for state in (left_state, right_state)
     )
     found.differences += [
         ValueDifference(name, shown(a), shown(b))

@@ -381,8 +381,10 @@ def sweep(directory: Path, fence: Fence) -> None:
     for path in found:
         step = path.with_name(path.name.partition(".")[0])
         mine = temporary_name(step, fence, f"-swept{next(_COUNT)}")
+        left = path
         try:
             _take_over(path, mine, fence)
+            left = mine
             for name in files.list_dir(mine):
                 if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
@@ -392,7 +394,7 @@ def sweep(directory: Path, fence: Fence) -> None:
         except FileNotFoundError:  # removed meanwhile
             continue
         except OSError as error:
-            _log.warning(f"{mine}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
+            _log.warning(f"{left}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
 
 
 def _take_over(path: Path, mine: Path, fence: Fence) -> None:

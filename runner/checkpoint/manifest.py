@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -192,19 +192,18 @@ def is_ours(directory: Path) -> bool:
     return sum(name in raw for name in names) > len(names) // 2
 
 
-def verify(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-    """Read files and compare their sizes and checksums with the manifest. What differs is read twice.
+def verify(directory: Path, manifest: Manifest) -> None:
+    """Read the files and compare their sizes and checksums with the manifest. What differs is read twice.
 
     Args:
         directory: the checkpoint.
         manifest: its manifest.
-        names: of the files; None: all.
 
     Raises:
         CorruptionError: a file is missing, of another size, or changed.
         CheckpointError: a file is not readable, which is not corruption.
     """
-    for name in sorted(manifest.files if names is None else names):
+    for name in sorted(manifest.files):
         twice(partial(_verify_file, directory / name, manifest.files[name]))
 
 

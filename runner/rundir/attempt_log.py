@@ -101,9 +101,11 @@ def status_of(run: RunDir) -> dict[str, Any]:
     if status and (status.get("state") != "running" or files.read_object(run.attempt)):
         return status
     shown = _status_from_records(run)
-    if status and shown.get("attempts") != status.get("attempts"):
+    if not status:
+        return shown
+    if shown.get("attempts") != status.get("attempts"):
         return status  # not of the same attempt
-    return status | {key: value for key, value in shown.items() if value is not None or not status}
+    return status | {key: value for key, value in shown.items() if value is not None}
 
 
 def incomplete_records(run: RunDir, steps: int) -> str | None:

@@ -281,7 +281,7 @@ class _Attempt:
             world.run_on_main(lambda: log.check_budgets(job.max_timeouts) if log else None)
             if log:
                 # At once, and not after the save: the job may be killed before that is done.
-                STOP.listen(self._note_cause, later=job.cause)  # a preemption ends it before its time limit does
+                STOP.listen(self._note_cause, later=job.cause)  # later ones may leave less time
         if any(world.gather(bool(STOP))):  # no time to build what would not be used
             return self._interrupt(self._saved() or 0)
         self.session = session = self._open_session()

@@ -60,6 +60,7 @@ STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
 """So many calls after that moment."""
 INTERRUPTED_S = (3.0, 20.0, 90.0)
 APPENDED = ("metrics.jsonl", "timings.jsonl")
+"""The records of a run that are appended to."""
 MADE_BY_OTHERS = re.compile(r".*\.(pinned|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
 
@@ -730,12 +731,13 @@ class Custodies(Scenario):
                 there = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
                 trained = str(frozen(place).get("name")) in self._acquired
             packed = self._packed or {}
-            lacks = [name for name in there if packed.get(name) != there[name]]
             if trained:
                 # Whoever trained before the archive took the lease, and has just woken up, has its records open, and
                 # appends to them until it notices.
-                longer = [name for name in lacks if there[name].startswith(packed.get(name, b"?"))]
-                lacks = [name for name in lacks if name not in APPENDED or name not in longer]
+                for name in APPENDED:
+                    if name in packed and there.get(name, b"").startswith(packed[name]):
+                        there[name] = packed[name]
+            lacks = [name for name in there if packed.get(name) != there[name]]
             if lacks:
                 self._may_not(process, f"gave the archive its name, which lacks {lacks} of {place.name}")
 

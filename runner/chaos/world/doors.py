@@ -268,8 +268,7 @@ def _stop_flag(world: World) -> dict[str, Any]:
     def wait_for_listener(self: Any) -> None:
         assert world.current is not None
         for task in world.current.process.listening[:1]:
-            if not task.over:
-                world.wait(task.waiters, None)
+            world.join(task)
 
     return {
         "install": install,
@@ -362,8 +361,8 @@ class _Thread:
         return self._task.ident if self._task else None
 
     def join(self, timeout: float | None = None) -> None:
-        if self._task is not None and not self._task.over and self._world.current is not None:
-            self._world.wait(self._task.waiters, timeout)
+        if self._task is not None and self._world.current is not None:
+            self._world.join(self._task, timeout)
 
 
 class _Event:

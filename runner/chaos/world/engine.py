@@ -296,6 +296,11 @@ class World:
         self._handle_signals(task.process, task)
         return not task.timed_out
 
+    def join(self, task: Task, timeout: float | None = None) -> None:
+        """The current thread waits until another one has ended, or the time is up."""
+        if not task.over:
+            self.wait(task.waiters, timeout)
+
     def wake(self, waiters: list[Task]) -> None:
         """Let everybody continue who waits in `waiters`."""
         for task in waiters:
@@ -471,8 +476,7 @@ class World:
 
         def call() -> None:
             for task in before:
-                if not task.over:
-                    self.wait(task.waiters, None)
+                self.join(task)
             listener(signum)
 
         process.listening.append(self.thread("signals", call, process))
