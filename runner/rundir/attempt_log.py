@@ -180,7 +180,7 @@ class AttemptLog:
     _kept: bytes = b""  # the lines of earlier attempts, as they were found
     _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
     _unwritten: set[Path] = field(default_factory=set)
-    # `note` is called from a thread as well.
+    # `note` and `warn` are called from threads as well: what they replace and write, one of them does at a time.
     _lock: threads.RLock = field(default_factory=lambda: threads.RLock())  # noqa: PLW0108 looked up when it is called
     _updated: float = float("-inf")
 
@@ -215,10 +215,12 @@ class AttemptLog:
             # When a rank dies, srun signals the others before it kills them: "interrupted" alone proves nothing.
             cause = explain(left) if noted in (None, "interrupted") else str(noted)
             time = latest(left["attempt"], files.read_object(run.status), last_sign)
-            log._close(left, cause, None, last_step(run), time)
+            log.record = left
+            log._close(cause, None, last_step(run), time)
+            log.record = {}
         number = max((line["attempt"] for line in log.earlier), default=0) + 1
         start = {"started": clock.wall(), "start_step": run.newest_step(), "total": total}
-        log._write_record({"attempt": number, **identity, "pid": processes.own_pid(), **start})
+        log.note(attempt=number, **identity, pid=processes.own_pid(), **start)
         log.update(state="running", step=log.record["start_step"], cause=log.last_cause, force=True)
         return log
 
@@ -278,17 +280,21 @@ class AttemptLog:
 
     def resumed(self, step: int) -> None:
         """Record the step at which this attempt resumes: below the newest checkpoint's if that one is corrupt."""
-        self._write_record({**self.record, "start_step": step, "total": self.total})
+        self.note(start_step=step, total=self.total)
         self.update(step=step, force=True)
 
     def note(self, **entries: Any) -> None:
-        """Put entries into this attempt's record at once, in case it is killed before it ends."""
-        self._write_record({**self.record, **entries})
+        """Put entries into this attempt's record at once, in case it is killed; from any thread, until it has ended."""
+        with self._lock:
+            if "ended" not in self.record:
+                self.record = {**self.record, **entries}
+                self._unwritten.add(self.run.attempt)
+                self._flush()
 
     def warn(self, message: str) -> None:
         """Show an error that training survives (a full disk, for example) in the status; from any thread."""
-        self.warnings = [*self.warnings, message][-MAX_WARNINGS:]
-        with suppress(SupersededError):  # the training thread finds out by itself
+        with self._lock, suppress(SupersededError):  # the training thread finds out by itself
+            self.warnings = [*self.warnings, message][-MAX_WARNINGS:]
             self.update(force=True)
 
     def update(self, force: bool = False, **entries: Any) -> None:
@@ -301,8 +307,8 @@ class AttemptLog:
         if not force and now - self._updated < UPDATE_INTERVAL_S:
             return
         self._updated = now
-        self._flush()
-        with suppress(OSError):  # a full or read-only disk is reported where it matters: by the save
+        with self._lock, suppress(OSError):  # a full or read-only disk is reported where it matters: by the save
+            self._flush()
             self._write_status()
 
     def sign(self) -> dict[str, Any]:
@@ -310,22 +316,23 @@ class AttemptLog:
         return {"attempt": self.record["attempt"], "time": self.account.state()}
 
     def _write_status(self) -> None:
-        keys = ("job_id", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
-        identity = {key: self.record.get(key) for key in keys}
-        status = {
-            "state": "running",
-            **self.status,
-            **identity,
-            "attempt": self.record["attempt"],
-            "time": self.account.state(),
-            "total": self.total,
-            "attempts": len(self.earlier) + (0 if self.record.get("ended") else 1),
-            "steps_lost": _steps_lost(self.earlier),
-            "updated": clock.wall(),
-            "warnings": self.warnings,
-        }
-        status["checkpoint_step"], status["checkpoint_time"] = self.run.newest_checkpoint() or (None, None)
-        files.write_json(self.run.status, status, durable=False, guard=self.run.guard)
+        with self._lock:
+            keys = ("job_id", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
+            identity = {key: self.record.get(key) for key in keys}
+            status = {
+                "state": "running",
+                **self.status,
+                **identity,
+                "attempt": self.record["attempt"],
+                "time": self.account.state(),
+                "total": self.total,
+                "attempts": len(self.earlier) + (0 if self.record.get("ended") else 1),
+                "steps_lost": _steps_lost(self.earlier),
+                "updated": clock.wall(),
+                "warnings": self.warnings,
+            }
+            status["checkpoint_step"], status["checkpoint_time"] = self.run.newest_checkpoint() or (None, None)
+            files.write_json(self.run.status, status, durable=False, guard=self.run.guard)
 
     @property
     def step(self) -> int:
@@ -348,12 +355,11 @@ class AttemptLog:
         Raises:
             FileError: the disk refuses the entry, again and again.
         """
-        if reason:
-            self.record["reason"] = reason
+        why = {"reason": reason} if reason else {}
         # Again as well: it looks at the checkpoints.
-        insist(lambda: self._close(self.record, cause, status, self.step, self.account.state()), self.run.attempts)
+        insist(lambda: self._close(cause, status, self.step, self.account.state(), **why), self.run.attempts)
         insist(self._write_all, self.run.attempts)
-        self.status.update(state=self._state_after(cause), cause=cause, **({"reason": reason} if reason else {}))
+        self.status.update(state=self._state_after(cause), cause=cause, **why)
         with suppress(FileError):  # the other records show the same
             insist(self._write_status, self.run.status)
 
@@ -362,19 +368,12 @@ class AttemptLog:
             return "requeued"
         return STATE_AFTER.get(cause, "failed")
 
-    def _write_record(self, record: dict[str, Any]) -> None:
-        """Replace this attempt's record, unless it is closed already."""
-        with self._lock:
-            if "ended" not in self.record:
-                self.record = record
-                self._unwritten.add(self.run.attempt)
-                self._flush()
-
-    def _close(self, record: dict[str, Any], cause: str, status: int | None, end_step: int, time: Any) -> None:
-        """Close an entry. `time`: the last state of its `TimeAccount`, if it is known."""
+    def _close(self, cause: str, status: int | None, end_step: int, time: Any, **entries: str) -> None:
+        """Close the entry that `record` is. `time`: the last state of its `TimeAccount`, if it is known."""
         saved = self.run.newest_step()
         boundary = end_step if status in BETWEEN_STEPS else None
         with self._lock:
+            record = self.record  # a thread may have replaced it until here
             record.update(
                 ended=clock.wall(),
                 end_step=end_step,
@@ -383,6 +382,7 @@ class AttemptLog:
                 cause=cause,
                 exit=status,
                 **closed(time, int(record.get("start_step") or 0), saved, boundary),
+                **entries,
             )
             if not any(line is record for line in self._closed):  # an end that cannot be recorded is a failure
                 self._closed.append(record)

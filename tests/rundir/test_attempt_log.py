@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import threading
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -294,6 +295,52 @@ def test_a_cause_noted_after_the_end_changes_nothing(tmp_path: Path) -> None:
     log.note(cause="preempted")
     assert json.loads(run.attempt.read_text()) == {}
     assert [line["cause"] for line in read_lines(run.attempts)] == ["finished"]
+
+
+def test_what_a_thread_notes_while_an_attempt_ends_leaves_one_line_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt looks at its checkpoints, a thread notes the notice of a preemption, and the disk refuses the end.
+
+    The record that had been noted was not the one that was closed: the second try at the end added its line again.
+    """
+    run = RunDir(tmp_path)
+    log = begin(run)
+    newest_step = RunDir.newest_step
+
+    def notes_meanwhile(run: RunDir) -> int:
+        log.note(notice="preempted")
+        return newest_step(run)
+
+    monkeypatch.setattr(RunDir, "newest_step", notes_meanwhile)
+    log.end("crash", 1, "first")
+    log.end("crash", 1, "second")
+    assert [(line["attempt"], line["notice"], line["reason"]) for line in ended_attempts(run)] == [
+        (1, "preempted", "second")
+    ]
+    assert files.read_object(run.attempt) == {}
+
+
+def test_a_warning_of_a_thread_does_not_bring_back_an_older_status(tmp_path: Path) -> None:
+    """A writer that warned as the attempt ended replaced its status last, with "running"."""
+    run = RunDir(tmp_path)
+    log = begin(run)
+    held, ended = threading.Event(), threading.Event()
+
+    def check() -> None:
+        if threading.current_thread() is writer:
+            held.set()
+            ended.wait(0.5)
+
+    log.run = RunDir(tmp_path, files.Guard("test", check))
+    writer = threading.Thread(target=log.warn, args=("disk full",))
+    writer.start()
+    assert held.wait(60)
+    log.end("time limit", 75)
+    ended.set()
+    writer.join()
+    status = files.read_object(run.status)
+    assert (status["state"], status["warnings"]) == ("requeued", ["disk full"])
 
 
 @pytest.mark.parametrize("failure", [None, ValueError("a bug"), UserError("a mistake")])

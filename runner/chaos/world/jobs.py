@@ -567,7 +567,11 @@ class Jobs(Scenario):
         others = [each for each in self._began if each.alive]
         if process in self._began and process.status == 0 and not others:
             for run in self.runs:
-                live = [job.job_id for job in self.slurm.live() if self._run_of(job) == run.path and job.after == ""]
+                live = [
+                    job.job_id
+                    for job in self.slurm.live()
+                    if self._run_of(job) == run.path and job.after == "" and not job.cancelled
+                ]
                 self.must(len(live) < 2, f"{process.name} leaves {run.path.name} with the jobs {live}")
 
     def finish(self) -> None:
