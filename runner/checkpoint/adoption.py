@@ -45,6 +45,7 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
     if not isinstance(found, Candidate) or found.manifest is None:
         reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
+    fence.check()  # where the branch was moved or removed meanwhile, nothing of it is made anew
     files.make_dirs(directory, DIRECTORY_MODE)
     transaction = Transaction(final, fence)
     transaction.begin()

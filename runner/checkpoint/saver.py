@@ -204,6 +204,7 @@ class Saver:
         """Create the directory of checkpoints, so that it survives a power loss, whoever created it."""
         if self._prepared and files.is_dir(self._directory):
             return
+        self._fence.check()  # where the run was moved or removed meanwhile, nothing of it is made anew
         files.make_dirs(self._directory.parent)
         with suppress(FileExistsError):
             files.make_dir(self._directory, DIRECTORY_MODE)

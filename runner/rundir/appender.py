@@ -64,5 +64,5 @@ def withdraw(run: RunDir) -> None:
 def _write(run: RunDir, is_open: bool, durable: bool) -> None:
     if run.guard is not None:
         content = {"open": is_open, **processes.this_process()}
-        files.make_dirs(run.appender.parent)  # of a branch that was never started there is none yet
+        run.make_dirs(run.appender.parent)  # of a branch that was never started there is none yet
         files.write_json(run.appender, content, durable=durable, guard=run.guard)

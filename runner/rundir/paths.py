@@ -24,6 +24,20 @@ class RunDir:
     path: Path
     guard: files.Guard | None = field(default=None, compare=False, repr=False)
 
+    def make_dirs(self, folder: Path) -> None:
+        """Create a directory of this run and its missing parents, durably; not the run's own, from where it was moved.
+
+        Raises:
+            SupersededError: a newer process holds the lease, or has moved or removed the run.
+            OSError: the file system refused.
+        """
+        try:
+            files.make_dirs_in(self.path, folder)
+        except FileNotFoundError:
+            if self.guard is not None:
+                self.guard.check()
+            raise
+
     @property
     def config(self) -> Path:
         """The resolved config, written by the last command that started the run; attempts read it."""

@@ -424,7 +424,7 @@ class _Attempt:
             assert self.log is not None
             path = self.run.stacks(self.log.record["attempt"], rank)
             try:
-                files.make_dirs(path.parent)
+                self.run.make_dirs(path.parent)
                 files.write_atomic(path, text, guard=self.run.guard)
             except OSError as error:
                 print_error(f"warning: {path} cannot be written ({error.strerror or error}):\n{text}")

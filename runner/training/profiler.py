@@ -61,7 +61,7 @@ class Profiler:
             self._step = None
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         try:
-            files.make_dirs(self._path.parent)
+            files.make_dirs_in(self._path.parent.parent, self._path.parent)  # not the run, where that was moved
             profile.stop()
             profile.export_chrome_trace(str(temporary))
             files.rename(temporary, self._path)

@@ -161,7 +161,7 @@ class RunRecorder:
         """Write the file of an image or a text, and let the loggers show it that can."""
         content = media.content.encode() if isinstance(media.content, str) else media.content
         try:
-            files.make_dirs(media.path.parent)
+            self.log.run.make_dirs(media.path.parent)
             files.write_atomic(media.path, content, durable=False, guard=self.log.run.guard)
         except OSError as error:
             self.warn(f"{media.path} could not be written ({error.strerror or error}): it is lost")

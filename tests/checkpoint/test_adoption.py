@@ -155,7 +155,7 @@ def test_a_superseded_process_takes_nothing_over(trunk: Path, tmp_path: Path) ->
 
     with pytest.raises(SupersededError):
         adopt(trunk / STEP, tmp_path / "branch", Fence(1, superseded))
-    assert names(tmp_path / "branch") == []
+    assert not (tmp_path / "branch").exists()
 
 
 def test_a_pin_comes_before_its_checkpoint(tmp_path: Path) -> None:

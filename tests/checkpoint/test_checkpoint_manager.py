@@ -369,7 +369,7 @@ def test_a_superseded_process_commits_nothing_and_raises(tmp_path: Path) -> None
     assert names(tmp_path) == ["step_00000001"]
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 4])
+@pytest.mark.parametrize("when", [1, 2, 3, 4, 5])
 def test_the_fence_is_checked_before_the_sweep_around_the_mkdir_and_before_the_rename(
     tmp_path: Path, when: int
 ) -> None:

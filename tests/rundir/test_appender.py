@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ import faults
 import pytest
 from tiny_attempts import STEPS, attempt, contents, tiny_attempts, training_to
 
+from runner.checkpoint.directory import Fence, Retention
+from runner.checkpoint.saver import Saver
 from runner.errors import ExitStatus, SupersededError
 from runner.metrics import resume_records
 from runner.rundir.appender import announce, nobody_appends, withdraw
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
+from runner.system.distributed import World
 
 
 @contextmanager
@@ -101,6 +104,29 @@ def test_a_superseded_process_announces_nothing(run: RunDir) -> None:
     with pytest.raises(SupersededError):
         announce(run)
     assert run.appender.read_bytes() == before
+
+
+MAKERS: dict[str, Callable[[RunDir], object]] = {
+    "announce": announce,
+    "withdraw": withdraw,
+    "stacks of a hang": lambda run: run.make_dirs(run.hang),
+    "save": lambda run: Saver(run.checkpoints, World(), {}, Retention(1), Fence(1, guard_of(run).check))._prepare(),
+}
+
+
+def guard_of(run: RunDir) -> files.Guard:
+    assert run.guard is not None
+    return run.guard
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_where_its_run_was_moved_a_process_that_wakes_makes_no_directory(tmp_path: Path, maker: str) -> None:
+    """The place has none of the run any more: a stray directory there could be taken for one."""
+    with held(tmp_path / "run") as run:
+        run.path.rename(tmp_path / "elsewhere")
+        with pytest.raises(SupersededError):
+            MAKERS[maker](run)
+        assert not run.path.exists()
 
 
 def lines(first: int, last: int) -> bytes:
