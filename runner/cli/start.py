@@ -345,10 +345,10 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
     for job in counted(jobs, "writing configs"):
         run = RunDir(job.run_dir)
         try:
-            files.make_dirs(run.path, files.OWNED)
+            guard = guards[job.run_dir]
+            guard.check()  # nothing is written where the run was moved or removed meanwhile
             for change in provenance.code_changes(run.path):
                 say(f"  the code has changed since this run last started: {change}")
-            guard = guards[job.run_dir]
             _take_over(job, run, guard)
             provenance.write_code(run.code, code, job.overrides, guard)
             # Last: a directory with a config is a run.

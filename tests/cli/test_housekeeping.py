@@ -27,7 +27,7 @@ from runner.__main__ import run as runner
 from runner.cli import archive as archive_command
 from runner.cli import plan, start
 from runner.errors import ExitStatus
-from runner.rundir import custody, lease
+from runner.rundir import custody, lease, provenance
 from runner.rundir.custody import Custody
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -645,6 +645,25 @@ def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
     assert FakeLauncher.launched == []
     assert not made.exists()
     assert contents(made.with_name("elsewhere-00000000")) == before
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_where_a_run_was_moved_that_a_suspended_command_had_locked_nothing_is_made(
+    made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, sweep: bool
+) -> None:
+    """The command was suspended longer than others wait for its heartbeat, just before it writes the config."""
+    real = provenance.describe_code
+
+    def moved() -> dict[str, object]:
+        if made.exists():
+            files.rename(made, made.with_name("elsewhere-00000000"))
+        return real()
+
+    monkeypatch.setattr(provenance, "describe_code", moved)
+    words = ["-m", "seed=0,1"] if sweep else []
+    assert run("train.steps=10", *words, launcher="fake" if sweep else "here") == ExitStatus.SUPERSEDED
+    assert FakeLauncher.launched == []
+    assert not made.exists()
 
 
 def test_a_run_that_is_moved_before_resume_looks_at_it_is_not_begun_anew(
