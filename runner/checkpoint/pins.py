@@ -1,6 +1,7 @@
 """Checkpoints that are not deleted, whatever retention says: pinned ones, and those that an evaluation waits for.
 
     step_00000100.pinned       an empty file: this one is kept for good
+    step_00000100.pinned-…     likewise, by somebody who may take it back yet
     evaluation-NAME.awaits     of an evaluation of all checkpoints: which it has evaluated, and how many others to keep
 
 Anybody who may write to the directory may set one, also while the run trains: it changes nothing of the run. Imports no
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
-from runner.system import clock, files
+from runner.system import clock, files, processes
 
-_PINNED = re.compile(r"step_(\d+)\.pinned")
+_PINNED = re.compile(r"step_(\d+)\.pinned(?:-\d+-\d+)?")
 _AWAITS = re.compile(r"evaluation-.+\.awaits")
 _COMMITTED = re.compile(r"step_(\d{8,})")
 # A checkpoint that is being deleted is back by then, if its pin was seen in time.
@@ -47,12 +49,11 @@ def is_kept(checkpoint: Path) -> bool:
     Raises:
         OSError: the directory cannot be read.
     """
-    if is_pinned(checkpoint):
-        return True
     if not (own := _COMMITTED.fullmatch(checkpoint.name)):  # one that was set aside
         return False
     names, step = _names(checkpoint.parent), int(own[1])
-    return step in _awaited(checkpoint.parent, names, _numbers(_COMMITTED, names) | {step})
+    present = _numbers(_COMMITTED, names) | {step}
+    return step in _numbers(_PINNED, names) | _awaited(checkpoint.parent, names, present)
 
 
 def await_evaluation(directory: Path, name: str, evaluated: Collection[int], most: int) -> None:
@@ -105,33 +106,26 @@ def _numbers(pattern: re.Pattern[str], names: Collection[str]) -> set[int]:
     return {int(found[1]) for name in names if (found := pattern.fullmatch(name))}
 
 
-def is_pinned(checkpoint: Path) -> bool:
-    """Whether the checkpoint at this path, which need not be there any more, has a pin."""
-    return files.exists(_pin_of(checkpoint))
-
-
 def pin(checkpoint: Path) -> bool:
-    """Pin a checkpoint; False, and no pin, if it was deleted meanwhile.
+    """Pin a checkpoint; False, and no pin of this call, if it was deleted meanwhile.
 
     Whoever deletes one moves it aside first, looks for a pin, and puts it back if there is one.
 
     Raises:
         OSError: the file system refused.
     """
-    try:
-        files.create(_pin_of(checkpoint), b"")
-    except FileExistsError:
-        files.fsync_dir(checkpoint.parent)  # `create` does so: who saved it may have been killed before
+    own = _own_pin(checkpoint)
     for _ in range(LOOKS):
         if files.is_dir(checkpoint):
+            confirm(own)
             return True
         clock.sleep(PAUSE_S)
-    unpin(checkpoint)
+    files.remove(own)
     return False
 
 
-def reserve(checkpoint: Path) -> bool:
-    """Pin a checkpoint that may not be there yet; False if it has a pin already.
+def reserve(checkpoint: Path) -> Path:
+    """Pin a checkpoint that may not be there yet: `confirm` what is returned, or remove it.
 
     Raises:
         FileNotFoundError: the run is gone: nothing is made in the place of one that was moved or removed.
@@ -139,17 +133,31 @@ def reserve(checkpoint: Path) -> bool:
     """
     with files.owned():
         files.make_dirs_in(checkpoint.parent.parent, checkpoint.parent)
-    try:
-        files.create(_pin_of(checkpoint), b"")
-    except FileExistsError:
-        return False
-    return True
+    return _own_pin(checkpoint)
+
+
+def confirm(own: Path) -> None:
+    """Nobody will take this pin back: give it the name that those of its checkpoint share."""
+    with suppress(OSError):  # it is a pin under either name
+        files.rename(own, own.with_name(f"{own.name.partition('.')[0]}.pinned"))
 
 
 def unpin(checkpoint: Path) -> None:
-    """Remove a pin; it may be gone already."""
-    files.remove(_pin_of(checkpoint))
+    """Remove the pins of a checkpoint, whoever has set them; they may be gone already."""
+    own = _numbers(_COMMITTED, [checkpoint.name])
+    for name in {f"{checkpoint.name}.pinned", *_names(checkpoint.parent)}:
+        if _numbers(_PINNED, [name]) == own:
+            files.remove(checkpoint.with_name(name))
 
 
-def _pin_of(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f"{checkpoint.name}.pinned")
+def _own_pin(checkpoint: Path) -> Path:
+    """A new pin, durable, that nobody else has set: who takes it back takes nobody else's."""
+    number = 1
+    while True:
+        own = checkpoint.with_name(f"{checkpoint.name}.pinned-{processes.own_pid()}-{number}")
+        try:
+            files.create(own, b"")
+        except FileExistsError:
+            number += 1
+        else:
+            return own

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from runner.checkpoint.pins import reserve, unpin
+from runner.checkpoint.pins import confirm, reserve
 from runner.cli.arguments import dirs, parse
 from runner.cli.console import counted, say, shown
 from runner.cli.launcher import common_launcher, idle_ranks
@@ -206,7 +206,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
     """
     new = [run.job for run in planned if run.state == "new"]
     missing = {parent for job in new for parent in job.run_dir.parents if not files.exists(parent)}
-    status, pins = int(ExitStatus.USAGE), set[Path]()
+    status, pins = int(ExitStatus.USAGE), list[tuple[Path, Path]]()
     with ExitStack() as held:
         jobs = [run.job for run in planned if run.starts]
         for job in new:
@@ -230,10 +230,12 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         finally:
             if status == ExitStatus.USAGE:
                 _discard(new, guards)
-                submitted = {checkpoint for run, checkpoint in _expected(planned) if _is_submitted(RunDir(run))}
-                for checkpoint in pins - submitted:
+            for run_dir, pin in pins:
+                if status != ExitStatus.USAGE or _is_submitted(RunDir(run_dir)):
+                    confirm(pin)
+                else:
                     with suppress(OSError):
-                        unpin(checkpoint)
+                        files.remove(pin)
     if status == ExitStatus.USAGE:
         _remove_empty(missing)
     started = [run.job.run_dir for run in planned if run.starts]
@@ -377,21 +379,20 @@ def _expected(planned: Sequence[PlannedRun]) -> Iterator[tuple[Path, Path]]:
             yield run.job.run_dir, RunDir(run.after).checkpoint(run.job.config.fork.step)
 
 
-def _reserve(planned: Sequence[PlannedRun], made: set[Path]) -> None:
+def _reserve(planned: Sequence[PlannedRun], pins: list[tuple[Path, Path]]) -> None:
     """Pin the checkpoints that branches wait for: the trunk may have deleted them by the time it ends.
 
     Args:
         planned: what to do about each run.
-        made: receives the paths of those that had no pin.
+        pins: receives (run directory of the branch, its pin), which stays in the trunk only if the branch is submitted.
 
     Raises:
         RunDirError: a trunk was moved or removed.
         FileError: the directory of a trunk cannot be written.
     """
-    for _, checkpoint in _expected(planned):
+    for run_dir, checkpoint in _expected(planned):
         try:
-            if reserve(checkpoint):
-                made.add(checkpoint)
+            pins.append((run_dir, reserve(checkpoint)))
         except FileNotFoundError:
             raise RunDirError(f"{shown(checkpoint.parent.parent)} was moved or removed meanwhile") from None
         except OSError as error:

@@ -18,7 +18,7 @@ from faults import failing, intercepted, interrupted, killed
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.adoption import adopt
 from runner.checkpoint.directory import Fence, Retention
-from runner.checkpoint.pins import is_pinned, reserve, unpin
+from runner.checkpoint.pins import confirm, pinned, reserve, unpin
 from runner.errors import CheckpointError, SupersededError
 from runner.system import files
 
@@ -159,15 +159,17 @@ def test_a_superseded_process_takes_nothing_over(trunk: Path, tmp_path: Path) ->
 
 
 def test_a_pin_comes_before_its_checkpoint(tmp_path: Path) -> None:
-    """Reserved for a step that is still to be saved, it is kept when it comes; of two reservations one is the first."""
+    """Reserved for a step that is still to be saved, it is kept when it comes, also if another pin was taken back."""
     trunk = tmp_path / "run" / "checkpoints"
     trunk.parent.mkdir()
-    assert reserve(trunk / STEP)
-    assert not reserve(trunk / STEP)
-    assert is_pinned(trunk / STEP)
+    refused, other = reserve(trunk / STEP), reserve(trunk / STEP)
+    refused.unlink()
+    assert pinned(trunk) == {2}
     options: dict[str, Any] = {"keep_last": 1}
     train(trunk, 4, **options)
-    assert [name for name in names(trunk) if not name.endswith(".pinned")] == [STEP, "step_00000004"]
+    confirm(other)
+    assert names(trunk) == [STEP, f"{STEP}.pinned", "step_00000004"]
+    reserve(trunk / STEP)
     unpin(trunk / STEP)
     found = Retention(keep_last=1).to_delete(checkpoint_dir.candidates(trunk))
     assert [candidate.step for candidate in found] == [2]

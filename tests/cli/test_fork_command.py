@@ -17,6 +17,7 @@ from fake_launcher import Command, FakeLauncher
 from runner.cli import start
 from runner.config.composition import compose
 from runner.contracts import JobInfo
+from runner.errors import UserError
 from runner.rundir.paths import RunDir
 
 STEPS = 6
@@ -159,6 +160,28 @@ def test_of_a_refused_submission_nothing_remains(trunk: Path, waiting: Waiting, 
     assert command("fork", "o/trunk", "--step", "5") == 2
     assert pins(trunk) == ["step_00000005.pinned"]
     assert hashes(trunk) == before
+
+
+def test_a_refused_submission_leaves_the_pin_of_a_branch_that_was_submitted_meanwhile(
+    trunk: Path, waiting: Waiting, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands fork the same step to come, and the one that pinned it first is refused then."""
+    freeze = start._freeze
+    submitted: list[int] = []
+
+    def frozen(*arguments: Any) -> None:
+        if not submitted:
+            submitted.append(0)
+            submitted[0] = command("fork", "o/trunk", "--step", "5", "seed=2")
+            raise UserError("a full disk, say")
+        freeze(*arguments)
+
+    monkeypatch.setattr(start, "_freeze", frozen)
+    assert command("fork", "o/trunk", "--step", "5", "seed=1") == 2
+    assert submitted == [0]
+    assert waiting.started == branches(trunk)
+    assert len(waiting.started) == 1
+    assert pins(trunk) == ["step_00000005.pinned"]
 
 
 @pytest.mark.usefixtures("waiting")

@@ -61,7 +61,7 @@ STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
 INTERRUPTED_S = (3.0, 20.0, 90.0)
 APPENDED = ("metrics.jsonl", "timings.jsonl")
 """The records of a run that are appended to."""
-MADE_BY_OTHERS = re.compile(r".*\.(pinned|awaits)|evaluations\.jsonl")
+MADE_BY_OTHERS = re.compile(r".*\.(pinned(-\d+-\d+)?|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
 
 

@@ -85,7 +85,7 @@ class _Other:
 
 
 def _unpinned_fork(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(start, "reserve", lambda checkpoint: False)
+    patch.setattr(start, "reserve", lambda checkpoint: checkpoint.with_name("no pin"))
 
 
 def _pins_ignored(patch: pytest.MonkeyPatch) -> None:
