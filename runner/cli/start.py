@@ -267,7 +267,13 @@ def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], fence
             if _is_used(aside, fence, begin):
                 files.rename(aside.path, path)
             else:
-                files.remove_tree(aside.path)
+                try:
+                    files.remove_tree(aside.path)
+                except OSError as error:
+                    why = error.strerror or error
+                    _report(
+                        f"warning: {shown(aside.path)} of the refused run cannot be removed ({why}): remove it by hand"
+                    )
 
 
 def _is_used(run: RunDir, fence: int, begin: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from runner.config.composition import compose
 from runner.contracts import JobInfo
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
+from runner.system import files
 
 STEPS = 6
 WORDS = ["experiment=smoke", "data=mixture", "sampler=elastic", "logger=none", f"train.steps={STEPS}"]
@@ -160,6 +163,24 @@ def test_of_a_refused_submission_nothing_remains(trunk: Path, waiting: Waiting, 
     assert command("fork", "o/trunk", "--step", "5") == 2
     assert pins(trunk) == ["step_00000005.pinned"]
     assert hashes(trunk) == before
+
+
+def test_what_the_disk_refuses_to_remove_of_a_refused_submission_is_named(
+    trunk: Path,
+    waiting: Waiting,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    waiting.status = 2
+    monkeypatch.setattr(files, "remove_tree", refuse)
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    (left,) = branches(trunk)
+    warning = f"warning: o/{left.name} of the refused run cannot be removed (Disk quota exceeded): remove it by hand\n"
+    assert warning in capsys.readouterr().err
 
 
 def test_a_refused_submission_leaves_the_pin_of_a_branch_that_was_submitted_meanwhile(

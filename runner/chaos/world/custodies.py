@@ -63,6 +63,7 @@ APPENDED = ("metrics.jsonl", "timings.jsonl")
 """The records of a run that are appended to."""
 MADE_BY_OTHERS = re.compile(r".*\.(pinned(-\d+-\d+)?|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
+REFUSED = re.compile(r".*/(?P<name>\.branch[^/]+\.removed-(?P<pid>\d+))(/.*)?")
 
 
 @dataclass(frozen=True)
@@ -781,8 +782,16 @@ class Custodies(Scenario):
         left = [name for name in _names(self.disk.root, ROOT) if re.search(r"\.tmp-|\.removed-", name)]
         if not self._places("a"):
             begun.append(f"{ARCHIVE.with_name('.' + ARCHIVE.name)}.tmp-")  # the next archive of this name removes it
-        left = [name for name in left if not name.startswith(tuple(begun))]
+        left = [name for name in left if not name.startswith(tuple(begun)) and not self._is_told(name)]
         self.must(not left, f"these are left behind: {left}")
+
+    def _is_told(self, name: str) -> bool:
+        """Whether it is of a refused branch, and its command was killed in deleting it or has said that it cannot."""
+        if not (found := REFUSED.fullmatch(name)):
+            return False
+        warning = f"{found['name']} of the refused run cannot be removed"
+        makers = [each for each in self.world.processes if each.pid == int(found["pid"])]
+        return any(each.killed_by or any(warning in line for line in each.output) for each in makers)
 
     def _tidy(self) -> None:
         """What people do at last: give the commands that were killed again, and continue each run for some steps."""

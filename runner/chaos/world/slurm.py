@@ -480,6 +480,8 @@ class Slurm:
         """What `scontrol suspend` does, and a preemption that suspends."""
         if job.is_running and job.host is not None and not job.host.cut_off and job.state == "RUNNING":
             self.world.tell("is suspended", f"job {job.job_id}")
+            # Its time limit waits for it, the grace time of a preemption does not.
+            job.hindered |= "preempted" in job.truth[job.began_with]
             job.happens("suspended")
             job.state, job.suspended = "SUSPENDED", self.now
             for process in job.processes:
