@@ -320,10 +320,10 @@ def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
         SupersededError: a newer attempt holds the lease; nothing was changed.
     """
     number, target = 1, path.with_name(f"{path.name}.{mark}")
-    while files.is_taken(target):
-        number += 1
-        target = path.with_name(f"{path.name}.{mark}-{number}")
     try:
+        while files.is_taken(target):
+            number += 1
+            target = path.with_name(f"{path.name}.{mark}-{number}")
         container = _take(path, target.name, fence)
         files.rename(container / target.name, target)
         files.fsync_dir(path.parent)

@@ -28,17 +28,24 @@ def report(message: str) -> None:
 
 
 def branches(run: RunDir) -> tuple[list[Path], list[Path]]:
-    """The branches of a run that are beside it: those that have begun, and need nothing of it, and those that wait."""
+    """The branches of a run that are beside it: those that have begun, and need nothing of it, and those that wait.
+
+    Raises:
+        OSError: the file system did not tell.
+    """
     begun: list[Path] = []
     waiting: list[Path] = []
     name = run.path.name.encode()
-    with suppress(OSError):
-        for other in sorted(files.list_dir(run.path.parent)):
-            branch = RunDir(run.path.parent / other)
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # it is no run, or a broken one
-                named = name in files.read_regular(branch.config) or not run.path.name.isascii()
-                if named and read_plain(branch.config)["fork"]["run"] == str(run.path):
-                    (begun if branch.newest_step() else waiting).append(branch.path)
+    for other in sorted(files.list_dir(run.path.parent)):
+        branch = RunDir(run.path.parent / other)
+        try:
+            named = name in files.read_regular(branch.config) or not run.path.name.isascii()
+            if named and read_plain(branch.config)["fork"]["run"] == str(run.path):
+                (begun if branch.newest_step() else waiting).append(branch.path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno in files.PASSING:
+                raise
+            # It is no run, or a broken one, or somebody else's.
     return begun, waiting
 
 
@@ -47,8 +54,9 @@ def refuse_waited_for(run: RunDir) -> None:
 
     Raises:
         LockedError: there are some.
+        OSError: the file system did not tell.
     """
-    with suppress(OSError):  # another machine may have made a branch a moment ago
+    with suppress(PermissionError):  # another machine may have made a branch a moment ago
         files.look_anew(run.path.parent)
     if waiting := branches(run)[1]:
         raise LockedError(

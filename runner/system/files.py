@@ -35,6 +35,9 @@ SMALL_BYTES = 1 << 20
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 """What a look at a path fails with where nothing is: the errors for which `Path.exists` tells False."""
 
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT)
+"""Errors that may pass, and so decide nothing; others, such as a missing permission, do not."""
+
 AnyPath = str | os.PathLike[str]
 
 # The primitives. A simulated file system replaces exactly these names.
@@ -198,12 +201,8 @@ def _mode(path: AnyPath, *, follow: bool = True) -> int | None:
 
 
 def is_taken(path: AnyPath) -> bool:
-    """Whether a name can be seen to be in use, be it by a link that leads nowhere; never raises an OSError."""
-    try:
-        lstat(path)
-    except (OSError, ValueError):
-        return False
-    return True
+    """Whether a name is in use, be it by a link that leads nowhere; raises as `exists` does."""
+    return _mode(path, follow=False) is not None
 
 
 def seems_dir(path: AnyPath) -> bool:

@@ -6,7 +6,6 @@ imported only once it is clear that there is something to train.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
 # Causes of the ends that a budget brings about; any other error of the user: failed.
 CAUSES = {CrashLoopError: "crash loop", TimeoutsError: "timeouts"}
-# Errors of a file system that may pass; others, such as a missing permission, do not.
-PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT}
 
 
 def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None) -> int:
@@ -134,7 +131,7 @@ def beginning(job: Job) -> Iterator[None]:
 def _yield_if_passing(job: Job, error: UserError | OSError) -> bool:
     """Yield the verdict if the cause of `error` is a file system that may work again; whether the job is restarted."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    if not isinstance(cause, OSError) or cause.errno not in PASSING:
+    if not isinstance(cause, OSError) or cause.errno not in files.PASSING:
         return False
     where = f": {cause.filename}" if cause.filename else ""
     return job.yield_verdict(f"{cause.strerror}{where}")

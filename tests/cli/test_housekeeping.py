@@ -13,6 +13,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import faults
 import forked
@@ -324,6 +325,30 @@ class TestRemove:
         assert f"its branches outputs/{branch.name} need nothing of it" in capsys.readouterr().out
         assert command("rm", str(made), "--yes") == 0
         assert run_dirs() == [branch]
+
+    @pytest.mark.parametrize("refused_look", ["read_regular", "list_dir", "look_anew"])
+    def test_a_run_whose_branches_the_disk_does_not_tell_stays(
+        self,
+        made: Path,
+        command: Command,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        refused_look: str,
+    ) -> None:
+        """One that waits for it may be among them."""
+        branch, before = branched(made), contents(made)
+        really: Callable[..., Any] = getattr(files, refused_look)
+
+        def look(path: Path, **options: Any) -> Any:
+            if Path(path) in (branch / "config.yaml", made.parent):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return really(path, **options)
+
+        monkeypatch.setattr(files, refused_look, look)
+        for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")):
+            assert command(word, str(made), *rest) == ExitStatus.FAILED
+            assert "Input/output error" in error(capsys)
+            assert contents(made) == before
 
     def test_a_branch_that_another_machine_has_just_made_is_seen(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch

@@ -400,7 +400,7 @@ PLACES = (
         (files.is_dir, Path.is_dir),
         (files.is_file, Path.is_file),
         (files.is_link, Path.is_symlink),
-        (files.is_taken, os.path.lexists),
+        (files.is_taken, lambda path: path.is_symlink() or path.exists()),
         (files.seems_dir, os.path.isdir),
         (files.resolve, Path.resolve),
     ],
