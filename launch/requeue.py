@@ -257,8 +257,13 @@ class Requeuer:
                 return None
             if not self._ask(job):
                 return "refused"
-            # Slurm reports success, too, for a job that was cancelled since its state was read.
-            return "cancelled" if ended_by(self._job(), self._restart_count) == "cancelled" else "asked"
+            # Slurm reports success, too, and does nothing, for a job that has ended since its state was read.
+            if is_running(job) and (ended := ended_by(now := self._job(), self._restart_count)) not in (
+                None,
+                "requeued",
+            ):
+                return "cancelled" if ended == "cancelled" else "asked" if self._ask(now) else "refused"
+            return "asked"
 
     def _ask(self, job: Record) -> bool:
         """Ask Slurm once to requeue the job; whether it did."""

@@ -58,11 +58,12 @@ requeue_unless_decided() {
 
 # Tries until Slurm answers; does nothing if the job was cancelled, is requeued already, or failed too often.
 requeue_job() {
-    local status=$1 job=$REQUEUE_JOB counted='' forgotten=0 try record state only
+    local status=$1 job=$REQUEUE_JOB counted='' asked='' pause_s='' forgotten=0 try record state only
     unset SLURM_TIME_FORMAT
     trap '' TERM USR1 USR2 # srun is over; what asks Slurm from here on must outlive these, too
     for ((try = 1; try <= REQUEUE_TRIES; try++)); do
-        [ "$try" -eq 1 ] || sleep "$REQUEUE_PAUSE_S"
+        [ -z "$pause_s" ] || sleep "$pause_s"
+        pause_s=$REQUEUE_PAUSE_S
         if ! record=$(TZ=UTC0 scontrol show job -o "$job" 2>&1); then
             echo "[launch] Slurm does not report the state of job $job: $record"
             case $record in *'Invalid job id specified'*) forgotten=$((forgotten + 1)) ;; *) forgotten=0 ;; esac
@@ -80,6 +81,7 @@ requeue_job() {
             is_ended_but_not_cancelled "$record" || return
             only=()
             ;;
+        *) [ -z "$asked" ] || return ;; # Slurm is about to end it
         esac
         # A preemption, before Python could handle its signal, is not the fault of the environment.
         case $record in *" PreemptTime=2"*) counted=yes ;; esac
@@ -88,9 +90,13 @@ requeue_job() {
             counted=yes
         fi
         echo "[launch] the job ended with status $status and no rank decided that it should: requeueing job $job"
-        scontrol requeue "${only[@]}" "$job" && return
         # The site's default may be not to requeue. Asked again at once: the job may be killed during the pause.
-        scontrol update jobid="$job" requeue=1 && scontrol requeue "${only[@]}" "$job" && return
+        if scontrol requeue "${only[@]}" "$job" ||
+            { scontrol update jobid="$job" requeue=1 && scontrol requeue "${only[@]}" "$job"; }; then
+            [ ${#only[@]} -gt 0 ] || return
+            # Slurm reports success, too, and does nothing, for a job that has ended since its state was read.
+            asked=yes pause_s=''
+        fi
     done
 }
 

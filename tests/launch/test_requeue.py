@@ -265,6 +265,23 @@ def test_a_job_that_is_cancelled_just_before_it_is_requeued_stays_cancelled(
     assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
 
 
+@pytest.mark.parametrize("end", [{"PreemptTime": AT, "EndTime": AT}, {"Reason": "TimeLimit"}])
+def test_a_job_that_slurm_ends_just_before_it_is_requeued_is_requeued(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, end: dict[str, str]
+) -> None:
+    """To make room, or at its time limit: a request for a job that runs then does nothing, and succeeds."""
+    inside.shows_job(**RUNNING)
+    ask = scheduler.requeue
+
+    def ended_first(job_id: str, only_running: bool) -> None:
+        inside.shows_job(**{**ENDING, **end})
+        ask(job_id, only_running)
+
+    monkeypatch.setattr(scheduler, "requeue", ended_first)
+    assert job.SlurmJob().requeue_if_needed("preempted") == "preempted"
+    assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1", "scontrol requeue 12_1"]
+
+
 def test_a_job_is_requeued_although_the_sites_default_is_not_to(inside: FakeSlurm) -> None:
     inside.shows_job(**RUNNING)
     inside.fails("scontrol_requeue_incomplete", "Requested operation is presently disabled for job 12_1\n")
@@ -469,6 +486,27 @@ def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
     assert slurm.calls("scontrol requeue") == ([f"scontrol requeue {only}12_1"] if requeued else [])
     assert requeue.failed_starts(starts)[0] == after
     assert status == 0 or starts.stat().st_size == 256
+
+
+@pytest.mark.parametrize(
+    ("end", "again"),
+    [
+        ({"PreemptTime": AT, "EndTime": AT}, True),
+        ({"Reason": "TimeLimit"}, True),
+        ({}, False),
+        ({"Restarts": "1"}, False),
+    ],
+)
+def test_the_batch_script_requeues_what_slurm_ends_just_before(
+    slurm: FakeSlurm, tmp_path: Path, end: dict[str, str], again: bool
+) -> None:
+    """Between its look and its request, which Slurm then calls a success and ignores; not if it was cancelled."""
+    (slurm.folder / "scontrol_requeue_incomplete.then").write_text("scontrol_show_job.out")
+    slurm.prints("scontrol", job_line(**{**ENDING, **end}))
+    slurm.shows_job(**RUNNING)
+    assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
+    then = ["scontrol requeue 12_1"] if again else []
+    assert slurm.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1", *then]
 
 
 def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm, tmp_path: Path) -> None:
