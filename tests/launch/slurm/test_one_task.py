@@ -65,6 +65,34 @@ def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
     assert_same_run(job, reference)
 
 
+@pytest.mark.parametrize("asks", ["rank", "batch script"])
+def test_cancelled_to_make_room_between_its_look_and_its_request_it_is_requeued(
+    asks: str, job: Job, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Slurm reports success, and does nothing, for a job that was to be requeued only if it still runs."""
+    real, asked = shutil.which("scontrol", path=cluster.environment["PATH"]), tmp_path / "asked"
+    slow = tmp_path / "bin" / "scontrol"
+    slow.parent.mkdir()
+    slow.write_text(
+        "#!/bin/sh\n"
+        "trap '' TERM\n"
+        f'if [ "$1 $2" = "requeue incomplete" ] && mkdir {asked}; then\n'
+        f'    while {real} show job -o "$3" | grep -q " JobState=RUNNING "; do sleep 0.2; done\n'
+        "fi\n"
+        f'exec {real} "$@"\n'
+    )
+    slow.chmod(0o755)
+    job.submit("launcher.partition=cancels", f"launcher.setup=['export PATH={slow.parent}:$PATH']", **job.hold(20))
+    job.wait_for_step(20)
+    for process in job.processes():
+        process.send_signal(signal.SIGUSR2 if asks == "rank" else signal.SIGKILL)
+    cluster.wait(asked.exists, 180, f"the request: {job.log()}")
+    preempt(cluster, "n1")
+    job.wait_for_requeue()
+    assert job.ends() == "COMPLETED"
+    assert job.causes() == ["time limit" if asks == "rank" else "killed", "finished"]
+
+
 def test_near_its_time_limit_a_job_requeues_itself(job: Job, reference: Run) -> None:
     # Slurm may send the signal up to a minute early: two minutes leave at least 15 s to train.
     job.submit("launcher.time=2", "launcher.signal_delay_s=45", **job.hold(20))
