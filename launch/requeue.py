@@ -257,13 +257,16 @@ class Requeuer:
                 return None
             if not self._ask(job):
                 return "refused"
+            if not is_running(job):
+                return "asked"
             # Slurm reports success, too, and does nothing, for a job that has ended since its state was read.
-            if is_running(job) and (ended := ended_by(now := self._job(), self._restart_count)) not in (
-                None,
-                "requeued",
-            ):
-                return "cancelled" if ended == "cancelled" else "asked" if self._ask(now) else "refused"
-            return "asked"
+            job = self._job()
+            ended = ended_by(job, self._restart_count)
+            if ended in (None, "requeued"):
+                return "asked"
+            if ended == "cancelled":
+                return ended
+            return "asked" if self._ask(job) else "refused"
 
     def _ask(self, job: Record) -> bool:
         """Ask Slurm once to requeue the job; whether it did."""
