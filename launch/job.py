@@ -40,8 +40,13 @@ def start(run_dir: str, attempt: str, max_timeouts: int | None = None, requeue_k
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
-        rendezvous.export()
-        sys.exit(getattr(importlib.import_module(module), name)(Path(run_dir), job=job))
+        try:
+            rendezvous.export()
+            make_attempt = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            job.yield_verdict(f"{type(error).__name__}: {error}")  # the environment may be whole at the next start
+            raise
+        sys.exit(make_attempt(Path(run_dir), job=job))
     finally:
         job.record_verdict()
 
@@ -64,7 +69,9 @@ class SlurmJob:
         folder = Path(processes.environment.get("SUBMITIT_FOLDER", os.devnull))
         self._starts = requeue.starts_file(folder, self.job_id)
         self._verdict = requeue.verdict_file(folder, self.job_id, self.restart_count)
-        self._was_killed = requeue.failed_starts(self._starts)[0] > 0
+        self._was_killed = False
+        with suppress(OSError):
+            self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
     def catch_signals(self) -> None:
         """Remember the first signal that asks this job to stop, until the attempt installs its own handlers.

@@ -66,8 +66,16 @@ def starts_file(folder: Path, job_id: str) -> Path:
 
 
 def failed_starts(path: Path) -> tuple[int, str]:
-    """How many starts failed in a row, and why the last one did."""
-    count, _, reason = (files.read_small(path) or "").strip().partition(" ")
+    """How many starts failed in a row, and why the last one did; 0 if there is no such file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        text = files.read_regular(path, limit=files.SMALL_BYTES, follow=True).decode(errors="replace")
+    except FileNotFoundError:
+        text = ""
+    count, _, reason = text.strip().partition(" ")
     return (int(count) if re.fullmatch("[0-9]{1,9}", count) else 0), reason
 
 
@@ -261,6 +269,8 @@ class Requeuer:
                 return "asked"
             # Slurm reports success, too, and does nothing, for a job that has ended since its state was read.
             job = self._job()
+            if not job:
+                return None
             ended = ended_by(job, self._restart_count)
             if ended in (None, "requeued"):
                 return "asked"

@@ -61,6 +61,7 @@ requeue_job() {
     local status=$1 job=$REQUEUE_JOB counted='' asked='' pause_s='' forgotten=0 try record state only
     unset SLURM_TIME_FORMAT
     trap '' TERM USR1 USR2 # srun is over; what asks Slurm from here on must outlive these, too
+    [ "$status" -ne 75 ] || counted=yes # an attempt was interrupted, and its rank could not ask Slurm: nothing failed
     for ((try = 1; try <= REQUEUE_TRIES; try++)); do
         [ -z "$pause_s" ] || sleep "$pause_s"
         pause_s=$REQUEUE_PAUSE_S

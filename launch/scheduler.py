@@ -106,6 +106,7 @@ def ask(*command: str, text: str | None = None) -> str:
             input=text,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=TIMEOUT_S,
             check=False,
             env=env,
@@ -113,6 +114,8 @@ def ask(*command: str, text: str | None = None) -> str:
         )
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer within {TIMEOUT_S} s") from None
+    except OSError as error:  # no memory for another process, say: it may work the next time
+        raise SchedulerError(f"{command[0]} cannot be started: {error.strerror or error}") from None
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         message = lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
@@ -128,16 +131,16 @@ def fields(line: str) -> dict[str, str]:
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """The record of a job, up to its command.
+    """The record of a job, up to its command; `Command` is the rest of the line, users' texts with spaces and all.
 
     Raises:
         SchedulerError: Slurm does not answer, or has forgotten the job.
     """
-    # From Command on, users' texts follow, with spaces and all; the fields of interest are before it.
-    line = ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")[0]
+    line, _, command = ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")
     before, _, rest = line.partition(" JobName=")
     name, found, after = rest.partition(" UserId=")
-    return {**fields(f"{before} UserId={after}"), "JobName": name} if found else fields(line)
+    record = {**fields(f"{before} UserId={after}"), "JobName": name} if found else fields(line)
+    return {**record, "Command": command} if command else record
 
 
 def show_partitions() -> dict[str, dict[str, str]]:

@@ -262,13 +262,13 @@ class SlurmLauncher(SlurmOptions):
                     files.remove_dir(folder)
             raise
         try:
-            identity = {"submission": unique, **self._identity(jobs[0].job_id, name)}
+            identity = {"submission": unique, **self._identity(jobs[0].job_id, name, unique)}
             for run, job in zip(runs, jobs, strict=True):
                 self._register(run, job.job_id, folder, identity)
         except (OSError, SupersededError) as error:
             job_id = jobs[0].job_id.partition("_")[0]
             try:
-                scheduler.ask("scancel", job_id)
+                submission.cancel(unique)
             except scheduler.SchedulerError as silent:
                 raise submission.UncertainError(
                     f"job {job_id} is not recorded ({error}) nor cancelled ({silent})"
@@ -278,12 +278,14 @@ class SlurmLauncher(SlurmOptions):
         submission.end(runs)
         return [job.job_id for job in jobs]
 
-    def _identity(self, job_id: str, name: str) -> dict[str, str | None]:
-        """What tells the submitted job from later ones with the same id; if Slurm is silent, without its time."""
+    def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:
+        """What tells the submitted job from later ones with the same id; if Slurm does not tell, without its time."""
         try:
             record = scheduler.show_job(job_id)
         except scheduler.SchedulerError:
             record = {}
+        if not submission.is_script_of(unique, record.get("Command", "")):
+            record = {}  # Slurm has lost the job meanwhile, and given its id to another one
         given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
         # A requeue of this task sets its time anew, which the others of its array were not submitted at.
         submitted = record.get("SubmitTime") if record.get("Restarts", "0") == "0" else None
@@ -434,7 +436,7 @@ def _with_failed_start(run_dir: Path, job_id: str, info: JobInfo | None) -> JobI
     # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
     folders = [Path(recorded)] if recorded and files.seems_dir(recorded) else []
     folders += [RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER]
-    reason = next((why for each in folders if (why := requeue.failed_starts(requeue.starts_file(each, job_id))[1])), "")
+    reason = next((why for each in folders if (why := _failed_start(each, job_id))), "")
     if not reason or (info is not None and info.job_id != job_id):
         return info
     if info is not None and info.state in ("pending", "requeued"):
@@ -442,6 +444,13 @@ def _with_failed_start(run_dir: Path, job_id: str, info: JobInfo | None) -> JobI
     if reason.startswith(requeue.GIVEN_UP) and (info is None or info.state == "failed"):
         return JobInfo(job_id, "failed", reason=reason)
     return info
+
+
+def _failed_start(folder: Path, job_id: str) -> str:
+    """Why the last start of a job failed before an attempt could begin; empty if it did not, or nobody can tell."""
+    with contextlib.suppress(OSError):
+        return requeue.failed_starts(requeue.starts_file(folder, job_id))[1]
+    return ""
 
 
 def _refusal(error: Exception) -> str:

@@ -92,6 +92,9 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
             if note["user"] != str(processes.user_id()):
                 raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
             found.append(job_id)
+        for run, _ in noted:
+            if run.guard is not None:
+                run.guard.check()  # once more: who has taken over may have found that job and left it in the queue
         if found:
             scheduler.ask("scancel", *found)
     except scheduler.SchedulerError as error:
@@ -101,6 +104,23 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
         ) from None
     end([run for run, _ in noted])
     return found
+
+
+def cancel(name: str) -> None:
+    """Cancel the job of a submission, and no other that has come to its id.
+
+    Raises:
+        SchedulerError: Slurm does not answer, or refuses.
+    """
+    live = _by_name(str(processes.user_id()))
+    if found := sorted({job_id.partition("_")[0] for (named, _), job_id in live.items() if named == name}):
+        scheduler.ask("scancel", *found)
+
+
+def is_script_of(name: str, script: str) -> bool:
+    """Whether a batch script, by its path, is that of a submission."""
+    found = SCRIPT.search(script)
+    return found is not None and found[1] == name
 
 
 def abandon(runs: Sequence[RunDir], error: BaseException) -> None:

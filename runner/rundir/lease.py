@@ -83,6 +83,26 @@ def read_holder(directory: Path) -> tuple[int, dict[str, Any]] | None:
     return (fence, _read(directory, fence)) if fence else None
 
 
+def is_continued(directory: Path, job: Mapping[str, Any]) -> bool:
+    """Whether whoever has taken the lease in `directory` from a job carries the run on in its stead.
+
+    False for a process that is no job, such as a command that prunes checkpoints while the job is suspended, and for an
+    earlier start of the same job, which waited for this lease on a node that was cut off: Slurm ends it there.
+
+    Args:
+        directory: where the numbers are.
+        job: what the job is known by (`job_id`, `restart_count`).
+
+    Raises:
+        OSError: the directory or the holder's file cannot be read.
+    """
+    found = read_holder(directory)
+    if found is None:
+        return True  # the run was moved or removed
+    job_id, restarts = found[1].get("job_id"), found[1].get("restart_count") or 0
+    return job_id is not None and (job_id != job["job_id"] or restarts > (job["restart_count"] or 0))
+
+
 def _highest(directory: Path) -> int:
     try:
         names = files.list_dir(directory)

@@ -26,8 +26,16 @@ from runner.errors import (
     TimeoutsError,
     UserError,
 )
-from runner.rundir.attempt_log import TIME_LIMIT, AttemptLog, finished_at, incomplete_records, insist, is_finished
-from runner.rundir.lease import Lease, acquire_for_job
+from runner.rundir.attempt_log import (
+    TIME_LIMIT,
+    TIMEOUTS,
+    AttemptLog,
+    finished_at,
+    incomplete_records,
+    insist,
+    is_finished,
+)
+from runner.rundir.lease import Lease, acquire_for_job, is_continued
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
 from runner.rundir.time_account import TimeAccount
@@ -47,7 +55,7 @@ if TYPE_CHECKING:
 
 
 # Causes of the ends that a budget brings about; any other error of the user: failed.
-CAUSES = {CrashLoopError: "crash loop", TimeoutsError: "timeouts"}
+CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS}
 
 
 def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None) -> int:
@@ -111,6 +119,10 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
             if lease:
                 made.run, made.lease = replace(run, guard=lease.guard), lease
             return made.make()
+    except SupersededError:
+        if made.lease and not is_continued(run.lease, job.identity()):
+            job.yield_verdict("its lease was taken by a process that does not continue the run")
+        raise
     finally:
         made.watch.stop()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_attempts import TinyJob, tiny_attempts
 
 from launch.requeue import REQUEUED_CAUSES
-from runner.errors import CrashLoopError, PeerError, TimeoutsError
+from runner.errors import CrashLoopError, ExitStatus, PeerError, SupersededError, TimeoutsError
 from runner.rundir.attempt_log import CRASH_LOOP_LIMIT, AttemptLog
 from runner.rundir.paths import RunDir
 from runner.training import attempt as training_attempt
@@ -38,6 +38,17 @@ def test_time_limits_that_kill_every_attempt_in_its_first_step_end_the_run(tmp_p
     log = begin(run)
     with pytest.raises(TimeoutsError, match=r"2 time limits in a row .* at step 0 .* increase launcher\.time, or save"):
         log.check_budgets(max_timeouts=2)
+
+
+def test_a_job_that_ended_at_its_limit_of_time_limits_makes_no_further_attempt(tmp_path: Path) -> None:
+    """It may be in the queue again: a timer requeues it before its end if a save takes long."""
+    log = begin(RunDir(tmp_path))
+    log.note(cause="time limit")
+    with pytest.raises(TimeoutsError):
+        log.check_timeouts(max_timeouts=1)
+    log.end("timeouts", 1)
+    with pytest.raises(TimeoutsError, match="1 time limits in a row"):
+        begin(RunDir(tmp_path)).check_budgets(max_timeouts=1)
 
 
 @pytest.mark.slow
@@ -108,3 +119,39 @@ def test_a_rank_that_lost_another_one_has_not_failed_if_its_job_is_restarted(tmp
         assert training_attempt.attempt(run.path, Restarted(0)) == 1
     status = json.loads(run.status.read_text())
     assert (status["state"], status["cause"]) == ("requeued" if restarts else "failed", "crash")
+
+
+@pytest.mark.parametrize(
+    ("holder", "continued"),
+    [
+        ({"job_id": "7", "restart_count": 0}, False),  # an earlier start, on a node that was cut off
+        ({"job_id": "7", "restart_count": 2}, True),
+        ({"job_id": "8", "restart_count": 0}, True),
+        ({}, False),  # a command, such as `checkpoints --prune`, while the job was suspended
+        (None, True),  # the run was moved or removed
+    ],
+)
+def test_a_superseded_job_ends_for_good_only_if_another_one_continues_the_run(
+    tmp_path: Path, holder: dict[str, object] | None, continued: bool
+) -> None:
+    yielded = []
+
+    class Suspended(TinyJob):
+        def yield_verdict(self, reason: str | None = None) -> bool:
+            yielded.append(reason)
+            return True
+
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+
+    def taken(*arguments: object) -> None:
+        if holder is None:
+            run.path.rename(tmp_path / "moved")
+        else:
+            (run.lease / "00000002.json").write_text(json.dumps({"pid": 1, **holder}))
+        raise SupersededError("taken over")
+
+    with tiny_attempts() as patch:
+        patch.setattr("runner.training.session.Session.open", taken)
+        assert training_attempt.attempt(run.path, Suspended(1)) == ExitStatus.SUPERSEDED
+    assert bool(yielded) != continued

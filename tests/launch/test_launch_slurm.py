@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from fake_slurm import RUNNING, SUBMITTED, FakeSlurm, row, runs, slurm
+from fake_slurm import RUNNING, SUBMITTED, FakeSlurm, job_line, row, runs, slurm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import ROOT
@@ -199,8 +199,25 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
 
 def test_a_submission_is_cancelled_if_its_job_id_cannot_be_recorded(slurm: FakeSlurm, runs: list[Path]) -> None:
     (runs[2] / "logs").write_text("a file where the folder should be")
+    slurm.prints("squeue", "11|RUNNING|/x/.submission_file_0.sh\n12_0|PENDING|@script@\n12_1|PENDING|@script@\n")
     assert SlurmLauncher().launch(runs, "somewhere:attempt") == 2
     assert slurm.calls("scancel") == ["scancel 12"]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_job_that_has_come_to_the_id_of_the_submitted_one_is_not_taken_for_it(
+    slurm: FakeSlurm, runs: list[Path], recorded: bool
+) -> None:
+    """Slurm has lost its state while the command slept: the stranger is neither the run's job nor cancelled."""
+    slurm.prints("scontrol_show_job", job_line(JobName="theirs", SubmitTime=SUBMITTED, Command="/x/other.sh"))
+    slurm.prints("squeue", "12|RUNNING|/x/.submission_file_0.sh\n")
+    if not recorded:
+        (runs[2] / "logs").write_text("a file where the folder should be")
+    assert SlurmLauncher().launch(runs[2:], "somewhere:attempt") == (0 if recorded else 2)
+    assert not slurm.calls("scancel")
+    if recorded:
+        job = json.loads((runs[2] / "job.json").read_text())
+        assert (job["name"], job["submit_time"]) == (runs[2].name, None)
 
 
 def test_a_users_sbatch_variables_do_not_override_the_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,9 +20,9 @@ import pytest
 from fake_slurm import RUNNING, FakeSlurm, inside, job_line, row, slurm
 from runs import ROOT
 
-from launch import job, requeue, scheduler
+from launch import job, rendezvous, requeue, scheduler
 from launch.slurm import SlurmLauncher
-from runner.system import clock
+from runner.system import clock, files, processes
 
 __all__ = ["inside", "slurm"]
 
@@ -282,6 +283,41 @@ def test_a_job_that_slurm_ends_just_before_it_is_requeued_is_requeued(
     assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1", "scontrol requeue 12_1"]
 
 
+def test_a_request_counts_only_once_slurm_has_told_what_became_of_the_job(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have ended just before, so that the request did nothing; and Slurm may not answer when asked again."""
+    inside.shows_job(**RUNNING)
+    ask = scheduler.requeue
+
+    def ended_first(job_id: str, only_running: bool) -> None:
+        if only_running:
+            inside.shows_job(**{**ENDING, "PreemptTime": AT, "EndTime": AT})
+            inside.fails("scontrol_show_job", SILENT)
+        ask(job_id, only_running)
+
+    monkeypatch.setattr(scheduler, "requeue", ended_first)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: (inside.folder / "scontrol_show_job.err").unlink())
+    assert job.SlurmJob().requeue_if_needed("preempted") == "preempted"
+    assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1", "scontrol requeue 12_1"]
+
+
+@pytest.mark.parametrize("failure", ["no process", "bytes"])
+def test_a_command_of_slurm_that_cannot_be_started_or_read_has_not_answered(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    """A machine that is short of processes, a path in another encoding: the job is asked for again."""
+    inside.shows_job(**RUNNING)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    answer = b"JobState=RUNNING PreemptTime=None Command=/\\351\\n"
+    if failure == "bytes":
+        (inside.folder / "scontrol").write_bytes(b"#!/bin/sh\nprintf '" + answer + b"'\n")
+    else:
+        refused = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        monkeypatch.setattr(processes, "run", Mock(side_effect=refused))
+    assert job.SlurmJob().cause(signal.SIGTERM) == "interrupted"
+
+
 def test_a_job_is_requeued_although_the_sites_default_is_not_to(inside: FakeSlurm) -> None:
     inside.shows_job(**RUNNING)
     inside.fails("scontrol_requeue_incomplete", "Requested operation is presently disabled for job 12_1\n")
@@ -420,17 +456,54 @@ def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
     assert [path.name for path in tmp_path.glob("*.verdict")] == (["12_1.3.verdict"] if decides else [])
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), "OSError: [Errno 116] Stale file handle"),
+        (ImportError("no module"), "ImportError: no module"),
+    ],
+)
+def test_an_attempt_that_cannot_be_imported_is_left_to_the_next_start(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, reason: str
+) -> None:
+    """The environment may be on a file system that works again by then; the batch script counts such starts."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
+    monkeypatch.setattr(rendezvous, "export", Mock(side_effect=error))
+    starts = requeue.starts_file(tmp_path, "12_1")
+    starts.write_text(f"{1:<255}\n")
+    with pytest.raises(type(error)):
+        job.start(str(tmp_path), "somewhere:attempt")
+    assert not list(tmp_path.glob("*.verdict"))
+    assert requeue.failed_starts(starts) == (1, reason)
+
+
+def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    starts = requeue.starts_file(tmp_path, "12_1")
+    starts.write_text(f"{2:<255}\n")
+    here = job.SlurmJob()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "read_regular", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        here.yield_verdict("no space")
+    assert requeue.failed_starts(starts) == (2, "")
+
+
 # Requeueing from the batch script
 
 
-def batch_script(slurm: FakeSlurm, run: Path, srun: str, setup: list[str], left: Sequence[str] = ()) -> int:
+def batch_script(
+    slurm: FakeSlurm, run: Path, srun: str, setup: list[str], left: Sequence[str] = (), requeue_killed: bool = True
+) -> int:
     """Run the batch script of a run as task 1 of array 12, with `srun` as its ranks; its exit status.
 
     Besides `left`, it leaves nothing but the count of failed starts.
     """
     (slurm.folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
     (run / "logs").mkdir(parents=True, exist_ok=True)
-    script = SlurmLauncher(setup=setup).preview([run])
+    script = SlurmLauncher(setup=setup, requeue_killed=requeue_killed).preview([run])
     environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     print(done.stdout)
@@ -662,8 +735,14 @@ def test_preemptions_leave_the_file_that_counts_failed_starts(
     assert not starts.exists()
 
 
-def test_without_requeue_killed_the_batch_script_requeues_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
-    assert "REQUEUE_MAX_FAILED_STARTS=0" in SlurmLauncher(requeue_killed=False).preview([tmp_path])
+@pytest.mark.parametrize(("status", "requeued"), [(137, False), (75, True)])
+def test_without_requeue_killed_the_batch_script_requeues_only_what_was_interrupted(
+    slurm: FakeSlurm, tmp_path: Path, status: int, requeued: bool
+) -> None:
+    """A rank that has saved and could not ask Slurm itself, in a container perhaps, was not killed."""
+    slurm.shows_job(**RUNNING)
+    assert batch_script(slurm, tmp_path / "run", f"exit {status}", [], requeue_killed=False) == status
+    assert slurm.calls("scontrol requeue") == (["scontrol requeue incomplete 12_1"] if requeued else [])
 
 
 def test_the_batch_script_needs_no_file_of_this_installation(slurm: FakeSlurm, tmp_path: Path) -> None:

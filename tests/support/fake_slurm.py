@@ -14,11 +14,15 @@ from launch import requeue, scheduler
 SCRIPT = """\
 #!/bin/sh
 echo "$(basename "$0") $*" >> {folder}/calls
+case $0 in */sbatch) echo "$1" > {folder}/script;; esac
 key=$(echo "$(basename "$0") $1 $2" | tr ' /' '__')
 if [ -f {folder}/"$key".then ]; then rm -f {folder}/$(cat {folder}/"$key".then); fi
 for name in "$key" "$(basename "$0")"; do
     if [ -f {folder}/"$name".err ]; then cat {folder}/"$name".err >&2; exit 1; fi
-    if [ -f {folder}/"$name".out ]; then cat {folder}/"$name".out; exit 0; fi
+    if [ -f {folder}/"$name".out ]; then
+        script=$(cat {folder}/script 2>/dev/null)
+        exec sed "s|@script@|$script|" {folder}/"$name".out
+    fi
 done
 """
 PARTITIONS = (
@@ -60,8 +64,8 @@ class FakeSlurm:
         (self.folder / f"{command}.err").write_text(text)
 
     def shows_job(self, **fields: str) -> None:
-        """`scontrol show job` prints this record from now on."""
-        self.prints("scontrol_show_job", job_line(**fields))
+        """`scontrol show job` prints this record from now on, of the job that was submitted last."""
+        self.prints("scontrol_show_job", job_line(**{**fields, "Command": "@script@"}))
 
     def calls(self, command: str = "") -> list[str]:
         """The command lines so far that begin with `command`."""

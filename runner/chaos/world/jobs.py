@@ -143,6 +143,7 @@ class Jobs(Scenario):
         self._acquired: dict[Path, int] = {}
         self._finished: dict[Path, int] = {}  # by which number
         self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
+        self._batches: dict[tuple[Job, int], Process] = {}
         self._names: dict[Process, str] = {}
         self._locked: set[Path] = set()
         self._began: dict[Process, dict[Path, Job | str]] = {}
@@ -298,6 +299,7 @@ class Jobs(Scenario):
         process = self.spawn(job.host, name, partial(self._batch, job, environment), **environment)
         # Its shell outlives them from its first line on.
         process.handlers |= dict.fromkeys((15, 10, 12), lambda *_: None)
+        self._batches[job, job.restarts] = process
         return process
 
     def _batch(self, job: Job, environment: dict[str, str]) -> None:
@@ -335,7 +337,8 @@ class Jobs(Scenario):
             return 0, self.slurm._time(clock.wall())
 
         def echo(words: Sequence[str]) -> Answer:
-            world.tell(" ".join(words), process.name)
+            process.output.append(" ".join(words))
+            world.tell(process.output[-1], process.name)
             return 0, ""
 
         commands: dict[str, Callable[[Sequence[str]], Answer]] = {
@@ -640,6 +643,11 @@ class Jobs(Scenario):
         # The disk refused even the record of the end, again and again: the log says so.
         rank = self._ranks.get((job, job.began_with))
         if rank is not None and any("could not be recorded" in line for line in rank.output):
+            return True
+        # The disk refused the note of the last failed start, or an earlier start, on a node that was cut off and slept,
+        # has written its own over it: the log says so.
+        batch = self._batches.get((job, job.began_with))
+        if batch is not None and any("not requeued" in line for line in batch.output):
             return True
         # Slurm was ending the job, and its machine died or Slurm did not answer until it had: nobody is left to requeue
         # it, and nothing is requeued on a guess.

@@ -740,7 +740,7 @@ class Slurm:
             f"Priority=1 JobState={job.state} Reason={job.reason} Dependency=(null) Requeue={int(job.may_requeue)} "
             f"Restarts={job.restarts} BatchFlag=1 ExitCode=0:0 SubmitTime={self._time(job.submitted)} "
             f"EligibleTime={self._time(job.eligible)} StartTime={self._time(job.began)} EndTime={self._time(job.end)} "
-            f"Deadline=N/A PreemptTime={preempted} SuspendTime=None Partition=low Command=(null) WorkDir=/\n"
+            f"Deadline=N/A PreemptTime={preempted} SuspendTime=None Partition=low Command={job.path} WorkDir=/\n"
         )
 
     def _node(self, name: str) -> str:
