@@ -58,7 +58,8 @@ class RankProcesses:
         self._killed: set[int] = set()
         self._copying: list[threads.Thread] = []
         self._processes: list[processes.Process[bytes]] = []
-        files.make_dirs(run.logs, files.OWNED)
+        with files.owned():
+            files.make_dirs_in(run.path, run.logs)
         shared = {**environment, **_meeting_point(count)} if count > 1 else dict(environment)
         try:
             for rank in range(count):

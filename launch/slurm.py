@@ -237,7 +237,11 @@ class SlurmLauncher(SlurmOptions):
         for run in runs:
             if run.guard is not None:
                 run.guard.check()
-        files.make_dirs(folder, files.OWNED if total == 1 else 0o777)
+        if total == 1:
+            with files.owned():
+                runs[0].make_dirs(folder)
+        else:
+            files.make_dirs(folder)
         arguments = [str(run.path) for run in runs], [attempt] * len(runs)
         options = [self.max_timeouts] * len(runs), [self.requeue_killed] * len(runs)
         unique = submission.new_name()
@@ -297,7 +301,8 @@ class SlurmLauncher(SlurmOptions):
         job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
         files.write_json(run.job, job, guard=run.guard)
         logs = run.logs
-        files.make_dirs(logs, files.OWNED)
+        with files.owned():
+            run.make_dirs(logs)
         if logs == folder:
             return
         for task in range(self.tasks):

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint import directory as checkpoint_dir
@@ -46,7 +47,9 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
         reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
     fence.check()  # where the branch was moved or removed meanwhile, nothing of it is made anew
-    files.make_dirs(directory, DIRECTORY_MODE)
+    with suppress(FileExistsError):
+        files.make_dir(directory, DIRECTORY_MODE)
+    files.fsync_dir(directory.parent)
     transaction = Transaction(final, fence)
     transaction.begin()
     try:

@@ -379,7 +379,7 @@ def sweep(directory: Path, fence: Fence) -> None:
     found = leftovers(directory)
     fence.check()
     for path in found:
-        step = path.with_name(path.name.partition(".")[0])
+        step, whole = path.with_name(path.name.partition(".")[0]), path.name.partition(".tmp-")[0]
         mine = temporary_name(step, fence, f"-swept{next(_COUNT)}")
         left = path
         try:
@@ -388,8 +388,9 @@ def sweep(directory: Path, fence: Fence) -> None:
             for name in files.list_dir(mine):
                 if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
-                if name == _TAKEN and is_kept(step) and not files.is_taken(step):
-                    files.rename(mine / name, step)  # killed before it saw the pin
+                # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
+                if name == _TAKEN and whole == step.name and is_kept(step) and not files.is_taken(step):
+                    files.rename(mine / name, step)
             remove_tree(mine)
         except FileNotFoundError:  # removed meanwhile
             continue

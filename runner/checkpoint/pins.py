@@ -136,6 +136,23 @@ def reserve(checkpoint: Path) -> Path:
     return _own_pin(checkpoint)
 
 
+def is_missed(checkpoint: Path) -> bool:
+    """Whether a checkpoint that was reserved had been saved and deleted before.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for _ in range(LOOKS):
+        with suppress(PermissionError):
+            files.look_anew(checkpoint.parent)
+        saved = _numbers(_COMMITTED, _names(checkpoint.parent))
+        (step,) = _numbers(_COMMITTED, [checkpoint.name])
+        if step in saved or max(saved, default=0) < step:
+            return False
+        clock.sleep(PAUSE_S)  # whoever deletes it looks for a pin, and puts it back
+    return True
+
+
 def confirm(own: Path) -> None:
     """Nobody will take this pin back: give it the name that those of its checkpoint share."""
     with suppress(OSError):  # it is a pin under either name

@@ -205,7 +205,8 @@ class Saver:
         if self._prepared and files.is_dir(self._directory):
             return
         self._fence.check()  # where the run was moved or removed meanwhile, nothing of it is made anew
-        files.make_dirs(self._directory.parent)
+        if not self._fence.number:  # no run's
+            files.make_dirs(self._directory.parent)
         with suppress(FileExistsError):
             files.make_dir(self._directory, DIRECTORY_MODE)
         files.fsync_dir(self._directory.parent)

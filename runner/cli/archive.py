@@ -9,7 +9,7 @@ import re
 import stat
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -19,7 +19,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.adoption import UNLINKABLE
 from runner.checkpoint.pins import pinned
 from runner.cli.console import PROGRAM, Parser, say, shown, size
-from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_for, remove, remove_rest, report
+from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_for, remove, remove_rest, report, typed
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody
 from runner.rundir.paths import RunDir
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{options.file}: the file name must end in {', '.join(SUFFIXES)}")
     rests = _removed_before(options.run, target) if options.remove else []
     if rests:
+        _sync(target)
         for rest in rests:
             remove_rest(rest)
         say(f"{shown(target)} holds the run; removed {', '.join(map(shown, rests))}, the rest of its directory")
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.remove:
         _refuse_existing(target)
     refuse_inside_run(target)
-    temporary = target.with_name(f".{target.name}.tmp-{processes.own_pid()}")
+    temporary = target.with_name(f".{target.name}.tmp-{processes.tag()}")
     aside = None
     try:
         for left in _leftovers(target):
@@ -76,19 +77,26 @@ def main(arguments: Sequence[str]) -> int:
             run = held.run
             if options.remove:
                 refuse_waited_for(run)
+            # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
+            fence = checkpoint_dir.Fence(held.lease.fence, held.lease.check_fence)
+            checkpoint_dir.sweep(run.checkpoints, fence)
             content = _pack(run.path, _members(run, options.checkpoints), temporary, mode)
             held.check()  # what was packed is the run only if nobody else has changed it meanwhile
-            if not (options.remove and _holds(target, content)):  # a killed command has come so far already
+            _refuse_new_pins(run, content)
+            if options.remove and _holds(target, content):  # a killed command has come so far already
+                _sync(target)
+            else:
                 _name(temporary, target)
+            packed_bytes = files.stat(target).st_size
             if options.remove:
-                aside = remove(held)
+                aside = remove(held, "archived")
     except OSError as error:
         kept = "; nothing was removed" if options.remove else ""
         raise FileError(f"{error.filename or options.file}: {error.strerror or error}{kept}") from error
     finally:
-        files.remove(temporary)
+        _remove_temporary(temporary)
     count = sum(len(each) == DIGEST_LENGTH for each in content.values())
-    say(f"packed {count} files of {shown(run.path)} into {shown(target)} ({size(files.stat(target).st_size)})")
+    say(f"packed {count} files of {shown(run.path)} into {shown(target)} ({size(packed_bytes)})")
     if aside is not None:
         remove_rest(aside)
         say(f"removed {shown(run.path)}")
@@ -96,9 +104,47 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _removed_before(run: Path, target: Path) -> list[Path]:
-    """What a command that was killed while it removed the run has left: the file had its name by then."""
+    """What a command that was killed while it removed the run has left: the file had its name by then.
+
+    Raises:
+        UserError: the file is none of this run.
+    """
     path = Path(os.path.abspath(run))
-    return leftovers(path) if files.is_taken(target) and not files.is_taken(path) else []
+    found = leftovers(path, archived=True) if files.is_taken(target) and not files.is_taken(path) else []
+    if found and f"{path.name}/{RunDir(path).config.name}" not in (_found_in(target) or {}):
+        raise UserError(
+            f"{shown(target)} does not hold {shown(path)}, which was packed into another file: pass that one, or "
+            f"remove what is left of the run with `{PROGRAM} rm {typed(path)}`"
+        )
+    return found
+
+
+def _remove_temporary(path: Path) -> None:
+    """What remains of it goes with the next archive of that name."""
+    try:
+        files.remove(path)
+    except OSError as error:
+        report(f"warning: {shown(path)} cannot be removed ({error.strerror or error})")
+
+
+def _refuse_new_pins(run: RunDir, content: Mapping[str, str]) -> None:
+    """Whether a checkpoint was pinned that is not packed, since others were packed only.
+
+    Raises:
+        UserError: there is one.
+        OSError: the directory of the checkpoints cannot be read.
+    """
+    with suppress(FileNotFoundError):
+        files.look_anew(run.checkpoints)
+    folder = f"{run.path.name}/{run.checkpoints.name}"
+    there = {checkpoint_dir.step_name(step): step for step in pinned(run.checkpoints)}
+    new = [
+        step
+        for name, step in there.items()
+        if files.is_dir(run.checkpoints / name) and f"{folder}/{name}" not in content
+    ]
+    if new:
+        raise UserError(f"step {new[0]} of {shown(run.path)} was pinned meanwhile: rerun the command")
 
 
 def _refuse_existing(target: Path) -> None:
@@ -108,7 +154,7 @@ def _refuse_existing(target: Path) -> None:
 
 def _leftovers(target: Path) -> list[Path]:
     """What killed commands for the same file have left; a live one fails, and reports that."""
-    name = re.compile(re.escape(f".{target.name}.tmp-") + r"\d+")
+    name = re.compile(re.escape(f".{target.name}.tmp-") + r"\d+-[0-9a-f]{8}")
     return [target.with_name(each) for each in files.list_dir(target.parent) if name.fullmatch(each)]
 
 
@@ -130,6 +176,20 @@ def _name(temporary: Path, target: Path) -> None:
         _refuse_existing(target)
         files.rename(temporary, target)
     files.fsync_dir(target.parent)
+
+
+def _sync(target: Path) -> None:
+    """Make the file and its name durable: the command that made it may have been killed before it had done so.
+
+    Raises:
+        FileError: the file system refused.
+    """
+    try:
+        with files.open_regular(target) as packed:
+            files.fsync_fd(packed.fileno())
+        files.fsync_dir(target.parent)
+    except OSError as error:
+        raise FileError(f"{target}: {error.strerror or error}; nothing was removed") from error
 
 
 def _members(run: RunDir, which: str) -> list[Path]:
@@ -222,10 +282,15 @@ def _read(target: Path) -> dict[str, str]:
 
 def _holds(target: Path, content: dict[str, str]) -> bool:
     """Whether the file is there, and has this content."""
+    return _found_in(target) == content
+
+
+def _found_in(target: Path) -> dict[str, str] | None:
+    """What is in the file, by name; None if there is no such file, or it is no archive."""
     try:
-        return _read(target) == content
+        return _read(target)
     except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError):
-        return False
+        return None
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:

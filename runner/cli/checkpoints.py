@@ -215,6 +215,7 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
     run = RunDir(directory.parent)
     with Lease.acquire(run.lease, {"job_id": None}, report=_warn, within=run.path) as lease:
         fence = Fence(lease.fence, lease.check_fence)
+        checkpoint_dir.look_anew(directory)
         kept = checkpoint_dir.newest(directory)
         found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]
         left = checkpoint_dir.leftovers(directory)
@@ -295,7 +296,7 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
         )
     if files.is_taken(target):
         raise UserError(f"--export {target} exists: choose another folder")
-    temporary = target.with_name(f".{target.name}.tmp-{processes.own_pid()}")
+    temporary = target.with_name(f".{target.name}.tmp-{processes.tag()}")
     try:
         save(str(temporary))
         files.rename(temporary, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import sys
@@ -15,6 +16,11 @@ from runner.rundir.custody import Custody, is_run
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 from runner.system.terminal import printable
+
+REMOVED = re.compile(r"\.(?P<name>.+)\.(?P<way>removed|archived)-\d+-[0-9a-f]{8}")
+"""The name of what is being deleted."""
+NO_RUN = (*files.NOT_THERE, errno.EACCES, errno.EPERM, errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ENXIO)
+"""What reading a config fails with where there is none, or none that this user may read: the file system has told."""
 
 
 def typed(path: Path) -> str:
@@ -37,13 +43,15 @@ def branches(run: RunDir) -> tuple[list[Path], list[Path]]:
     waiting: list[Path] = []
     name = run.path.name.encode()
     for other in sorted(files.list_dir(run.path.parent)):
+        if REMOVED.fullmatch(other):
+            continue
         branch = RunDir(run.path.parent / other)
         try:
             named = name in files.read_regular(branch.config) or not run.path.name.isascii()
             if named and read_plain(branch.config)["fork"]["run"] == str(run.path):
                 (begun if branch.newest_step() else waiting).append(branch.path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, OSError) and error.errno in files.PASSING:
+            if isinstance(error, OSError) and error.errno not in NO_RUN:
                 raise
             # It is no run, or a broken one, or somebody else's.
     return begun, waiting
@@ -64,23 +72,39 @@ def refuse_waited_for(run: RunDir) -> None:
         )
 
 
-def leftovers(path: Path) -> list[Path]:
-    """What a removal of the run at `path` has left, because it was killed."""
-    name = re.compile(re.escape(f".{path.name}.removed-") + r"\d+")
+def leftovers(path: Path, *, archived: bool = False) -> list[Path]:
+    """What a removal of the run at `path` has left, because it was killed.
+
+    Args:
+        path: where the run was.
+        archived: only what `archive --remove` has left, which is in a file.
+
+    Raises:
+        FileError: the directory cannot be read.
+    """
+    ways = ("archived",) if archived else ("archived", "removed")
     try:
-        return sorted(path.parent / each for each in files.list_dir(path.parent) if name.fullmatch(each))
-    except OSError:
-        return []
+        names = files.list_dir(path.parent)
+    except OSError as error:
+        if error.errno in files.NOT_THERE:
+            return []
+        raise FileError(f"{path.parent}: {error.strerror or error}") from error
+    found = [(REMOVED.fullmatch(name), path.parent / name) for name in sorted(names)]
+    return [each for match, each in found if match and match["name"] == path.name and match["way"] in ways]
 
 
-def remove(held: Custody) -> Path:
+def hidden(path: Path, way: str) -> Path:
+    """A name beside `path` that no command finds, for what is to be deleted: `way` is `removed` or `archived`."""
+    return path.with_name(f".{path.name}.{way}-{processes.tag()}")
+
+
+def remove(held: Custody, way: str = "removed") -> Path:
     """Give a run a name that no command finds, under which `remove_rest` deletes it: a kill leaves a run or none.
 
     Raises:
         OSError: the file system refused.
     """
-    path = held.run.path
-    aside = path.with_name(f".{path.name}.removed-{processes.own_pid()}")
+    aside = hidden(held.run.path, way)
     held.move(aside)
     return aside
 

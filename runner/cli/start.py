@@ -7,13 +7,16 @@ directory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from runner.checkpoint.pins import confirm, reserve
+from runner.checkpoint.pins import confirm, is_missed, reserve
 from runner.cli.arguments import dirs, parse
 from runner.cli.console import counted, say, shown
+from runner.cli.housekeeping import hidden
 from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
@@ -149,7 +152,7 @@ def run_here(planned: PlannedRun) -> int:
             refused = status == ExitStatus.USAGE
         finally:
             if refused and run.path in missing:
-                _discard([job], {run.path: lease.guard}, lease.fence)
+                _discard([job], {run.path: lease.guard}, lease)
                 _remove_empty(missing)
     return status
 
@@ -221,7 +224,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             waiting = _waiting(planned, launcher)
             _show(planned)
             _reserve(planned, pins)
-            _freeze([run.job for run in planned if run.starts], guards)
+            _freeze([run.job for run in planned if run.starts], guards, {run_dir for run_dir, _ in pins})
             if launcher.in_process:
                 held.close()  # it takes until the runs are over, and each of them acquires its own lease
             status = _status(planned)
@@ -231,15 +234,24 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             if status == ExitStatus.USAGE:
                 _discard(new, guards)
             for run_dir, pin in pins:
-                if status != ExitStatus.USAGE or _is_submitted(RunDir(run_dir)):
-                    confirm(pin)
-                else:
-                    with suppress(OSError):
-                        files.remove(pin)
+                _settle(pin, RunDir(run_dir), status)
     if status == ExitStatus.USAGE:
         _remove_empty(missing)
     started = [run.job.run_dir for run in planned if run.starts]
     return launcher.follow(started) if status == 0 and started and launcher.wait else status
+
+
+def _settle(pin: Path, branch: RunDir, status: int) -> None:
+    """Keep the pin of a branch, or remove it if the branch was certainly not submitted."""
+    try:
+        keep = status != ExitStatus.USAGE or _is_submitted(branch)
+    except OSError:  # the file system does not tell, and must not hide why nothing was started
+        keep = True
+    with suppress(OSError):
+        if keep:
+            confirm(pin)
+        else:
+            files.remove(pin)
 
 
 def _remove_empty(parents: Iterable[Path]) -> None:
@@ -248,42 +260,67 @@ def _remove_empty(parents: Iterable[Path]) -> None:
             files.remove_dir(parent)
 
 
-def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], fence: int = 0) -> None:
+def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], lease: Lease | None = None) -> None:
     """Remove the directories of new runs that were refused, unless something has come of them.
 
     Args:
         jobs: runs that did not exist before this command.
         guards: the right to change each.
-        fence: number of this process's lease, if it holds that of the run.
+        lease: that of the run, if this process holds it.
     """
     for job in jobs:
-        path, begin = job.run_dir, job.config.fork.step or 0
-        aside = RunDir(path.with_name(f".{path.name}.removed-{processes.own_pid()}"))
+        run, begin = RunDir(job.run_dir), job.config.fork.step or 0
         with suppress(OSError, SupersededError):
-            guards[path].check()
-            if _is_used(RunDir(path), fence, begin):
-                continue
-            files.rename(path, aside.path)  # first, since another shell may be about to use it
-            if _is_used(aside, fence, begin):
-                files.rename(aside.path, path)
-            else:
-                try:
-                    files.remove_tree(aside.path)
-                except OSError as error:
-                    why = error.strerror or error
-                    _report(
-                        f"warning: {shown(aside.path)} of the refused run cannot be removed ({why}): remove it by hand"
-                    )
+            submission = read_holder(run.submission)
+            guards[run.path].check()
+            if not _is_used(run, lease, begin):
+                used = partial(_is_used, lease=lease, begin=begin, submission=submission)
+                _set_aside(run, used, lease)
 
 
-def _is_used(run: RunDir, fence: int, begin: int) -> bool:
-    """Whether a run was submitted, has trained beyond step `begin`, or has had a holder after number `fence`.
+def _set_aside(run: RunDir, is_used: Callable[[RunDir], bool], lease: Lease | None) -> None:
+    """Remove the directory of a run, which is looked at once more under another name: a shell may be about to use it.
+
+    Until that is known the name is none that `rm` takes for something to delete.
+
+    Raises:
+        OSError: the file system refused; the directory is where it was, or a warning names it.
+    """
+    aside, rest = RunDir(hidden(run.path, "refused")), hidden(run.path, "removed")
+    files.rename(run.path, aside.path)
+    try:
+        used = is_used(aside)
+        if not used:
+            files.rename(aside.path, rest)
+    except OSError:
+        used = True
+    if used:
+        try:
+            files.rename(aside.path, run.path)
+        except OSError as error:
+            why = error.strerror or error
+            _report(f"warning: {shown(aside.path)} cannot be given its name {shown(run.path)} back ({why}): rename it")
+        return
+    if lease is not None:
+        lease.end_heartbeat()  # whose open file a network file system would keep, and so the directory
+    try:
+        files.remove_tree(rest)
+    except OSError as error:
+        why = error.strerror or error
+        _report(f"warning: {shown(rest)} of the refused run cannot be removed ({why}): remove it by hand")
+
+
+def _is_used(
+    run: RunDir, lease: Lease | None, begin: int, submission: tuple[int, dict[str, Any]] | None = None
+) -> bool:
+    """Whether a run was submitted, has trained beyond step `begin`, or has had a holder after these.
 
     Raises:
         OSError: the run directory cannot be read.
     """
-    holder = read_holder(run.lease)
-    newer = holder is not None and holder[0] > fence
+    holder, submitting = read_holder(run.lease), read_holder(run.submission)
+    newer = holder is not None and holder[0] > (lease.fence if lease else 0)
+    newer |= submission is not None and submitting is not None and submitting[0] > submission[0]
     return newer or _is_submitted(run) or last_step(run) > begin or run.newest_step() > begin
 
 
@@ -342,11 +379,16 @@ def _status(planned: Sequence[PlannedRun]) -> int:
     return int(ExitStatus.FAILED if left else ExitStatus.FINISHED)
 
 
-def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> None:
+def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waiting: Collection[Path] = ()) -> None:
     """Write config.yaml and code.json of every job.
 
+    Args:
+        jobs: the runs.
+        guards: the right to change each.
+        waiting: the branches among them whose trunk has not saved yet what they begin with.
+
     Raises:
-        UserError: the file system refuses.
+        UserError: the file system refuses, or what a branch begins with was deleted.
         SupersededError: another process has taken over one of the runs.
     """
     code = provenance.describe_code()
@@ -357,7 +399,7 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             guard.check()  # nothing is written where the run was moved or removed meanwhile
             for change in provenance.code_changes(run.path):
                 say(f"  the code has changed since this run last started: {change}")
-            _take_over(job, run, guard)
+            _take_over(job, run, guard, waits=run.path in waiting)
             provenance.write_code(run.code, code, job.overrides, guard)
             # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
@@ -365,13 +407,13 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             raise UserError(unusable(run.path, "written", error)) from None
 
 
-def _take_over(job: Composed, run: RunDir, guard: files.Guard) -> None:
+def _take_over(job: Composed, run: RunDir, guard: files.Guard, waits: bool) -> None:
     """Take what a branch needs over from its trunk, before anybody deletes it there; later if the branch waits."""
     fork = job.config.fork
     if fork.run is None or fork.step is None or run.newest_step():
         return
     trunk = find(fork.run, run.path)
-    if files.is_dir(trunk.checkpoint(fork.step)):
+    if not waits or files.is_dir(trunk.checkpoint(fork.step)):
         from runner.checkpoint.directory import Fence
         from runner.training.branch import take_over
 
@@ -399,11 +441,16 @@ def _reserve(planned: Sequence[PlannedRun], pins: list[tuple[Path, Path]]) -> No
     for run_dir, checkpoint in _expected(planned):
         try:
             pins.append((run_dir, reserve(checkpoint)))
+            missed = is_missed(checkpoint)
         except FileNotFoundError:
             raise RunDirError(f"{shown(checkpoint.parent.parent)} was moved or removed meanwhile") from None
         except OSError as error:
             reason = f"{shown(checkpoint)} cannot be pinned ({error.strerror or error})"
             raise FileError(f"{reason}: fork that step once it is saved") from None
+        if missed:
+            raise RunDirError(
+                f"{shown(checkpoint)} was saved and deleted meanwhile: fork another step, or pin it first"
+            )
 
 
 def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:

@@ -36,21 +36,37 @@ class Custody:
         for lease in self._leases:
             lease.check_fence()
 
+    @property
+    def lease(self) -> Lease:
+        """That of the run directory itself, which permits to change its checkpoints."""
+        return next(lease for lease in self._leases if lease.directory == self.run.lease)
+
     def move(self, target: Path) -> None:
         """Rename the run directory, which is at one of the two places at every moment, and durably so afterwards.
 
         Raises:
             SupersededError: somebody has taken the run over; nothing was changed.
-            OSError: the file system refused; nothing was changed, or the last syncs failed.
+            OSError: the file system refused; the run is where it was, or the message tells where it is.
         """
+        source = self.run.path
+        self._rename(target)
+        try:
+            for parent in {source.parent, target.parent}:
+                files.fsync_dir(parent)
+        except OSError as error:
+            try:
+                self._rename(source)
+            except OSError:
+                raise OSError(error.errno, f"{error.strerror}; it is {target} now", str(source)) from error
+            raise
+
+    def _rename(self, target: Path) -> None:
         source = self.run.path
         self.check()
         files.rename(source, target)
         for lease in self._leases:
             lease.moved(target / lease.directory.relative_to(source))
         self.run = RunDir(target)
-        for parent in {source.parent, target.parent}:
-            files.fsync_dir(parent)
 
 
 @contextmanager
@@ -115,7 +131,14 @@ def _leases_of_evaluations(run: RunDir) -> list[Path]:
 
 def _check_queue(run: RunDir) -> None:
     with reading(run):
-        jobs, unanswered = submitted_jobs.jobs([run, *leases_and_jobs(run)[1]])
+        submitted = [run, *leases_and_jobs(run)[1]]
+        for each in submitted:
+            if files.exists(each.submitting):
+                raise LockedError(
+                    f"{run.path} may have a job in the queue that nobody recorded, as a submission was interrupted: "
+                    f"rerun its command, which finds out, or remove {each.submitting} if there is no such job"
+                )
+        jobs, unanswered = submitted_jobs.jobs(submitted)
     if unanswered:
         raise UserError(
             f"cannot tell whether {run.path} is queued ({'; '.join(unanswered.values())}): rerun the command where the "

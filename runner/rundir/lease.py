@@ -295,11 +295,7 @@ class Lease:
 
     def release(self) -> None:
         """Let the next process in at once, or once the disk permits it. Does nothing if superseded or called before."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threads.current():
-            self._thread.join(timeout=5)
-        if self._heart is not None:
-            self._heart.remove(self)
+        self.end_heartbeat()
         try:
             self._write_released()
         except SupersededError:
@@ -307,6 +303,14 @@ class Lease:
         except OSError:
             if self._heart is None:  # a process that lives on would block everybody, itself included
                 threads.Thread(target=self._release_later, name="release", daemon=True).start()
+
+    def end_heartbeat(self) -> None:
+        """Leave no file of the lease open; it is held until its heartbeat was missed."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threads.current():
+            self._thread.join(timeout=5)
+        if self._heart is not None:
+            self._heart.remove(self)
 
     def _release_later(self) -> None:
         with contextlib.suppress(SupersededError):

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,6 +133,11 @@ def this_process() -> dict[str, Any]:
         "machine_id": files.read_small("/etc/machine-id"),
         "pid_namespace": files.read_link("/proc/self/ns/pid"),
     }
+
+
+def tag() -> str:
+    """`PID-8 digits`, in names of files that no other process of any machine makes: the PID alone comes again."""
+    return f"{own_pid()}-{zlib.crc32(repr(sorted(this_process().items())).encode()):08x}"
 
 
 def cores() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from runner.checkpoint.adoption import adopt
-from runner.checkpoint.directory import Fence
+from runner.checkpoint.directory import Fence, look_anew
 from runner.config.schema import Config
 from runner.errors import CheckpointError
 from runner.metrics import jsonl
@@ -30,6 +30,9 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
         SupersededError: a newer attempt holds the lease of the branch.
         OSError: the file system refused.
     """
+    # Another machine may have trained the branch a moment ago: its records must not be replaced.
+    for directory in (run.checkpoints, trunk.checkpoints):
+        look_anew(directory)
     if run.newest_step():
         return
     if not files.is_dir(trunk.checkpoint(step)):

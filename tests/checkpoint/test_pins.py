@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpoints import Toy, manager, names, train
@@ -161,6 +162,19 @@ def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved:
         sweep(path.parent, Fence(1))
         assert not path.exists() or verified(path), number
         assert not checkpoint_dir.leftovers(path.parent), number
+
+
+def test_a_corrupt_checkpoint_of_a_pinned_step_does_not_come_back(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever deleted it, under the name that it was set aside with, was killed in that."""
+    path = saved / step_name(2)
+    assert pin(path)
+    checkpoint_dir.set_aside(path, "corrupt", "a bit", Fence(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_dir, "is_kept", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            delete(saved / f"{step_name(2)}.corrupt", Fence(1))
+    sweep(saved, Fence(2))
+    assert names(saved) == [step_name(1), f"{step_name(2)}.pinned", step_name(3)]
 
 
 def changes_of_a_deletion(folder: Path) -> int:

@@ -16,12 +16,16 @@ from branches import hashes
 from checkpoints import train
 from fake_launcher import Command, FakeLauncher
 
+from runner.checkpoint import pins as pins_of
+from runner.checkpoint.adoption import adopt
+from runner.checkpoint.directory import Fence
 from runner.cli import start
 from runner.config.composition import compose
 from runner.contracts import JobInfo
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
+from runner.training.branch import take_over
 
 STEPS = 6
 WORDS = ["experiment=smoke", "data=mixture", "sampler=elastic", "logger=none", f"train.steps={STEPS}"]
@@ -183,6 +187,88 @@ def test_what_the_disk_refuses_to_remove_of_a_refused_submission_is_named(
     assert warning in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_refused_run_that_may_be_used_keeps_its_name(
+    trunk: Path,
+    waiting: Waiting,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    again: bool,
+) -> None:
+    """The disk does not tell whether somebody uses it. Where that name was taken meanwhile, the hidden one is told."""
+    used = start._is_used
+
+    def look(run: RunDir, **options: Any) -> bool:
+        if not run.path.name.startswith("."):
+            return used(run, **options)
+        if again:
+            name = run.path.name.removeprefix(".").partition(".refused-")[0]
+            (run.path.parent / name / "logs").mkdir(parents=True)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    waiting.status = 2
+    monkeypatch.setattr(
+        start,
+        "_is_used",
+        lambda run, lease, begin, submission=None: look(run, lease=lease, begin=begin, submission=submission),
+    )
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    left = [path.name for path in branches(trunk)]
+    assert [name.startswith(".") for name in left] == ([True, False] if again else [False])
+    told = f"warning: o/{left[0]} cannot be given its name o/{left[-1]} back" in capsys.readouterr().err
+    assert told == again
+
+
+def test_who_cannot_tell_whether_a_branch_was_submitted_keeps_its_pin(
+    trunk: Path, waiting: Waiting, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says why it was refused."""
+
+    def refuse(*arguments: Any) -> None:
+        monkeypatch.setattr(start, "_is_submitted", silent)
+        raise UserError("a full disk, say")
+
+    def silent(run: RunDir) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(start, "_freeze", refuse)
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    assert "a full disk, say" in capsys.readouterr().err
+    assert pins(trunk) == ["step_00000005.pinned"]
+    assert waiting.started == []
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_branch_whose_checkpoint_is_deleted_meanwhile_is_not_submitted(
+    trunk: Path,
+    waiting: Waiting,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+) -> None:
+    """One that is there when the command looks, and one that is saved and deleted before it is pinned."""
+    monkeypatch.setattr(pins_of, "PAUSE_S", 0.001)
+    reserve = start._reserve
+
+    def late(*arguments: Any) -> None:
+        if step == 5:
+            train(trunk / "checkpoints", 6, keep_last=1)
+        else:
+            shutil.rmtree(RunDir(trunk).checkpoint(step))
+        reserve(*arguments)
+
+    monkeypatch.setattr(start, "_reserve", late)
+    assert command("fork", "o/trunk", "--step", str(step)) != 0
+    assert (
+        "was saved and deleted meanwhile" if step == 5 else "has no checkpoint of step 2"
+    ) in capsys.readouterr().err
+    assert waiting.started == FakeLauncher.launched == []
+    assert branches(trunk) == []
+    assert pins(trunk) == []
+
+
 def test_a_refused_submission_leaves_the_pin_of_a_branch_that_was_submitted_meanwhile(
     trunk: Path, waiting: Waiting, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +309,33 @@ def test_a_launcher_that_refuses_leaves_no_checkpoint(
     monkeypatch.setattr(FakeLauncher, "launch", lambda self, run_dirs, attempt, guards=(): 2)
     assert command("fork", "o/trunk", "--step", "2") == 2
     assert branches(trunk) == []
+
+
+def test_a_branch_that_another_machine_has_just_trained_keeps_its_records(
+    trunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of a network file system may be some seconds old, until this machine changes something there."""
+    branch, anew, really = RunDir(Path("o/branch").absolute()), set[Path](), files.list_dir
+    train(branch.checkpoints, 3, keep_last=1)
+    branch.metrics.write_text((trunk / "metrics.jsonl").read_text())
+    before = hashes(branch.path)
+
+    def list_dir(path: Path) -> list[str]:
+        return [] if path == branch.checkpoints and path not in anew else really(path)
+
+    monkeypatch.setattr(files, "look_anew", anew.add)
+    monkeypatch.setattr(files, "list_dir", list_dir)
+    take_over(branch, RunDir(trunk), 2, Fence())
+    assert hashes(branch.path) == before
+
+
+def test_where_a_branch_was_moved_from_nothing_is_made(trunk: Path) -> None:
+    """By a process that was suspended between its last look and the call."""
+    branch = Path("o/branch").absolute()
+    branch.mkdir()
+    with pytest.raises(FileNotFoundError):
+        adopt(RunDir(trunk).checkpoint(2), branch / "checkpoints", Fence(1, branch.rmdir))
+    assert not branch.exists()
 
 
 def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(

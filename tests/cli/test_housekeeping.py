@@ -25,8 +25,10 @@ from faults import failing, intercepted, killed
 from runs import PACED, ROOT, TINY, Run, assert_same_run
 
 from runner.__main__ import run as runner
+from runner.checkpoint import directory as checkpoint_dir
 from runner.cli import archive as archive_command
 from runner.cli import plan, start
+from runner.cli.housekeeping import hidden
 from runner.errors import ExitStatus
 from runner.rundir import custody, lease, provenance
 from runner.rundir.custody import Custody
@@ -363,6 +365,76 @@ class TestRemove:
         monkeypatch.setattr(files, "list_dir", list_dir)
         assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
 
+    @pytest.mark.parametrize("words", [("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")])
+    def test_a_run_whose_new_name_cannot_be_synced_is_where_the_message_says(
+        self,
+        made: Path,
+        command: Command,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        words: tuple[str, ...],
+    ) -> None:
+        """It has another name by then, which no command finds."""
+        sync, before, word, rest = files.fsync_dir, contents(made), words[0], words[1:]
+
+        def refuse(directory: Path) -> None:
+            if not made.exists():
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+            sync(directory)
+
+        monkeypatch.setattr(files, "fsync_dir", refuse)
+        assert command(word, str(made), *rest) == ExitStatus.FAILED
+        assert "Input/output error" in error(capsys)
+        assert run_dirs() == [made]
+        assert contents(made) == before
+
+    def test_leftovers_that_cannot_be_listed_are_no_success(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        really = files.list_dir
+
+        def list_dir(path: Path) -> list[str]:
+            if sys._getframe(1).f_code.co_name == "leftovers":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return really(path)
+
+        monkeypatch.setattr(files, "list_dir", list_dir)
+        assert command("rm", str(made), "--yes") == ExitStatus.FAILED
+        assert "Input/output error" in error(capsys)
+        assert made.is_dir()
+
+    def test_what_a_killed_removal_of_a_waiting_branch_has_left_waits_for_nothing(
+        self, made: Path, command: Command
+    ) -> None:
+        branch = branched(made)
+        branch.rename(hidden(branch, "removed"))
+        assert command("mv", str(made), "elsewhere") == 0
+        assert command("rm", str(branch), "--yes") == 0
+        assert not list(made.parent.iterdir())
+
+    @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EREMOTEIO])
+    def test_only_what_the_file_system_tells_excludes_a_branch_that_waits(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        branch, really = branched(made), files.read_regular
+
+        def read(path: Path, **options: Any) -> Any:
+            return refused(code)() if Path(path) == branch / "config.yaml" else really(path, **options)
+
+        monkeypatch.setattr(files, "read_regular", read)
+        assert command("rm", str(made), "--yes") == ExitStatus.FAILED
+        assert made.is_dir()
+
+    def test_a_run_with_a_job_that_nobody_may_have_recorded_stays(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Its command was killed after sbatch had accepted the job, say."""
+        RunDir(made).submitting.write_text(json.dumps({"name": "0" * 32, "task": None, "user": "0", "written": 1.0}))
+        for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")):
+            assert command(word, str(made), *rest) == ExitStatus.LOCKED
+            assert "rerun its command, which finds out" in error(capsys)
+        assert made.is_dir()
+
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
         """The whole run or, under its name, nothing; the same command then leaves nothing at all."""
         from runner.cli.rm import main
@@ -439,6 +511,84 @@ class TestArchive:
             assert RunDir(unpacked(Path(f"{which}.tar"), tmp_path / which)).checkpoint_steps() == kept
         assert command("archive", str(made), "best.tar", "--checkpoints", "best") == ExitStatus.USAGE
         assert not Path("best.tar").exists()
+
+    def test_a_pin_that_is_set_while_it_packs_is_not_lost(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pack = archive_command._pack
+
+        def pinned_meanwhile(*arguments: Any) -> Any:
+            assert command("pin", str(made), "--step", "1") == 0
+            return pack(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(archive_command, "_pack", pinned_meanwhile)
+            words = (str(made), "x.tar", "--checkpoints", "last", "--remove")
+            assert command("archive", *words) == ExitStatus.USAGE
+        assert "step 1 of" in error(capsys)
+        assert not Path("x.tar").exists()
+        assert command("archive", *words) == 0
+        assert RunDir(unpacked(Path("x.tar"), Path("there"))).checkpoint_steps() == [1, 3]
+
+    def test_a_pinned_checkpoint_that_a_killed_deletion_had_moved_aside_is_packed(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert command("pin", str(made), "--step", "1") == 0
+        path = RunDir(made).checkpoint(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_dir, "is_kept", refused(errno.EINTR))  # killed before it saw the pin
+            with pytest.raises(OSError, match="Interrupted"):
+                checkpoint_dir.delete(path, checkpoint_dir.Fence())
+        assert not path.exists()
+        assert command("archive", str(made), "x.tar", "--checkpoints", "last", "--remove") == 0
+        assert RunDir(unpacked(Path("x.tar"), Path("there"))).checkpoint_steps() == [1, 3]
+
+    def test_the_name_that_a_killed_command_gave_is_durable_before_the_run_is_removed(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was killed after it had named the file, and before it synced that."""
+        done: list[str] = []
+        sync, rename = files.fsync_dir, files.rename
+
+        def synced(directory: Path) -> None:
+            done.extend(["synced"] * (Path(directory) == Path.cwd()))
+            sync(directory)
+
+        def renamed(source: Path, target: Path) -> None:
+            done.extend(["removed"] * (Path(source) == made))
+            rename(source, target)
+
+        assert command("archive", str(made), "x.tar") == 0
+        monkeypatch.setattr(files, "fsync_dir", synced)
+        monkeypatch.setattr(files, "rename", renamed)
+        assert command("archive", str(made), "x.tar", "--remove") == 0
+        assert done[:2] == ["synced", "removed"]
+
+    @pytest.mark.parametrize("way", ["removed", "archived"])
+    def test_only_what_this_archive_holds_is_deleted_as_its_rest(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], way: str
+    ) -> None:
+        """Not what a killed `rm` has left of a run that trained on since, nor what is in another file."""
+        other = Path(shutil.copytree(made, made.with_name("other-33333333")))
+        assert command("archive", str(other if way == "archived" else made), "x.tar") == 0
+        rest = made.rename(hidden(made, way))
+        capsys.readouterr()
+        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
+        assert ("rm outputs/" if way == "archived" else "is not a run directory") in error(capsys)
+        assert rest.is_dir()
+
+    def test_a_temporary_file_that_stays_hides_nothing(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        remove = files.remove
+
+        def refuse(path: Path) -> None:
+            return refused(errno.EIO)() if ".x.tar.tmp-" in str(path) else remove(path)  # type: ignore[return-value]
+
+        monkeypatch.setattr(files, "remove", refuse)
+        assert command("archive", str(made), "x.tar", "--remove") == 0
+        assert "cannot be removed (Input/output error)" in capsys.readouterr().err
+        assert not list(made.parent.iterdir())
 
     def test_removed_only_after_it_was_verified(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

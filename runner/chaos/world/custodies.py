@@ -26,7 +26,7 @@ from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate, Fence, Retention
 from runner.contracts import JobInfo, Launcher
-from runner.errors import CheckpointError, UserError
+from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, provenance, submitted_jobs
 from runner.rundir import lease as leases
@@ -38,8 +38,9 @@ from runner.system import clock, files
 
 # The commands are in a layer above: the world starts them as a shell would, by their names.
 command_line: Any = import_module("runner.__main__")
-checkpoints, plan, start, mv, rm, archive = (
-    import_module(f"runner.cli.{name}") for name in ("checkpoints", "plan", "start", "mv", "rm", "archive")
+checkpoints, plan, start, mv, rm, archive, housekeeping = (
+    import_module(f"runner.cli.{name}")
+    for name in ("checkpoints", "plan", "start", "mv", "rm", "archive", "housekeeping")
 )
 
 RUNS = Path(ROOT) / "runs"
@@ -63,7 +64,8 @@ APPENDED = ("metrics.jsonl", "timings.jsonl")
 """The records of a run that are appended to."""
 MADE_BY_OTHERS = re.compile(r".*\.(pinned(-\d+-\d+)?|awaits)|evaluations\.jsonl")
 """What may be added to a run by processes that hold no lease of it."""
-REFUSED = re.compile(r".*/(?P<name>\.branch[^/]+\.removed-(?P<pid>\d+))(/.*)?")
+LEFT = re.compile(r"\.tmp-|\.(removed|archived|refused)-")
+REFUSED = re.compile(r".*/(?P<name>\.branch[^/]+\.(removed|refused)-(?P<pid>\d+)-[0-9a-f]{8})(/.*)?")
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,10 @@ class Queue:
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Submit the runs."""
         for run_dir, guard in zip(run_dirs, guards, strict=True):
-            self._scenario.submit(run_dir, guard, self._behind)
+            try:
+                self._scenario.submit(run_dir, guard, self._behind)
+            except FileNotFoundError:  # moved by somebody who was frozen in the call, and has just woken up
+                return int(ExitStatus.USAGE)
         return 0
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
@@ -203,6 +208,7 @@ class Custodies(Scenario):
     def __init__(self, world: World, seed: str) -> None:
         super().__init__(world, seed)
         self.queue: dict[int, Job] = {}
+        self._numbers = 0
         self._count = 0
         self._moment = self.random.choice((0.0, self.random.uniform(0.0, 8.0)))
         self._troubled: set[Process] = set()
@@ -219,6 +225,7 @@ class Custodies(Scenario):
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
         self._packed: dict[str, bytes] | None = None
+        self._reported = False  # an archive was reported as done
         self._finished: dict[str, bytes] | None = None
 
     # ---- what stands in for what a story cannot have
@@ -319,8 +326,9 @@ class Custodies(Scenario):
         text = "; ".join(process.output)
         self.world.tell(f"prints: {text}", process.name)
         self.must("malformed" not in text, f"{process.name} took sound records for malformed ones: {text}")
+        self._reported |= status == 0 and words[0] == "archive"
         if status == 0 and (words[0] in ("mv", "rm") or "--remove" in words):
-            moved = process in self._movers or ".removed-" in text
+            moved = process in self._movers or ".removed-" in text or ".archived-" in text
             self.must(moved or not self._places("a"), f"{process.name} reports success and has moved nothing: {text}")
         return int(status)
 
@@ -563,7 +571,8 @@ class Custodies(Scenario):
 
     def submit(self, run_dir: Path, guard: files.Guard, after: Path | None) -> None:
         """Put a run into the queue, as a launcher does."""
-        number, process = len(self.queue) + 1, self._own()
+        self._numbers += 1
+        number, process = self._numbers, self._own()
         files.write_json(RunDir(run_dir).job, {"launcher": LAUNCHER, "job_id": number}, guard=guard)
         job = self.queue[number] = Job(number, run_dir, process, after, self.world.now)
         if after is not None and process not in self._troubled:
@@ -729,7 +738,9 @@ class Custodies(Scenario):
         self.must(self._packed is not None, "an archive that cannot be read got its name")
         for place in places:
             with self.world.outside():
-                there = {name: data for name, data in _contents(place).items() if not MADE_BY_OTHERS.fullmatch(name)}
+                # What a superseded process saves when it wakes up is not committed any more.
+                mine = {name: data for name, data in _contents(place).items() if ".tmp-" not in name}
+                there = {name: data for name, data in mine.items() if not MADE_BY_OTHERS.fullmatch(name)}
                 trained = str(frozen(place).get("name")) in self._acquired
             packed = self._packed or {}
             if trained:
@@ -779,7 +790,7 @@ class Custodies(Scenario):
             for path in self._directories(self.disk.root, Path(ROOT))
             if path.name.startswith("branch") and not self._is_run(str(path))
         ]
-        left = [name for name in _names(self.disk.root, ROOT) if re.search(r"\.tmp-|\.removed-", name)]
+        left = [name for name in _names(self.disk.root, ROOT) if LEFT.search(name)]
         if not self._places("a"):
             begun.append(f"{ARCHIVE.with_name('.' + ARCHIVE.name)}.tmp-")  # the next archive of this name removes it
         left = [name for name in left if not name.startswith(tuple(begun)) and not self._is_told(name)]
@@ -789,19 +800,21 @@ class Custodies(Scenario):
         """Whether it is of a refused branch, and its command was killed in deleting it or has said that it cannot."""
         if not (found := REFUSED.fullmatch(name)):
             return False
-        warning = f"{found['name']} of the refused run cannot be removed"
+        said_so = ("of the refused run cannot be removed", "cannot be given its name")
+        warnings = [f"{found['name']} {said}" for said in said_so]
         makers = [each for each in self.world.processes if each.pid == int(found["pid"])]
-        return any(each.killed_by or any(warning in line for line in each.output) for each in makers)
+        return any(each.killed_by or any(said in line for said in warnings for line in each.output) for each in makers)
 
     def _tidy(self) -> None:
         """What people do at last: give the commands that were killed again, and continue each run for some steps."""
         for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
             with self.world.outside():
                 names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
-            removed = {found[1]: None for name in names if (found := re.fullmatch(r"\.(.+)\.removed-\d+", name))}
+            removed = {found["name"]: None for name in names if (found := housekeeping.REMOVED.fullmatch(name))}
             for name in removed:
                 if name not in names:
                     self._carry_out("rm", str(folder / name), "--yes")
+        self.must(files.exists(ARCHIVE) or not self._reported, "an archive that was reported as done is gone")
         if self._packed is not None and files.exists(ARCHIVE):
             self._check_archive()
             files.remove(ARCHIVE)

@@ -44,7 +44,7 @@ def _never_looked_at_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_place(patch: pytest.MonkeyPatch) -> None:
-    def remove(held: custody.Custody) -> Path:
+    def remove(held: custody.Custody, way: str = "removed") -> Path:
         files.remove_tree(held.run.path)
         return held.run.path
 
@@ -59,10 +59,10 @@ def _removed_first(patch: pytest.MonkeyPatch) -> None:
         if threads.current() not in removing:
             real_name(temporary, target)
 
-    def remove(held: custody.Custody) -> Path:
-        aside = real_remove(held)
+    def remove(held: custody.Custody, way: str = "removed") -> Path:
+        aside = real_remove(held, way)
         target = custodies.ARCHIVE
-        real_name(target.with_name(f".{target.name}.tmp-{processes.own_pid()}"), target)
+        real_name(target.with_name(f".{target.name}.tmp-{processes.tag()}"), target)
         return aside
 
     patch.setattr(archive, "refuse_waited_for", lambda run: removing.add(threads.current()))
