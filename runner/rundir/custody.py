@@ -133,7 +133,8 @@ def _check_queue(run: RunDir) -> None:
     with reading(run):
         submitted = [run, *leases_and_jobs(run)[1]]
         for each in submitted:
-            if files.exists(each.submitting):
+            noted = files.read_object(each.submitting).get("name")
+            if noted is not None and noted != files.read_object(each.job).get("submission"):
                 raise LockedError(
                     f"{run.path} may have a job in the queue that nobody recorded, as a submission was interrupted: "
                     f"rerun its command, which finds out, or remove {each.submitting} if there is no such job"

@@ -92,11 +92,11 @@ def is_continued(directory: Path, job: Mapping[str, Any]) -> bool:
     Args:
         directory: where the numbers are.
         job: what the job is known by (`job_id`, `restart_count`).
-
-    Raises:
-        OSError: the directory or the holder's file cannot be read.
     """
-    found = read_holder(directory)
+    try:
+        found = read_holder(directory)
+    except OSError:
+        return False  # the next start of the job finds out
     if found is None:
         return True  # the run was moved or removed
     job_id, restarts = found[1].get("job_id"), found[1].get("restart_count") or 0
