@@ -359,7 +359,7 @@ def _take(path: Path, name: str, fence: Fence) -> Path:
         files.rename(path, container / name)
     except BaseException:
         with contextlib.suppress(OSError):
-            remove_tree(container)
+            files.remove_dir(container)  # an error may have been reported for a rename that took place
         raise
     return container
 
@@ -391,6 +391,7 @@ def sweep(directory: Path, fence: Fence) -> None:
                 # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
                 if name == _TAKEN and whole == step.name and is_kept(step) and not files.is_taken(step):
                     files.rename(mine / name, step)
+            files.fsync_dir(directory)  # or a power loss might bring a name back after its content is gone
             remove_tree(mine)
         except FileNotFoundError:  # removed meanwhile
             continue

@@ -118,7 +118,7 @@ def _source_digest(folder: Path) -> str:
     """Digest of the Python files in `folder`."""
     sources = [Path(parent, name) for parent, _, names in files.walk(folder) for name in names if name.endswith(".py")]
     digest = hashlib.sha256()
-    for path in sorted(sources):
+    for path in sorted(filter(files.is_file, sources)):  # an editor may have left a link that leads nowhere
         digest.update(f"{path.relative_to(folder)}\0".encode() + files.read_bytes(path) + b"\0")
     return digest.hexdigest()[:16]
 

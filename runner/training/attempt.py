@@ -279,7 +279,11 @@ class _Attempt:
 
     def _compare_code(self, log: AttemptLog) -> None:
         """Report and record changes of the code since the run was submitted."""
-        changes = code_changes(self.run.path)
+        try:
+            changes = code_changes(self.run.path)
+        except OSError as error:  # a warning less: nothing depends on it
+            print_error(f"warning: the code cannot be compared with that of the submission: {error}")
+            return
         if changes:
             log.note(code_changed=changes)
             print_error("\n".join(f"warning: the code changed since the submission: {change}" for change in changes))
@@ -374,7 +378,8 @@ class _Attempt:
         STOP.wait_for_listener()
         cause = log.record.get("cause") or job.cause(STOP.signum or 0)
         if cause == TIME_LIMIT:
-            log.check_timeouts(job.max_timeouts)
+            with suppress(FileError):  # the disk does not tell: the next start of the job looks again
+                log.check_timeouts(job.max_timeouts)
         log.announce_end(cause)
         cause = job.requeue_if_needed(cause)
         self._end(cause, ExitStatus.INTERRUPTED)

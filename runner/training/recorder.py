@@ -187,8 +187,12 @@ class RunRecorder:
                 writer.ending(self.state)
             writer.close()
         self.bar.close()
-        closed = [self._close(file) for file in (self.metrics, self.timings)]
-        if all(closed):
+        try:
+            insist(self.metrics.close, self.metrics.path)
+        except FileError as error:
+            self.log.lost_records = str(error)
+            self.warn(str(error))
+        if self._close(self.timings) and not self.log.lost_records:
             with suppress(OSError, SupersededError):  # the next attempt copies them
                 withdraw(self.log.run)
 

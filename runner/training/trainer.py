@@ -19,7 +19,7 @@ from runner.checkpoint import build_train_state
 from runner.checkpoint.cadence import Cadence
 from runner.checkpoint.manifest import BEST_METRIC
 from runner.data.loading.protocols import BatchRecord
-from runner.errors import TrainingError, UserError, nearest
+from runner.errors import CheckpointError, TrainingError, UserError, nearest
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
 from runner.system.distributed import World
@@ -321,7 +321,10 @@ class Trainer:
         )
 
     def _kept(self) -> str:
-        last = self.manager.newest()
+        try:
+            last = self.manager.newest()
+        except CheckpointError as error:  # this is half a sentence of another error
+            return f"which checkpoint is kept cannot be told ({error})"
         return f"the checkpoint of step {last.step} is kept" if last else "there is no checkpoint yet"
 
 

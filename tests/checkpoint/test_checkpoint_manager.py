@@ -502,3 +502,14 @@ def test_the_background_thread_survives_what_it_runs(caplog: pytest.LogCaptureFi
         background.join()
     assert done.is_set()
     assert "the terminal is gone" in caplog.text
+
+
+def test_a_large_train_state_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    """What tasks and callbacks keep (a replay buffer, say) is in it: no limit but its size in the manifest holds."""
+    model = nn.Linear(2, 1)
+    kept = torch.arange(17 * 2**20, dtype=torch.float32)  # 68 MiB
+    state = build_train_state(1, 0, None, None, {"task": [{"buffer": kept}]})
+    assert TrainStateManager(tmp_path / "checkpoints", mode="sync").save(1, model, None, state)
+    loaded = TrainStateManager(tmp_path / "checkpoints", mode="sync").load(model, None)
+    assert loaded is not None
+    assert torch.equal(loaded["task"][0]["buffer"], kept)

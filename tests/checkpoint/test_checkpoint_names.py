@@ -184,6 +184,35 @@ def test_a_deletion_that_was_killed_is_finished_and_not_undone(
     assert names(run) == ["step_00000001", "step_00000003"]
 
 
+def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_are(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss in between would bring the name back, with a part of the files."""
+    calls: list[str] = []
+    sync, remove = files.fsync_dir, files.remove_tree
+
+    def killed(path: Path) -> None:
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove_tree", killed)
+        with pytest.raises(InterruptedError):
+            checkpoint_dir.delete(run / "step_00000002", checkpoint_dir.Fence(1))
+
+    def synced(path: Path) -> None:
+        calls.append(f"sync {path.name}")
+        sync(path)
+
+    def removed(path: Path) -> None:
+        calls.append("remove")
+        remove(path)
+
+    monkeypatch.setattr(files, "fsync_dir", synced)
+    monkeypatch.setattr(files, "remove_tree", removed)
+    checkpoint_dir.sweep(run, checkpoint_dir.Fence(2))
+    assert calls == [f"sync {run.name}", "remove"]
+
+
 @pytest.mark.parametrize("refusals", [3, 4])
 def test_nobody_resumes_beside_a_save_that_could_be_committed_yet(
     refusals: int, run: Path, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,25 @@ def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved:
         assert not checkpoint_dir.leftovers(path.parent), number
 
 
+def test_a_move_that_took_place_although_an_error_was_reported_deletes_nothing(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may lose the answer; the checkpoint was pinned since retention looked."""
+    path, rename = saved / step_name(2), files.rename
+
+    def answer_lost(source: Path, target: Path) -> None:
+        rename(source, target)
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(source))
+
+    assert pin(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "rename", answer_lost)
+        with pytest.raises(OSError, match="timed out"):
+            delete(path, Fence(1))
+    sweep(saved, Fence(2))
+    assert verified(path)
+
+
 def test_a_corrupt_checkpoint_of_a_pinned_step_does_not_come_back(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever deleted it, under the name that it was set aside with, was killed in that."""
     path = saved / step_name(2)

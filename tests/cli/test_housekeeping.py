@@ -434,7 +434,7 @@ class TestRemove:
             assert command(word, str(made), *rest) == ExitStatus.LOCKED
             assert "rerun its command, which finds out" in error(capsys)
         assert made.is_dir()
-        job = {"job_id": "8", "launcher": "fake_launcher.FakeLauncher", "submission": "0" * 32}
+        job = {"job_id": "8", "launcher": "launch.local.LocalLauncher", "submission": "0" * 32}
         RunDir(made).job.write_text(json.dumps(job))  # it was, and only the note was left
         assert command("rm", str(made), "--yes") == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from tiny_attempts import TinyJob, tiny_attempts
 
 from launch.requeue import REQUEUED_CAUSES
-from runner.errors import CrashLoopError, ExitStatus, PeerError, SupersededError, TimeoutsError
+from runner.errors import CrashLoopError, ExitStatus, FileError, PeerError, SupersededError, TimeoutsError
 from runner.rundir.attempt_log import CRASH_LOOP_LIMIT, AttemptLog
 from runner.rundir.paths import RunDir
+from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
 
 IDENTITY = {"restart_count": 0, "host": "here", "node": "n1"}
@@ -155,3 +157,29 @@ def test_a_superseded_job_ends_for_good_only_if_another_one_continues_the_run(
         patch.setattr("runner.training.session.Session.open", taken)
         assert training_attempt.attempt(run.path, Suspended(1)) == ExitStatus.SUPERSEDED
     assert bool(yielded) != continued
+
+
+def test_a_disk_that_does_not_tell_what_was_saved_ends_no_budget(tmp_path: Path) -> None:
+    """At the time limit: the job is requeued, and its next start looks again."""
+
+    class Limited(TinyJob):
+        auto_restarts, requeued = True, False
+        max_timeouts: int | None = 1
+
+        def cause(self, signum: int) -> str:
+            return "time limit"
+
+        def requeue_if_needed(self, cause: str) -> str:
+            self.requeued = True
+            return cause
+
+    def refuse(*arguments: object) -> None:
+        raise FileError("checkpoints cannot be read")
+
+    run, job = RunDir(tmp_path / "run"), Limited(0)
+    run.path.mkdir()
+    with tiny_attempts() as patch:
+        patch.setattr(AttemptLog, "check_timeouts", refuse)
+        patch.setattr(STOP, "signum", signal.SIGUSR2)
+        assert training_attempt.attempt(run.path, job) == ExitStatus.INTERRUPTED
+    assert job.requeued

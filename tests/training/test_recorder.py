@@ -82,3 +82,17 @@ def test_records_that_still_wait_at_the_end_are_written_or_keep_the_run_unfinish
         recorder.close()
     assert steps(recorder) == ([] if lasts else [1, 2])
     assert (recorder.log.lost_records is not None) == lasts
+
+
+def test_a_run_whose_metrics_the_disk_refuses_to_sync_at_the_end_is_not_finished(
+    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line may be that of an evaluation, after which nothing is saved: a power loss would take it."""
+    record(recorder, 1)
+    assert recorder.before_save()
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "fsync_fd", refuse)
+        recorder.evaluation({"step": 1, "eval_loss": 1.0})
+        recorder.close()
+    assert "metrics.jsonl cannot be written (Input/output error)" in str(recorder.log.lost_records)
