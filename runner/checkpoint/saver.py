@@ -205,8 +205,12 @@ class Saver:
         if self._prepared and files.is_dir(self._directory):
             return
         self._fence.check()  # where the run was moved or removed meanwhile, nothing of it is made anew
-        if not self._fence.number:  # no run's
-            files.make_dirs(self._directory.parent)
+        parent = self._directory.parent
+        if self._fence.number:  # of a run, which is not begun anew where it was moved from
+            with suppress(OSError):  # it may be new as well, made by a process that was killed before it synced it
+                files.fsync_dir(parent.parent)
+        else:
+            files.make_dirs(parent)
         with suppress(FileExistsError):
             files.make_dir(self._directory, DIRECTORY_MODE)
         files.fsync_dir(self._directory.parent)
