@@ -9,7 +9,7 @@ import re
 import stat
 import tarfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -29,6 +29,7 @@ SUFFIXES = {".tar": "w", ".tar.gz": "w:gz", ".tar.xz": "w:xz"}
 KEEP = ("all", "last", "best", "none")
 BLOCK_BYTES = 1 << 20
 DIGEST_LENGTH = 64
+NOTHING = hashlib.sha256().hexdigest()
 
 
 def parser() -> Parser:
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     mode = next((how for suffix, how in SUFFIXES.items() if target.name.endswith(suffix)), None)
     if mode is None:
         raise UserError(f"{options.file}: the file name must end in {', '.join(SUFFIXES)}")
-    rests = _removed_before(options.run, target) if options.remove else []
+    rests = _removed_before(options.run, target, options.checkpoints) if options.remove else []
     if rests:
         _sync(target)
         for rest in rests:
@@ -80,14 +81,14 @@ def main(arguments: Sequence[str]) -> int:
             # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
             fence = checkpoint_dir.Fence(held.lease.fence, held.lease.check_fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
-            content = _pack(run.path, _members(run, options.checkpoints), temporary, mode)
+            content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
+            packed_bytes = files.stat(temporary).st_size
             held.check()  # what was packed is the run only if nobody else has changed it meanwhile
             _refuse_new_pins(run, content)
             if options.remove and _holds(target, content):  # a killed command has come so far already
                 _sync(target)
             else:
                 _name(temporary, target)
-            packed_bytes = files.stat(target).st_size
             if options.remove:
                 aside = remove(held, "archived")
     except OSError as error:
@@ -103,20 +104,47 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _removed_before(run: Path, target: Path) -> list[Path]:
+def _removed_before(run: Path, target: Path, which: str) -> list[Path]:
     """What a command that was killed while it removed the run has left: the file had its name by then.
 
     Raises:
-        UserError: the file is none of this run.
+        UserError: the file does not hold the run as it was then, or that cannot be read.
     """
     path = Path(os.path.abspath(run))
     found = leftovers(path, archived=True) if files.is_taken(target) and not files.is_taken(path) else []
-    if found and f"{path.name}/{RunDir(path).config.name}" not in (_found_in(target) or {}):
-        raise UserError(
-            f"{shown(target)} does not hold {shown(path)}, which was packed into another file: pass that one, or "
-            f"remove what is left of the run with `{PROGRAM} rm {typed(path)}`"
-        )
+    packed = _found_in(target) or {} if found else {}
+    for rest in found:
+        try:
+            lacks = _unpacked(RunDir(rest), path.name, packed, which)
+        except OSError as error:
+            raise FileError(f"{error.filename or rest}: {error.strerror or error}; nothing was removed") from error
+        if lacks is not None:
+            raise UserError(
+                f"{shown(target)} does not hold {shown(path)} as it was removed ({shown(rest / lacks)} differs): pass "
+                f"the file that it was packed into, or remove what is left of it with `{PROGRAM} rm {typed(path)}`"
+            )
     return found
+
+
+def _unpacked(rest: RunDir, name: str, packed: Mapping[str, str], which: str) -> Path | None:
+    """A file of what is left of the run `name` that the archive lacks, or holds with another content; None for none.
+
+    Checkpoints that were not to be packed are left out, and so is what a superseded process has begun to save since.
+
+    Raises:
+        OSError: what is left cannot be read.
+    """
+    if f"{name}/{rest.config.name}" not in packed:
+        return Path(rest.config.name)
+    folder = Path(name) / rest.checkpoints.name
+    kept = {Path(each).name for each in packed if Path(each).parent == folder}
+    kept |= {checkpoint_dir.step_name(step) for step in pinned(rest.checkpoints)}
+    for member in _members(rest, None if which == "all" else kept):
+        # Who sets a pin, which is an empty file, holds no lease.
+        differs = packed.get(str(Path(name) / member), NOTHING) != _content_at(rest.path / member)
+        if differs and not files.is_dir(rest.path / member) and ".tmp-" not in str(member):
+            return member
+    return None
 
 
 def _remove_temporary(path: Path) -> None:
@@ -128,7 +156,9 @@ def _remove_temporary(path: Path) -> None:
 
 
 def _refuse_new_pins(run: RunDir, content: Mapping[str, str]) -> None:
-    """Whether a checkpoint was pinned that is not packed, since others were packed only.
+    """Whether a checkpoint is pinned that was not packed, since others were packed only.
+
+    It was pinned meanwhile; or `sweep` could not give it its name back.
 
     Raises:
         UserError: there is one.
@@ -137,14 +167,11 @@ def _refuse_new_pins(run: RunDir, content: Mapping[str, str]) -> None:
     with suppress(FileNotFoundError):
         files.look_anew(run.checkpoints)
     folder = f"{run.path.name}/{run.checkpoints.name}"
-    there = {checkpoint_dir.step_name(step): step for step in pinned(run.checkpoints)}
-    new = [
-        step
-        for name, step in there.items()
-        if files.is_dir(run.checkpoints / name) and f"{folder}/{name}" not in content
-    ]
-    if new:
-        raise UserError(f"step {new[0]} of {shown(run.path)} was pinned meanwhile: rerun the command")
+    there = {path.name.partition(".")[0] for path in checkpoint_dir.leftovers(run.checkpoints)}
+    for step in sorted(pinned(run.checkpoints)):
+        name = checkpoint_dir.step_name(step)
+        if f"{folder}/{name}" not in content and (name in there or files.is_dir(run.checkpoints / name)):
+            raise UserError(f"step {step} of {shown(run.path)} is pinned, and was not packed: rerun the command")
 
 
 def _refuse_existing(target: Path) -> None:
@@ -192,15 +219,17 @@ def _sync(target: Path) -> None:
         raise FileError(f"{target}: {error.strerror or error}; nothing was removed") from error
 
 
-def _members(run: RunDir, which: str) -> list[Path]:
+def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
     """What to pack, relative to the run directory, beginning with that; leases are of processes and stay behind.
 
+    Args:
+        run: the run directory.
+        kept: the names of the checkpoints to pack; None for all.
+
     Raises:
-        UserError: there is no checkpoint of that kind.
         OSError: the run directory cannot be read.
     """
     left_out = {run.lease.name, run.submission.name, run.evaluation_lease.name, run.evaluation_work.name}
-    kept = _kept(run, which)
     found = []
 
     def unreadable(error: OSError) -> None:
@@ -233,7 +262,12 @@ def _look_anew(directory: Path) -> None:
 
 
 def _kept(run: RunDir, which: str) -> set[str] | None:
-    """The names of the checkpoints to pack; None for all."""
+    """The names of the checkpoints to pack; None for all.
+
+    Raises:
+        UserError: there is no checkpoint of that kind.
+        OSError: the directory of the checkpoints cannot be read.
+    """
     if which == "all":
         return None
     steps = pinned(run.checkpoints)
@@ -327,7 +361,21 @@ def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:
         return f"link to {entry.linkname}"
     if entry.isdir():
         return "directory"
-    reader, digest = tar.extractfile(entry), hashlib.sha256()
-    while reader is not None and (block := reader.read(BLOCK_BYTES)):
+    return _digest(tar.extractfile(entry))
+
+
+def _content_at(path: Path) -> str:
+    """What is at `path`, as `_content` describes it."""
+    if (link := files.read_link(path)) is not None:
+        return f"link to {link}"
+    if files.is_dir(path):
+        return "directory"
+    with files.open_regular(path) as file:
+        return _digest(file)
+
+
+def _digest(file: IO[bytes] | None) -> str:
+    digest = hashlib.sha256()
+    while file is not None and (block := file.read(BLOCK_BYTES)):
         digest.update(block)
     return digest.hexdigest()

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from runner.cli.console import shown
+from runner.cli.console import PROGRAM, shown
 from runner.config.plain_yaml import read_plain
 from runner.errors import FileError, LockedError, UserError
 from runner.rundir.custody import Custody, is_run
@@ -47,6 +47,9 @@ def branches(run: RunDir) -> tuple[list[Path], list[Path]]:
             continue
         branch = RunDir(run.path.parent / other)
         try:
+            # A machine may remember for seconds that a config was missing, unless it lists the directory.
+            with suppress(PermissionError):  # one may be allowed to open it all the same
+                files.list_dir(branch.path)
             named = name in files.read_regular(branch.config) or not run.path.name.isascii()
             if named and read_plain(branch.config)["fork"]["run"] == str(run.path):
                 (begun if branch.newest_step() else waiting).append(branch.path)
@@ -68,7 +71,8 @@ def refuse_waited_for(run: RunDir) -> None:
         files.look_anew(run.path.parent)
     if waiting := branches(run)[1]:
         raise LockedError(
-            f"{shown(waiting[0])} waits for a checkpoint of {shown(run.path)}: start that branch first, or remove it"
+            f"{shown(waiting[0])} waits for a checkpoint of {shown(run.path)}: start that branch first, or remove it "
+            f"(`{PROGRAM} rm {typed(waiting[0])}`)"
         )
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.errors import LockedError, RunDirError, UserError
+from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.evaluations import leases_and_jobs
 from runner.rundir.lease import Lease, describe_holder, liveness, read_holder
@@ -46,7 +46,7 @@ class Custody:
 
         Raises:
             SupersededError: somebody has taken the run over; nothing was changed.
-            OSError: the file system refused; the run is where it was, or the message tells where it is.
+            OSError: the file system refused; the run is where it was, or the message states where it is.
         """
         source = self.run.path
         self._rename(target)
@@ -56,7 +56,7 @@ class Custody:
         except OSError as error:
             try:
                 self._rename(source)
-            except OSError:
+            except (OSError, SupersededError):
                 raise OSError(error.errno, f"{error.strerror}; it is {target} now", str(source)) from error
             raise
 

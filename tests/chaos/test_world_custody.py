@@ -46,7 +46,7 @@ class _TwoMachines(Scenario):
         clock.sleep(1.0)
         with custody(RUN.path) as held:
             self.leases = sorted(lease.directory.name for lease in held._leases)
-            self.members = [str(member) for member in archive._members(held.run, "all")]
+            self.members = [str(member) for member in archive._members(held.run, None)]
 
     def _write(self) -> None:
         clock.sleep(0.5)

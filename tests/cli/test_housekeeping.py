@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -412,6 +414,35 @@ class TestRemove:
         assert command("rm", str(branch), "--yes") == 0
         assert not list(made.parent.iterdir())
 
+    def test_a_hidden_branch_that_waits_is_removed_as_the_message_says(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A refused start was killed before it knew whether somebody uses the branch."""
+        branch = branched(made)
+        branch.rename(hidden(branch, "refused"))
+        assert command("mv", str(made), "elsewhere") == ExitStatus.LOCKED
+        (words,) = re.findall(r"or remove it \(`python -m runner (.*)`\)", error(capsys))
+        assert command(*shlex.split(words), "--yes") == 0
+        assert command("mv", str(made), "elsewhere") == 0
+
+    def test_a_config_that_this_machine_had_missed_before_is_read(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A client of a network file system believes that for some seconds, unless it lists the directory."""
+        branch, really, list_dir, listed = branched(made), files.read_regular, files.list_dir, list[Path]()
+
+        def listing(path: Path) -> list[str]:
+            listed.append(Path(path))
+            return list_dir(path)
+
+        def read(path: Path, **options: Any) -> Any:
+            missed = Path(path) == branch / "config.yaml" and branch not in listed
+            return refused(errno.ENOENT)() if missed else really(path, **options)
+
+        monkeypatch.setattr(files, "list_dir", listing)
+        monkeypatch.setattr(files, "read_regular", read)
+        assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
+
     @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EREMOTEIO])
     def test_only_what_the_file_system_tells_excludes_a_branch_that_waits(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch, code: int
@@ -543,7 +574,16 @@ class TestArchive:
             with pytest.raises(OSError, match="Interrupted"):
                 checkpoint_dir.delete(path, checkpoint_dir.Fence())
         assert not path.exists()
-        assert command("archive", str(made), "x.tar", "--checkpoints", "last", "--remove") == 0
+        rename = files.rename
+
+        def refuse(source: Path, target: Path) -> None:
+            return refused(errno.EIO)() if target == path else rename(source, target)  # type: ignore[return-value]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "rename", refuse)
+            words = (str(made), "x.tar", "--checkpoints", "last", "--remove")
+            assert command("archive", *words) == ExitStatus.USAGE
+        assert command("archive", *words) == 0
         assert RunDir(unpacked(Path("x.tar"), Path("there"))).checkpoint_steps() == [1, 3]
 
     def test_the_name_that_a_killed_command_gave_is_durable_before_the_run_is_removed(
@@ -579,6 +619,60 @@ class TestArchive:
         assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
         assert ("rm outputs/" if way == "archived" else "is not a run directory") in error(capsys)
         assert rest.is_dir()
+
+    @pytest.mark.parametrize("changed", ["code.json", "step_00000001"])
+    def test_an_older_archive_does_not_hold_a_run_that_has_changed_since(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], changed: str
+    ) -> None:
+        """It was packed into another file, and that command was killed while it removed the run."""
+        words = (str(made), "old.tar", "--checkpoints", "last")
+        assert command("archive", *words) == 0
+        if changed == "code.json":
+            RunDir(made).code.write_text("{}")
+        else:
+            assert command("pin", str(made), "--step", "1") == 0
+        rest = made.rename(hidden(made, "archived"))
+        before = contents(rest)
+        capsys.readouterr()
+        assert command("archive", *words, "--remove") == ExitStatus.USAGE
+        assert re.search(rf"{changed}\S* differs.* remove what is left of it with", error(capsys))
+        assert contents(rest) == before
+        assert command("rm", str(made), "--yes") == 0
+        assert not list(made.parent.iterdir())
+
+    def test_the_rest_may_have_what_was_not_to_be_packed(self, made: Path, command: Command) -> None:
+        """Other checkpoints, a pin that was set since, leases, and what a superseded process has begun to save."""
+        words = (str(made), "x.tar", "--checkpoints", "last")
+        assert command("archive", *words) == 0
+        rest = RunDir(made.rename(hidden(made, "archived")))
+        (rest.checkpoints / "step_00000003.pinned").touch()
+        (rest.checkpoints / "step_00000004.tmp-1-101").mkdir()
+        (rest.checkpoints / "step_00000004.tmp-1-101" / "weights").write_text("some")
+        assert command("archive", *words, "--remove") == 0
+        assert not list(made.parent.iterdir())
+
+    def test_a_rest_that_cannot_be_read_stays(
+        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert command("archive", str(made), "x.tar") == 0
+        rest = made.rename(hidden(made, "archived"))
+        capsys.readouterr()
+        monkeypatch.setattr(archive_command, "_content_at", lambda path: refused(errno.EIO)())
+        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.FAILED
+        assert "Input/output error; nothing was removed" in error(capsys)
+        assert rest.is_dir()
+
+    def test_a_file_that_has_its_name_is_not_looked_at_again(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An error of that look would say that the command failed."""
+        stat = files.stat
+
+        def look(path: Any, **options: Any) -> Any:
+            return refused(errno.EIO)() if Path(path).name == "x.tar" else stat(path, **options)
+
+        monkeypatch.setattr(files, "stat", look)
+        assert command("archive", str(made), "x.tar") == 0
 
     def test_a_temporary_file_that_stays_hides_nothing(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -143,6 +144,21 @@ def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
         found = read_holder(lease)
         assert found is not None
         assert found[1]["released"]
+    assert not run.path.exists()
+
+
+def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its new name cannot be synced, and by then somebody else has taken it over."""
+    target = run.path.with_name("b-12345678")
+
+    def taken_over(directory: Path) -> None:
+        (RunDir(target).lease / "00000009.json").write_text("{}")
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+
+    with custody(run.path) as held:
+        monkeypatch.setattr(files, "fsync_dir", taken_over)
+        with pytest.raises(OSError, match=f"Input/output error; it is {target} now"):
+            held.move(target)
     assert not run.path.exists()
 
 

@@ -224,6 +224,7 @@ class Custodies(Scenario):
         self._blackout = False
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
+        self._to_discard = False  # and not to pack it before
         self._packed: dict[str, bytes] | None = None
         self._reported = False  # an archive was reported as done
         self._finished: dict[str, bytes] | None = None
@@ -474,7 +475,7 @@ class Custodies(Scenario):
         return self._carry_out("mv", str(self._place()), f"{ELSEWHERE}/")
 
     def _remove(self) -> int:
-        self._to_remove = True
+        self._to_remove = self._to_discard = True
         return self._carry_out("rm", str(self._place()), "--yes", *(["--force"] if self.random.random() < 0.5 else []))
 
     def _archive(self) -> int:
@@ -815,6 +816,8 @@ class Custodies(Scenario):
                 if name not in names:
                     self._carry_out("rm", str(folder / name), "--yes")
         self.must(files.exists(ARCHIVE) or not self._reported, "an archive that was reported as done is gone")
+        there = files.exists(ARCHIVE) or self._places("a") or self._to_discard
+        self.must(bool(there), "the run was removed, and the archive that it was packed into is gone")
         if self._packed is not None and files.exists(ARCHIVE):
             self._check_archive()
             files.remove(ARCHIVE)

@@ -74,6 +74,11 @@ def _unsynced_archive(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(archive, "files", _Other(files, fsync_fd=lambda fd: None))
 
 
+def _unsynced_name(patch: pytest.MonkeyPatch) -> None:
+    """As it was: a killed command has named the file, and the next one removes the run before that name is durable."""
+    patch.setattr(archive, "_sync", lambda target: None)
+
+
 class _Other:
     """A module with some other functions."""
 
@@ -174,6 +179,12 @@ FAULTS = tuple(
             "an archive gets its name before it is on the disk",
             "`archive._pack`",
             _unsynced_archive,
+        ),
+        (
+            "archive-name-not-synced",
+            "`archive --remove` relies on the name that a killed one gave the file, which may not be on the disk",
+            "`archive._sync`",
+            _unsynced_name,
         ),
         ("fork-without-pin", "a branch that waits does not pin what it waits for", "docs/forks.md", _unpinned_fork),
         ("pins-ignored", "retention deletes what is pinned", "`pins`", _pins_ignored),
