@@ -533,6 +533,7 @@ class Custodies(Scenario):
 
     def _start(self, made: Order) -> int:
         queue: Launcher = Queue(self)  # type: ignore[assignment]
+        start._put_back([made.run_dir])
         planned = plan.plan_runs([made], queue, False)
         start._waiting(planned, queue)
         if not planned[0].starts:
