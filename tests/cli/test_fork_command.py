@@ -408,6 +408,23 @@ def test_a_branch_that_another_machine_has_just_trained_keeps_its_records(
     assert hashes(branch.path) == before
 
 
+def test_who_cannot_see_what_a_branch_has_trained_replaces_no_records(
+    trunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branch = RunDir(Path("o/branch").absolute())
+    branch.checkpoints.mkdir(parents=True)
+    branch.metrics.write_text((trunk / "metrics.jsonl").read_text())
+    before = hashes(branch.path)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(files, "look_anew", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        take_over(branch, RunDir(trunk), 2, Fence())
+    assert hashes(branch.path) == before
+
+
 def test_where_a_branch_was_moved_from_nothing_is_made(trunk: Path) -> None:
     """By a process that was suspended between its last look and the call."""
     branch = Path("o/branch").absolute()
