@@ -185,12 +185,25 @@ class Transaction:
         directory or this process sees its number.
         """
         self._fence.check()
-        files.make_dir(self.path, DIRECTORY_MODE)
+        self._make_dir()
         try:
             self._fence.check()
         except BaseException:
             self.abort()
             raise
+
+    def _make_dir(self) -> None:
+        number = 0
+        while True:
+            try:
+                files.make_dir(self.path, DIRECTORY_MODE)
+                return
+            except FileExistsError:
+                if self._fence.number:
+                    raise
+                # The PID alone comes again, in a container for example: most likely a process was killed.
+                number += 1
+                self.path = temporary_name(self.final, self._fence, f"-again{number}")
 
     def commit(self, manifest: Manifest, new: NewFiles | None = None) -> None:
         """Write the manifest, and rename the directory if this attempt still holds the lease.

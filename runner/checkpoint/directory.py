@@ -38,7 +38,9 @@ _log = logging.getLogger(__name__)
 DIRECTORY_MODE = 0o755
 
 _COMMITTED = re.compile(r"step_(\d+)")
-_TEMPORARY = re.compile(r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-(?P<fence>\d+)-\d+(?:-taken|-swept\d+)?")
+_TEMPORARY = re.compile(
+    r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-(?P<fence>\d+)-\d+(?:-taken|-swept\d+|-again\d+)?"
+)
 _SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
 _TAKEN = "taken"  # a whole checkpoint that may be deleted, in a temporary directory
 _COUNT = itertools.count()

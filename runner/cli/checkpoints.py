@@ -299,7 +299,9 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
     temporary = target.with_name(f".{target.name}.tmp-{processes.tag()}")
     try:
         save(str(temporary))
+        _sync(temporary)
         files.rename(temporary, target)
+        files.fsync_dir(target.parent)
     except OSError as error:
         raise UserError(f"--export {target} cannot be written ({error.strerror or error})") from error
     finally:
@@ -310,6 +312,15 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
     else:
         print(f"wrote {type(loaded.model).__name__} of step {loaded.step} to {target}")
     return 0
+
+
+def _sync(folder: Path) -> None:
+    """Make everything in a folder, which was written by others, survive a power loss."""
+    for path, _, names in files.walk(folder):
+        for name in names:
+            with files.open_regular(Path(path) / name, follow=True) as file:
+                files.fsync_fd(file.fileno())
+        files.fsync_dir(Path(path))
 
 
 def _skipped(bad: Candidate, why: str) -> None:

@@ -6,10 +6,10 @@ directory.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ ATTEMPT = "runner.training.attempt:attempt"
 RANK_TIMEOUT_S, RANK_POLL_S = 120.0, 0.05
 # How long a command waits for another one that submits the same runs.
 SUBMISSION_WAIT_S = 120.0
+# What was refused, as long as it is not known whether somebody uses it: see `_set_aside`.
+_REFUSED = re.compile(r"\.(?P<name>.+)\.refused-\d+-[0-9a-f]{8}")
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -68,6 +70,8 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         _refuse(launcher.check([job.run_dir for job in jobs]))
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
+    if not dry_run:
+        _put_back([job.run_dir for job in jobs])
     planned = plan_runs(jobs, launcher, single)
     waiting = _waiting(planned, launcher)
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
@@ -82,6 +86,28 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
             print(each.preview(together))
         return _status(planned)
     return _start_all(planned, launcher, single)
+
+
+def _put_back(run_dirs: Iterable[Path]) -> None:
+    """Give runs their names back that a command was killed in refusing: nobody knows whether they are used."""
+    wanted = set(run_dirs)
+    for parent in sorted({run_dir.parent for run_dir in wanted}):
+        with suppress(OSError):  # there is none yet, or the look at the runs tells what is wrong
+            for name in sorted(files.list_dir(parent)):
+                found = _REFUSED.fullmatch(name)
+                if found and parent / found["name"] in wanted:
+                    _rename_back(parent / name, parent / found["name"])
+
+
+def _rename_back(aside: Path, run_dir: Path) -> None:
+    """Give a run its name back; where that was taken meanwhile, a warning names it."""
+    try:
+        files.rename(aside, run_dir)
+    except FileNotFoundError:  # another command was faster
+        pass
+    except OSError as error:
+        why = error.strerror or error
+        _report(f"warning: {shown(aside)} cannot be given its name {shown(run_dir)} back ({why}): rename it")
 
 
 def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> None:
@@ -139,21 +165,22 @@ def run_here(planned: PlannedRun) -> int:
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
-    missing = {parent for parent in (run.path, *run.path.parents) if not files.exists(parent)}
-    if planned.state == "new":
-        _make(run.path)
+    missing, status = _missing([run.lease, run.submission]), int(ExitStatus.USAGE)
     holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
-    with Lease.acquire(
-        run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report, within=run.path
-    ) as lease:
-        refused = True
-        try:
-            status = _run_under(lease, planned)
-            refused = status == ExitStatus.USAGE
-        finally:
-            if refused and run.path in missing:
-                _discard([job], {run.path: lease.guard}, lease)
-                _remove_empty(missing)
+    try:
+        if planned.state == "new":
+            _make(run.path)
+        with Lease.acquire(
+            run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report, within=run.path
+        ) as lease:
+            try:
+                status = _run_under(lease, planned)
+            finally:
+                if status == ExitStatus.USAGE and run.path in missing:
+                    _discard([job], {run.path: lease.guard}, lease)
+    finally:
+        if status == ExitStatus.USAGE:
+            _remove_empty(missing)
     return status
 
 
@@ -182,7 +209,8 @@ def _run_under(lease: Lease, before: PlannedRun) -> int:
         _show([planned])
     if not planned.starts:
         return _status([planned])
-    with _submitting([job]) as guards:
+    guards: dict[Path, files.Guard] = {}
+    with _submitting([job], guards):
         _freeze([job], {job.run_dir: lease.guard.and_also(guards[job.run_dir])})
     from runner.training.attempt import attempt
 
@@ -207,15 +235,14 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         launcher: of all of them.
         single: it is one run on this machine.
     """
-    new = [run.job for run in planned if run.state == "new"]
-    missing = {parent for job in new for parent in job.run_dir.parents if not files.exists(parent)}
-    status, pins = int(ExitStatus.USAGE), list[tuple[Path, Path]]()
+    new, jobs = [run.job for run in planned if run.state == "new"], [run.job for run in planned if run.starts]
+    missing = _missing(RunDir(job.run_dir).submission for job in new)
+    status, pins, guards = int(ExitStatus.USAGE), list[tuple[Path, Path]](), dict[Path, files.Guard]()
     with ExitStack() as held:
-        jobs = [run.job for run in planned if run.starts]
-        for job in new:
-            _make(job.run_dir)
-        guards = held.enter_context(_submitting(jobs))
         try:
+            for job in new:
+                _make(job.run_dir)
+            held.enter_context(_submitting(jobs, guards))
             # Another shell may have submitted them while this one waited.
             again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single)}
             before, planned = planned, [again.get(run.job.run_dir, run) for run in planned]
@@ -232,11 +259,10 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
                 status = _launch(each, together, guards) or status
         finally:
             if status == ExitStatus.USAGE:
-                _discard(new, guards)
+                _discard([job for job in new if job.run_dir in guards], guards)
+                _remove_empty(missing)
             for run_dir, pin in pins:
                 _settle(pin, RunDir(run_dir), status)
-    if status == ExitStatus.USAGE:
-        _remove_empty(missing)
     started = [run.job.run_dir for run in planned if run.starts]
     return launcher.follow(started) if status == 0 and started and launcher.wait else status
 
@@ -254,10 +280,15 @@ def _settle(pin: Path, branch: RunDir, status: int) -> None:
             files.remove(pin)
 
 
-def _remove_empty(parents: Iterable[Path]) -> None:
-    for parent in sorted(parents, reverse=True):
+def _missing(folders: Iterable[Path]) -> set[Path]:
+    """Which of these directories, and of those above them, are not there."""
+    return {each for folder in folders for each in (folder, *folder.parents) if not files.exists(each)}
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in sorted(folders, reverse=True):
         with suppress(OSError):  # it is gone, or not empty
-            files.remove_dir(parent)
+            files.remove_dir(folder)
 
 
 def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], lease: Lease | None = None) -> None:
@@ -271,17 +302,15 @@ def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], lease
     for job in jobs:
         run, begin = RunDir(job.run_dir), job.config.fork.step or 0
         with suppress(OSError, SupersededError):
-            submission = read_holder(run.submission)
             guards[run.path].check()
             if not _is_used(run, lease, begin):
-                used = partial(_is_used, lease=lease, begin=begin, submission=submission)
-                _set_aside(run, used, lease)
+                _set_aside(run, begin, lease)
 
 
-def _set_aside(run: RunDir, is_used: Callable[[RunDir], bool], lease: Lease | None) -> None:
+def _set_aside(run: RunDir, begin: int, lease: Lease | None) -> None:
     """Remove the directory of a run, which is looked at once more under another name: a shell may be about to use it.
 
-    Until that is known the name is none that `rm` takes for something to delete.
+    Until that is known the name is none that `rm` takes for something to delete, and that `_put_back` undoes.
 
     Raises:
         OSError: the file system refused; the directory is where it was, or a warning names it.
@@ -289,17 +318,13 @@ def _set_aside(run: RunDir, is_used: Callable[[RunDir], bool], lease: Lease | No
     aside, rest = RunDir(hidden(run.path, "refused")), hidden(run.path, "removed")
     files.rename(run.path, aside.path)
     try:
-        used = is_used(aside)
+        used = _is_used(aside, lease, begin)
         if not used:
             files.rename(aside.path, rest)
     except OSError:
         used = True
     if used:
-        try:
-            files.rename(aside.path, run.path)
-        except OSError as error:
-            why = error.strerror or error
-            _report(f"warning: {shown(aside.path)} cannot be given its name {shown(run.path)} back ({why}): rename it")
+        _rename_back(aside.path, run.path)
         return
     if lease is not None:
         lease.end_heartbeat()  # whose open file a network file system would keep, and so the directory
@@ -310,18 +335,22 @@ def _set_aside(run: RunDir, is_used: Callable[[RunDir], bool], lease: Lease | No
         _report(f"warning: {shown(rest)} of the refused run cannot be removed ({why}): remove it by hand")
 
 
-def _is_used(
-    run: RunDir, lease: Lease | None, begin: int, submission: tuple[int, dict[str, Any]] | None = None
-) -> bool:
-    """Whether a run was submitted, has trained beyond step `begin`, or has had a holder after these.
+def _is_used(run: RunDir, lease: Lease | None, begin: int) -> bool:
+    """Whether a run is or was submitted, has trained beyond step `begin`, or has had a holder after `lease`.
 
     Raises:
         OSError: the run directory cannot be read.
     """
     holder, submitting = read_holder(run.lease), read_holder(run.submission)
     newer = holder is not None and holder[0] > (lease.fence if lease else 0)
-    newer |= submission is not None and submitting is not None and submitting[0] > submission[0]
+    # Who has released the lease, and not submitted the run, is done with it.
+    newer |= submitting is not None and not submitting[1].get("released") and not _is_own(submitting[1])
     return newer or _is_submitted(run) or last_step(run) > begin or run.newest_step() > begin
+
+
+def _is_own(holder: Mapping[str, Any]) -> bool:
+    """Whether this process holds a lease, or held it."""
+    return all(holder.get(key) == value for key, value in processes.this_process().items())
 
 
 def _is_submitted(run: RunDir) -> bool:
@@ -330,17 +359,18 @@ def _is_submitted(run: RunDir) -> bool:
 
 
 @contextmanager
-def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
+def _submitting(jobs: Sequence[Composed], guards: dict[Path, files.Guard]) -> Iterator[None]:
     """Be the only command that freezes and submits these runs, until their job ids are recorded.
 
-    Yields the right to write config.yaml, code.json and job.json, by run directory.
+    Args:
+        jobs: the runs.
+        guards: receives the right to write config.yaml, code.json and job.json, by run directory.
 
     Raises:
         LockedError: another command is submitting one of them, and does not finish.
         RunDirError: one of them was moved or removed.
         UserError: a run directory cannot be written.
     """
-    guards = {}
     with Heart() as heart, ExitStack() as held:
         # Sorted, so that two sweeps that share runs cannot wait for each other.
         for job in counted(sorted(jobs, key=lambda job: job.run_dir), "creating run directories"):
@@ -357,7 +387,7 @@ def _submitting(jobs: Sequence[Composed]) -> Iterator[dict[Path, files.Guard]]:
                 )
             )
             guards[job.run_dir] = lease.guard
-        yield guards
+        yield
 
 
 def _report(message: str) -> None:

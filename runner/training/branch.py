@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.adoption import adopt
@@ -31,10 +32,11 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
         OSError: the file system refused.
     """
     # Another machine may have trained the branch a moment ago: its records must not be replaced.
-    for directory in (run.checkpoints, trunk.checkpoints):
-        look_anew(directory)
+    with suppress(FileNotFoundError):
+        files.look_anew(run.checkpoints)
     if run.newest_step():
         return
+    look_anew(trunk.checkpoints)
     if not files.is_dir(trunk.checkpoint(step)):
         raise CheckpointError(missing(trunk, step))
     jsonl.take_over(run, trunk, step)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from checkpoints import Toy, manager, names, train
@@ -63,6 +64,21 @@ def test_it_is_the_same_and_outlives_the_other(
     shutil.rmtree(trunk)
     assert names(tmp_path / "branch") == [STEP]
     assert loaded(tmp_path / "branch") == template[1][2]
+
+
+def test_what_a_killed_process_of_the_same_number_has_left_is_not_in_the_way(trunk: Path, tmp_path: Path) -> None:
+    """In a container each command may have the same PID. An attempt, which has a number of its own, removes it."""
+    branch = tmp_path / "branch"
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("runner.checkpoint.manifest.verify", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr("runner.checkpoint.commit.remove_tree", Mock())  # it was killed, and cleans nothing up
+            with pytest.raises(KeyboardInterrupt):
+                adopt(trunk / STEP, branch, Fence())
+    assert len(names(branch)) == 2
+    adopt(trunk / STEP, branch, Fence())
+    checkpoint_dir.sweep(branch, Fence(1))
+    assert names(branch) == [STEP]
 
 
 def each_change(trunk: Path, directory: Path, act: Callable[[int, Path], object]) -> int:

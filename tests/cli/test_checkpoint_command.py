@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from runner.__main__ import run as command
 from runner.cli.console import size
 from runner.rundir.lease import Lease
-from runner.system import clock
+from runner.system import clock, files
 
 
 def main(arguments: list[str]) -> int:
@@ -150,6 +151,36 @@ def test_export_is_the_newest_or_a_given_step_bit_for_bit(run: Path, tmp_path: P
     assert all(torch.equal(weights[name], value) for name, value in toy.model.state_dict().items())
     assert main([str(run), "--export", str(tmp_path / "old.safetensors"), "--step", "1"]) == 0
     assert not torch.equal(load_file(tmp_path / "old.safetensors")["0.weight"], weights["0.weight"])
+
+
+def test_a_folder_is_durable_before_it_gets_its_name(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its name before it is reported."""
+    done: list[str] = []
+    sync, rename = files.fsync_fd, files.rename
+
+    def save_pretrained(folder: str) -> None:
+        (Path(folder) / "inside").mkdir(parents=True)
+        (Path(folder) / "inside" / "weights").write_text("weights")
+
+    def synced(fd: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition(".tmp-")[0])
+        sync(fd)
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append("named")
+        rename(source, target)
+
+    model = SimpleNamespace(save_pretrained=save_pretrained)
+    loaded = SimpleNamespace(model=model, step=3, averaged=False)
+    monkeypatch.setattr("runner.training.load.load", lambda *arguments, **options: loaded)
+    monkeypatch.setattr(files, "fsync_fd", synced)
+    monkeypatch.setattr(files, "rename", renamed)
+    (run / "config.yaml").touch()
+    assert main([str(run), "--export", str(tmp_path / "folder")]) == 0
+    assert done == [".folder", "weights", "inside", "named", tmp_path.name]
+    assert names(tmp_path) == ["folder", "run"]
 
 
 def test_an_export_reports_that_the_newest_was_skipped(

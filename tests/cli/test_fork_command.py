@@ -20,11 +20,13 @@ from runner.checkpoint import pins as pins_of
 from runner.checkpoint.adoption import adopt
 from runner.checkpoint.directory import Fence
 from runner.cli import start
+from runner.cli.housekeeping import hidden
 from runner.config.composition import compose
 from runner.contracts import JobInfo
 from runner.errors import UserError
+from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, processes
 from runner.training.branch import take_over
 
 STEPS = 6
@@ -199,25 +201,102 @@ def test_a_refused_run_that_may_be_used_keeps_its_name(
     """The disk does not tell whether somebody uses it. Where that name was taken meanwhile, the hidden one is told."""
     used = start._is_used
 
-    def look(run: RunDir, **options: Any) -> bool:
+    def look(run: RunDir, *others: Any) -> bool:
         if not run.path.name.startswith("."):
-            return used(run, **options)
+            return used(run, *others)
         if again:
             name = run.path.name.removeprefix(".").partition(".refused-")[0]
             (run.path.parent / name / "logs").mkdir(parents=True)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     waiting.status = 2
-    monkeypatch.setattr(
-        start,
-        "_is_used",
-        lambda run, lease, begin, submission=None: look(run, lease=lease, begin=begin, submission=submission),
-    )
+    monkeypatch.setattr(start, "_is_used", look)
     assert command("fork", "o/trunk", "--step", "5") == 2
     left = [path.name for path in branches(trunk)]
     assert [name.startswith(".") for name in left] == ([True, False] if again else [False])
     told = f"warning: o/{left[0]} cannot be given its name o/{left[-1]} back" in capsys.readouterr().err
     assert told == again
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_run_that_a_command_was_killed_in_refusing_gets_its_name_back(
+    trunk: Path, waiting: Waiting, command: Command, capsys: pytest.CaptureFixture[str], taken: bool
+) -> None:
+    """By the command that makes it, which finds its job then; `rm` takes it for nothing to delete."""
+    words = ("fork", "o/trunk", "--step", "5")
+    assert command(*words) == 0
+    (branch,) = waiting.started
+    aside = branch.rename(hidden(branch, "refused"))
+    assert command("rm", str(branch), "--yes") == 2
+    if taken:
+        (branch / "logs").mkdir(parents=True)
+    FakeLauncher.queued = {branch: JobInfo("8", "pending", reason="Dependency")}
+    assert command(*words, "-n") == 0
+    assert aside.is_dir()
+    capsys.readouterr()
+    assert command(*words) == 0
+    assert branches(trunk) == ([aside, branch] if taken else [branch])
+    assert waiting.started == [branch]
+    named = f"warning: o/{aside.name} cannot be given its name o/{branch.name} back" in capsys.readouterr().err
+    assert named == taken
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_refused_run_that_another_command_is_submitting_stays(
+    run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, released: bool
+) -> None:
+    """It began before this one, which makes the attempt itself, was refused; one that is over submitted nothing."""
+
+    def refuse(lease: Lease, planned: Any) -> int:
+        run = RunDir(planned.job.run_dir)
+        holder = {**processes.this_process(), "host": "another", "released": released}
+        run.submission.mkdir()
+        (run.submission / "00000001.json").write_text(json.dumps(holder))
+        raise UserError("it does not fit")
+
+    monkeypatch.setattr(start, "_run_under", refuse)
+    assert command("experiment=smoke", "run.dir=o/new") == 2
+    assert Path("o/new").is_dir() != released
+
+
+@pytest.mark.parametrize("which", [0, 1, "config"])
+def test_of_a_command_that_is_refused_by_the_disk_no_directory_stays(
+    trunk: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    which: int | str,
+) -> None:
+    """In the lease of one of several runs, or in what is written under it."""
+    create, write, leases = files.create, files.write_atomic, []
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def created(path: Path, content: bytes) -> None:
+        leases.append(path)
+        full(path) if len(leases) - 1 == which else create(path, content)
+
+    def written(path: Path, *rest: Any, **options: Any) -> None:
+        full(path) if which == path.stem else write(path, *rest, **options)
+
+    monkeypatch.setattr(files, "create", created)
+    monkeypatch.setattr(files, "write_atomic", written)
+    assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2", "run.root=there/deeper") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not Path("there").exists()
+
+
+def test_of_an_attempt_that_the_disk_refuses_no_directory_stays(
+    run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(files, "create", full)
+    assert command("experiment=smoke", "run.dir=there/deeper") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not Path("there").exists()
 
 
 def test_who_cannot_tell_whether_a_branch_was_submitted_keeps_its_pin(
@@ -326,6 +405,23 @@ def test_a_branch_that_another_machine_has_just_trained_keeps_its_records(
     monkeypatch.setattr(files, "look_anew", anew.add)
     monkeypatch.setattr(files, "list_dir", list_dir)
     take_over(branch, RunDir(trunk), 2, Fence())
+    assert hashes(branch.path) == before
+
+
+def test_who_cannot_see_what_a_branch_has_trained_replaces_no_records(
+    trunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branch = RunDir(Path("o/branch").absolute())
+    branch.checkpoints.mkdir(parents=True)
+    branch.metrics.write_text((trunk / "metrics.jsonl").read_text())
+    before = hashes(branch.path)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(files, "look_anew", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        take_over(branch, RunDir(trunk), 2, Fence())
     assert hashes(branch.path) == before
 
 

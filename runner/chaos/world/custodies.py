@@ -30,7 +30,7 @@ from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, provenance, submitted_jobs
 from runner.rundir import lease as leases
-from runner.rundir.attempt_log import is_finished
+from runner.rundir.attempt_log import is_finished, last_step
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find
@@ -174,7 +174,8 @@ class Queue:
         for run_dir, guard in zip(run_dirs, guards, strict=True):
             try:
                 self._scenario.submit(run_dir, guard, self._behind)
-            except FileNotFoundError:  # moved by somebody who was frozen in the call, and has just woken up
+            except OSError as error:
+                self._scenario.not_submitted(run_dir, error)
                 return int(ExitStatus.USAGE)
         return 0
 
@@ -534,6 +535,7 @@ class Custodies(Scenario):
 
     def _start(self, made: Order) -> int:
         queue: Launcher = Queue(self)  # type: ignore[assignment]
+        start._put_back([made.run_dir])
         planned = plan.plan_runs([made], queue, False)
         start._waiting(planned, queue)
         if not planned[0].starts:
@@ -584,6 +586,16 @@ class Custodies(Scenario):
         self.world.tell(f"submits {run_dir.name} as job {number}", process.name)
         if after is None or self._is_over(after):
             self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
+
+    def not_submitted(self, run_dir: Path, error: OSError) -> None:
+        """A launcher reports what the file system has refused: an injected error, or the directory of a run is gone.
+
+        Then it was moved by somebody who was frozen in the call, and has just woken up.
+        """
+        process = self._own()
+        moved = isinstance(error, FileNotFoundError) and not self._is_run(str(run_dir))
+        self.must(moved or process in self._troubled or self.disk.full, f"{process.name} cannot submit: {error}")
+        self.world.tell(f"cannot submit {run_dir.name}: {error}", process.name)
 
     def _is_over(self, run_dir: Path) -> bool:
         with self.world.outside():
@@ -636,6 +648,9 @@ class Custodies(Scenario):
             newest = checkpoint_dir.newest(run.checkpoints)
             step = newest.step if newest else 0
             self.world.tell(f"trains {name} from step {step} as number {lease.fence}", process.name)
+            recorded = last_step(run)
+            lease.check_fence()
+            self.must(recorded >= step, f"the records of {name} end at step {recorded}, and it resumes at {step}")
             metrics, timings = jsonl.resume_records(run, step)
             with suppress(OSError), metrics, timings:
                 while step < wanted.known_steps:
@@ -643,18 +658,19 @@ class Custodies(Scenario):
                     step += 1
                     metrics.write({"step": step, "loss": 0.5})
                     if step % EVERY == 0:
-                        self._save_and_delete(run, name, step, fence)
+                        self._save_and_delete(run, name, step, fence, metrics)
                 metrics.sync()
                 lease.check_fence()
                 if step not in run.checkpoint_steps():
                     raise UserError("the last checkpoint cannot be saved")
                 files.write_json(run.finished, {"steps": step}, guard=run.guard)
 
-    def _save_and_delete(self, run: RunDir, name: str, step: int, fence: Fence) -> None:
+    def _save_and_delete(self, run: RunDir, name: str, step: int, fence: Fence, metrics: jsonl.JsonlWriter) -> None:
         """As the saver does; what the disk refuses is tried again at the next save."""
         try:
             checkpoint_dir.sweep(run.checkpoints, fence)
             if checkpoint_dir.judge(run.checkpoint(step)) is None:
+                metrics.sync()
                 save(run, step, fence)
                 self._committed.setdefault(name, set()).add(step)
         except (OSError, CheckpointError) as error:

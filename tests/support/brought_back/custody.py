@@ -123,8 +123,9 @@ def _fence_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 def _no_submission(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def submitting(jobs: Sequence[Any]) -> Iterator[dict[Path, files.Guard]]:
-        yield {job.run_dir: files.Guard("submission-00000000", lambda: None) for job in jobs}
+    def submitting(jobs: Sequence[Any], guards: dict[Path, files.Guard]) -> Iterator[None]:
+        guards.update({job.run_dir: files.Guard("submission-00000000", lambda: None) for job in jobs})
+        yield
 
     patch.setattr(start, "_submitting", submitting)
 

@@ -98,10 +98,11 @@ def _no_notes(patch: pytest.MonkeyPatch) -> None:
 
 def _no_lease_of_submissions(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def submitting(jobs: list[Composed]) -> Iterator[dict[Path, files.Guard]]:
+    def submitting(jobs: list[Composed], guards: dict[Path, files.Guard]) -> Iterator[None]:
         for job in jobs:
             files.make_dirs(job.run_dir)
-        yield {job.run_dir: files.Guard("submission-00000001", lambda: None) for job in jobs}
+            guards[job.run_dir] = files.Guard("submission-00000001", lambda: None)
+        yield
 
     patch.setattr(start, "_submitting", submitting)
 
