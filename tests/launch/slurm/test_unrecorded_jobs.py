@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -69,6 +70,7 @@ def test_a_job_that_was_submitted_by_a_killed_command_is_replaced(
     assert done.returncode == 0, done.stderr
     assert f"job {lost} was submitted by a command that could not record it: cancelled" in done.stderr
     assert job.job_id != lost
+    assert json.loads((job.path / "job.json").read_text())["submit_time"]  # Slurm named the batch script as its command
     cluster.wait(lambda: jobs_of(cluster, tmp_path) in ([], [job.job_id]), 60, "the end of the cancelled job")
     assert job.ends() == "COMPLETED"
     assert jobs_of(cluster, tmp_path, "CANCELLED") == [lost]
