@@ -580,9 +580,7 @@ class Custodies(Scenario):
         job = self.queue[number] = Job(number, run_dir, process, after, self.world.now)
         if after is not None and process not in self._troubled:
             with self.world.outside():
-                step = int(frozen(run_dir)["fork"]["step"])
-                if step not in self._committed["a"] or files.is_dir(RunDir(after).checkpoint(step)):
-                    self._promised.add(step)
+                self._promised.add(int(frozen(run_dir)["fork"]["step"]))
         self.world.tell(f"submits {run_dir.name} as job {number}", process.name)
         if after is None or self._is_over(after):
             self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
@@ -827,6 +825,7 @@ class Custodies(Scenario):
         for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
             with self.world.outside():
                 names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
+            start._put_back(folder / found["name"] for name in names if (found := start._REFUSED.fullmatch(name)))
             removed = {found["name"]: None for name in names if (found := housekeeping.REMOVED.fullmatch(name))}
             for name in removed:
                 if name not in names:
