@@ -326,6 +326,8 @@ def _set_aside(run: RunDir, begin: int, lease: Lease | None) -> None:
     if used:
         _rename_back(aside.path, run.path)
         return
+    with suppress(OSError):  # or a power loss might bring the name back that `rm` does not find
+        files.fsync_dir(rest.parent)
     if lease is not None:
         lease.end_heartbeat()  # whose open file a network file system would keep, and so the directory
     try:
