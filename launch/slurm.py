@@ -235,8 +235,7 @@ class SlurmLauncher(SlurmOptions):
         """
         created = not files.exists(folder)
         for run in runs:
-            if run.guard is not None:
-                run.guard.check()
+            run.check_guard()
         if total == 1:
             with files.owned():
                 runs[0].make_dirs(folder)
@@ -288,7 +287,7 @@ class SlurmLauncher(SlurmOptions):
             record = scheduler.show_job(job_id)
         except scheduler.SchedulerError:
             record = {}
-        if not submission.is_script_of(unique, record.get("Command", "")):
+        if submission.name_in(record.get("Command", "")) != unique:
             record = {}  # Slurm has lost the job meanwhile, and given its id to another one
         given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
         # A requeue of this task sets its time anew, which the others of its array were not submitted at.
@@ -301,10 +300,10 @@ class SlurmLauncher(SlurmOptions):
         job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
         files.write_json(run.job, job, guard=run.guard)
         logs = run.logs
-        with files.owned():
-            run.make_dirs(logs)
         if logs == folder:
             return
+        with files.owned():
+            run.make_dirs(logs)
         for task in range(self.tasks):
             name = f"{job_id}_{task}_log.out"
             files.symlink(logs / name, os.path.relpath(folder / name, logs))

@@ -63,8 +63,7 @@ def end(runs: Sequence[RunDir]) -> None:
     """Remove the notes: the job is recorded, or there is none. One that stays is removed by the next submission."""
     for run in runs:
         with suppress(OSError, SupersededError):
-            if run.guard is not None:
-                run.guard.check()
+            run.check_guard()
             files.remove(run.submitting)
 
 
@@ -80,8 +79,7 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
     """
     noted = [(run, note) for run in runs if (note := _note(run))]
     for run, _ in noted:
-        if run.guard is not None:
-            run.guard.check()  # after the look: the note may be that of a command which has taken over
+        run.check_guard()  # after the look: the note may be that of a command which has taken over
     found = []
     try:
         live = {user: _by_name(user) for user in {note["user"] for _, note in noted}}
@@ -93,8 +91,7 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
                 raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
             found.append(job_id)
         for run, _ in noted:
-            if run.guard is not None:
-                run.guard.check()  # once more: who has taken over may have found that job and left it in the queue
+            run.check_guard()  # once more: who has taken over may have found that job and left it in the queue
         if found:
             scheduler.ask("scancel", *found)
     except scheduler.SchedulerError as error:
@@ -117,10 +114,10 @@ def cancel(name: str) -> None:
         scheduler.ask("scancel", *found)
 
 
-def is_script_of(name: str, script: str) -> bool:
-    """Whether a batch script, by its path, is that of a submission."""
+def name_in(script: str) -> str | None:
+    """The name of the submission in the path of its batch script; None if it is no submission's."""
     found = SCRIPT.search(script)
-    return found is not None and found[1] == name
+    return found[1] if found else None
 
 
 def abandon(runs: Sequence[RunDir], error: BaseException) -> None:
@@ -157,6 +154,6 @@ def _by_name(user: str) -> dict[tuple[str, int | None], str]:
     found = {}
     for job_id, script in scheduler.live_scripts(user).items():
         task = job_id.partition("_")[2]
-        if named := SCRIPT.search(script):
-            found[named[1], int(task) if task else None] = job_id
+        if name := name_in(script):
+            found[name, int(task) if task else None] = job_id
     return found

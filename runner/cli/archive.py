@@ -181,7 +181,7 @@ def _refuse_existing(target: Path) -> None:
 
 def _leftovers(target: Path) -> list[Path]:
     """What killed commands for the same file have left; a live one fails, and reports that."""
-    name = re.compile(re.escape(f".{target.name}.tmp-") + r"\d+-[0-9a-f]{8}")
+    name = re.compile(re.escape(f".{target.name}.tmp-") + processes.TAG)
     return [target.with_name(each) for each in files.list_dir(target.parent) if name.fullmatch(each)]
 
 

@@ -17,7 +17,7 @@ from runner.rundir.paths import RunDir
 from runner.system import files, processes
 from runner.system.terminal import printable
 
-REMOVED = re.compile(r"\.(?P<name>.+)\.(?P<way>removed|archived)-\d+-[0-9a-f]{8}")
+REMOVED = re.compile(rf"\.(?P<name>.+)\.(?P<way>removed|archived)-{processes.TAG}")
 """The name of what is being deleted."""
 NO_RUN = (*files.NOT_THERE, errno.EACCES, errno.EPERM, errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ENXIO)
 """What reading a config fails with where there is none, or none that this user may read: the file system has told."""
@@ -98,7 +98,7 @@ def leftovers(path: Path, *, archived: bool = False) -> list[Path]:
 
 
 def hidden(path: Path, way: str) -> Path:
-    """A name beside `path` that no command finds, for what is to be deleted: `way` is `removed` or `archived`."""
+    """A name beside `path` that no command finds. `way`: why it has that, `removed`, `archived` or `refused`."""
     return path.with_name(f".{path.name}.{way}-{processes.tag()}")
 
 

@@ -38,7 +38,7 @@ RANK_TIMEOUT_S, RANK_POLL_S = 120.0, 0.05
 # How long a command waits for another one that submits the same runs.
 SUBMISSION_WAIT_S = 120.0
 # What was refused, as long as it is not known whether somebody uses it: see `_set_aside`.
-_REFUSED = re.compile(r"\.(?P<name>.+)\.refused-\d+-[0-9a-f]{8}")
+_REFUSED = re.compile(rf"\.(?P<name>.+)\.refused-{processes.TAG}")
 
 
 def start(arguments: Sequence[str]) -> int:

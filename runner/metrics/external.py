@@ -177,8 +177,7 @@ class ExternalWriter(ABC):
     def _check_guard(self) -> None:
         """Before the library writes: unlike our own records, its files cannot be protected against a later moment."""
         with suppress(OSError):
-            if self.run.guard is not None:
-                self.run.guard.check()
+            self.run.check_guard()
 
     def _fail(self, reason: str) -> None:
         if not self._broken:

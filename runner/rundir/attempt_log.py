@@ -26,6 +26,7 @@ HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interru
 CRASH_LOOP_LIMIT = 3
 TIME_LIMIT = "time limit"
 TIMEOUTS = "timeouts"  # the end of a job after too many time limits
+OUT_OF_TIME = (TIME_LIMIT, TIMEOUTS)
 BETWEEN_STEPS = (ExitStatus.FINISHED, ExitStatus.INTERRUPTED)  # exit statuses of attempts that ended after a save
 UPDATE_INTERVAL_S = 2.0
 MAX_WARNINGS = 10
@@ -158,7 +159,7 @@ def _without_progress(attempts: list[dict[str, Any]], job_id: str | None) -> lis
 
 
 def _timeouts(attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [attempt for attempt in attempts if attempt["cause"] in (TIME_LIMIT, TIMEOUTS)]
+    return [attempt for attempt in attempts if attempt["cause"] in OUT_OF_TIME]
 
 
 @dataclass
@@ -248,7 +249,7 @@ class AttemptLog:
         stuck = _without_progress(self.earlier, self.record.get("job_id"))
         if max_timeouts is not None:
             self._check_timeouts(len(_timeouts(stuck)), max_timeouts)
-            stuck = [attempt for attempt in stuck if attempt not in _timeouts(stuck)]
+            stuck = [attempt for attempt in stuck if attempt["cause"] not in OUT_OF_TIME]
         if len(stuck) >= CRASH_LOOP_LIMIT:
             causes = ", ".join(attempt["cause"] for attempt in reversed(stuck))
             raise CrashLoopError(

@@ -34,9 +34,17 @@ class RunDir:
         try:
             files.make_dirs_in(self.path, folder)
         except FileNotFoundError:
-            if self.guard is not None:
-                self.guard.check()
+            self.check_guard()
             raise
+
+    def check_guard(self) -> None:
+        """Whether this process still has the right to write to the run, if it needs any.
+
+        Raises:
+            SupersededError: a newer process holds the lease, or has moved or removed the run.
+        """
+        if self.guard is not None:
+            self.guard.check()
 
     @property
     def config(self) -> Path:

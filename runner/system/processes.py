@@ -135,6 +135,10 @@ def this_process() -> dict[str, Any]:
     }
 
 
+TAG = r"\d+-[0-9a-f]{8}"
+"""What `tag` returns, as a regular expression."""
+
+
 def tag() -> str:
     """`PID-8 digits`, in names of files that no other process of any machine makes: the PID alone comes again."""
     return f"{own_pid()}-{zlib.crc32(repr(sorted(this_process().items())).encode()):08x}"

@@ -303,8 +303,7 @@ class Callbacks:
 
     def _report(self, hook: Hook, failure: Failure) -> None:
         if self.world.is_main:
-            if self.run.guard is not None:
-                self.run.guard.check()
+            self.run.check_guard()
             with suppress(OSError), files.open_append(self.run.callback_errors) as file:
                 file.write(f"{failure.summary}\n{failure.details}\n".encode())
         where = f"traceback in {self.run.callback_errors}"
