@@ -123,6 +123,7 @@ def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("runner.training.session.Session.open", TinySession)
         patch.setattr(training_attempt, "code_changes", lambda path: [])
         patch.setattr(STOP, "install", lambda: None)
+        patch.setattr(STOP, "listen", lambda *_, **__: None)  # its sockets and its thread would outlive the attempt
         patch.setattr(STOP, "wait_for_listener", lambda: None)
         patch.setattr(Lease, "_beat", lambda lease: None)
         patch.setattr(clock, "sleep", lambda seconds: None)
