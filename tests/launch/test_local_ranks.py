@@ -282,6 +282,9 @@ def start(tmp_path: Path) -> Start:
     def started(code: str, log: Path | None = None, grace_s: float = 600.0) -> RankProcesses:
         head = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
         head += "signal.pthread_sigmask(signal.SIG_SETMASK, ())\n"  # an attempt does so once it handles signals
+        # In one piece, as rank 0 and the copies of the others' lines share the output: `print` makes several where
+        # PYTHONUNBUFFERED is set, and they would mix.
+        head += "def say(*values): sys.stderr.write(' '.join(map(str, values)) + chr(10))\n"
         command = [sys.executable, "-c", head + code]
         return RankProcesses(command, RunDir(tmp_path), 3, os.environ, log, grace_s)
 
@@ -300,7 +303,7 @@ def test_the_output_of_rank_0_is_shown_and_of_the_others_their_errors(
     start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Three progress bars in one terminal are none; an error must be seen, whoever has it."""
-    code = "print('out', rank, flush=True); print('err', rank, file=sys.stderr); sys.exit(3 * (rank == 0))"
+    code = "print('out', rank, flush=True); say('err', rank); sys.exit(3 * (rank == 0))"
     assert status_of(start(code)) == 3
     shown = capfd.readouterr()
     assert shown.out == "out 0\n"
@@ -315,7 +318,7 @@ def test_the_output_of_rank_0_is_shown_and_of_the_others_their_errors(
 def test_ranks_know_their_place(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     """What torchrun would set; the port is the same for all."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert status_of(start(f"print(*[os.environ[name] for name in {names!r}], file=sys.stderr)")) == 0
+    assert status_of(start(f"say(*[os.environ[name] for name in {names!r}])")) == 0
     lines = sorted(line.split() for line in capfd.readouterr().err.splitlines())
     assert [line[:5] for line in lines] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
     assert len({line[5] for line in lines}) == 1
