@@ -218,23 +218,27 @@ def test_a_story_that_does_not_end_is_a_broken_promise(waits: str) -> None:
 # ---- files
 
 
-def after_power_loss(work: Callable[[], None], seed: int) -> dict[str, bytes]:
-    """What is left of what a process did before its machine lost power."""
-    left: list[dict[str, bytes]] = []
+def left_by(work: Callable[[Small], None], seed: int, network: bool, loses_power: bool) -> dict[str, bytes]:
+    """What a process leaves behind that waits, once it has done something."""
+    left = dict[str, bytes]()
 
     def start(scenario: Small) -> None:
-        def write() -> None:
-            work()
-            threads.Event().wait()
+        scenario.spawn(scenario.hosts[0], "worker 1", lambda: (work(scenario), threads.Event().wait()))
 
-        scenario.spawn(scenario.hosts[0], "worker 1", write)
+    def end(scenario: Small) -> None:
+        if loses_power:
+            scenario.power_loss(scenario.hosts[0])
+        else:
+            scenario.world.kill(scenario.world.processes[0])
+        left.update(contents(scenario))
 
-    def lose(scenario: Small) -> None:
-        scenario.power_loss(scenario.hosts[0])
-        left.append(contents(scenario))
+    assert played(start, end, seed=seed, network=network).broken is None
+    return left
 
-    assert played(start, lose, seed=seed).broken is None
-    return left[0]
+
+def after_power_loss(work: Callable[[], None], seed: int) -> dict[str, bytes]:
+    """What is left of what a process did before its machine lost power."""
+    return left_by(lambda scenario: work(), seed, network=False, loses_power=True)
 
 
 def test_a_power_loss_keeps_what_was_synced_and_may_lose_the_rest() -> None:
@@ -322,6 +326,47 @@ def test_errors_come_from_the_calls_they_are_meant_for() -> None:
 
     assert played(start, one_file).broken is None
     assert found == [errno.EIO]
+
+
+def refused(scenario: Small, call: str, action: Callable[[], object]) -> None:
+    """Do something in which the next such call gets EIO."""
+    assert scenario.world.current is not None
+    scenario.world.current.process.fails.append((frozenset({call}), errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        action()
+
+
+@pytest.mark.parametrize(("again", "left"), [(b"", {b"old", b"old+"}), (b"!", {b"old+!"})])
+def test_what_a_sync_has_refused_may_be_lost_though_a_second_one_succeeds(again: bytes, left: set[bytes]) -> None:
+    """The kernel may take it for written, unless more is written there."""
+
+    def work(scenario: Small) -> None:
+        written(HOME / "value", b"old")
+        files.fsync_dir(HOME)
+        fd = files.open_fd(HOME / "value", os.O_WRONLY | os.O_APPEND)
+        files.write_all(fd, b"+")
+        refused(scenario, "fsync", partial(files.fsync_fd, fd))
+        files.write_all(fd, again)
+        files.fsync_fd(fd)
+        assert files.read_bytes(HOME / "value") == b"old+" + again
+
+    assert {left_by(work, seed, network=False, loses_power=True)["value"] for seed in SEEDS} == left
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_only_a_network_file_system_may_have_done_what_it_refused(network: bool) -> None:
+    """A rename has taken place or not, and what was to be at the server at the close is there or not."""
+
+    def work(scenario: Small) -> None:
+        written(HOME / "old", b"x")
+        refused(scenario, "rename", partial(files.rename, HOME / "old", HOME / "new"))
+        if network:
+            refused(scenario, "close", partial(written, HOME / "other", b"y", synced=False))
+
+    found = [left_by(work, seed, network, loses_power=False) for seed in SEEDS]
+    assert {name for left in found for name in left} == ({"old", "new", "other"} if network else {"old"})
+    assert all(left.get("old", left.get("new")) == b"x" for left in found)
+    assert {left.get("other") for left in found} == ({b"", b"y"} if network else {None})
 
 
 # ---- search, shrinking, stories

@@ -8,7 +8,8 @@
              are missing (`OLD_S`), unless it has changed that directory itself; opening a file always asks the server.
 
 A call may fail with an error that a strike has prepared (`Process.fails`), and everything that needs room with ENOSPC
-while the disk is full.
+while the disk is full. On a network file system a name may have changed although the call that changed it fails: the
+server has done it, and its answer is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from runner.chaos.world.engine import Host, Process, World
 
@@ -31,6 +32,8 @@ ROOT = "/simulated"
 OLD_S = 3.0
 """How old a machine's memory of a directory of a network file system may be, in seconds."""
 FIRST_FD = 100_000
+CHANGES = frozenset({"create", "mkdir", "rename", "unlink", "rmdir", "link"})
+"""Calls that may fail after they were done."""
 USER, GROUP = os.getuid(), os.getgid()
 
 
@@ -44,6 +47,7 @@ class Node:
     data: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
     dirty: Host | None = None  # which machine has data of it that is not synced
+    refused: bool = False  # the disk has refused to write the data that is not synced: no later sync tries it again
     target: str = ""
     entries: dict[str, Node] = field(default_factory=dict)
     lasting: dict[str, Node] = field(default_factory=dict)
@@ -95,6 +99,7 @@ class Disk:
         self._pending: list[Change] = []
         self._open: dict[int, Open] = {}
         self._next_fd = FIRST_FD
+        self._unanswered: tuple[Process, int, str] | None = None
         self.watchers: list[Callable[[str, str, str], None]] = []
         """Called with each change of a name: what, path, new path."""
 
@@ -146,11 +151,17 @@ class Disk:
         process = world.current.process
         if process.fails and what in process.fails[0][0]:
             number = process.fails.popleft()[1]
-            world.tell(f"gets {errno.errorcode[number]} from {what} {_short(path)}", process.name)
-            raise _error(number, path)
+            if self.network and what in CHANGES and world.random.random() < 0.5:
+                self._unanswered = process, number, what
+            else:
+                self._fail(process, number, what, path)
         if room and self.full:
             world.features.add(("full", process.name.partition(" ")[0], what))
             raise _error(errno.ENOSPC, path)
+
+    def _fail(self, process: Process, number: int, what: str, path: Any, after: str = "") -> NoReturn:
+        self.world.tell(f"gets {errno.errorcode[number]} from {what} {_short(path)}{after}", process.name)
+        raise _error(number, path)
 
     # ---- names
 
@@ -183,8 +194,13 @@ class Disk:
             self._pending.append(change)
 
     def _tell(self, what: str, path: Any, to: Any = "") -> None:
+        """A name has changed: say so, perhaps with an error."""
         for watcher in self.watchers:
             watcher(what, str(os.fspath(path)), str(os.fspath(to)) if to else "")
+        if self._unanswered is not None:
+            (process, number, call), self._unanswered = self._unanswered, None
+            if call == what and process is self._process():
+                self._fail(process, number, what, path, ", which was done")
 
     def make_dir(self, path: Any, mode: int = 0o777) -> None:
         """`os.mkdir`."""
@@ -461,6 +477,7 @@ class Disk:
 
     def _soil(self, node: Node) -> None:
         node.changed = self.world.now
+        node.refused = False  # what is written now, and the page around it, will be tried
         host = self._host()
         if host is None:
             node.synced = bytes(node.data)
@@ -543,7 +560,11 @@ class Disk:
         if fd < FIRST_FD:
             return
         found = self._of(fd)
-        self._call("fsync", found.path)
+        try:
+            self._call("fsync", found.path)
+        except OSError:
+            self._refuse(found.node)
+            raise
         self._sync(found.node)
 
     def _sync(self, node: Node) -> None:
@@ -555,8 +576,23 @@ class Disk:
                 else:
                     kept.append(change)
             self._pending = kept
-        else:
+        elif not node.refused:
             node.synced, node.dirty = bytes(node.data), None
+
+    def _refuse(self, node: Node) -> None:
+        """Data of a file could not be written: the kernel may take it for written from now on.
+
+        A local file system still reads it. On one of the network it is at the server, only the answer was lost, or
+        nowhere.
+        """
+        if node.is_dir or node.dirty is None:
+            return
+        if self.world.random.random() < 0.5:
+            node.refused = not self.network
+            if self.network:
+                node.data, node.dirty = bytearray(node.synced), None
+        elif self.network:
+            self._sync(node)
 
     def begin_writeback(self, fd: int, start: int, length: int) -> None:
         """Promises nothing."""
@@ -582,6 +618,9 @@ class Disk:
             raise _error(errno.EBADF, f"file descriptor {fd}")
         self.world.look()
         if self.network and found.node.dirty is not None:  # close-to-open: what is closed is at the server
+            if (process := self._process()) is not None and process.fails and "close" in process.fails[0][0]:
+                self._refuse(found.node)
+                self._fail(process, process.fails.popleft()[1], "close", found.path)
             self._sync(found.node)
 
     def stat_fd(self, fd: int) -> Any:
@@ -634,8 +673,8 @@ class Disk:
             self._forget(self.root, set())
         for node in self._all_nodes(self.root):
             if node.dirty is host or (node.dirty is not None and not self.network):
-                node.data = bytearray(self._survivor(node))
-                node.synced, node.dirty = bytes(node.data), None
+                node.data = bytearray(node.synced if node.refused else self._survivor(node))
+                node.synced, node.dirty, node.refused = bytes(node.data), None, False
 
     def _survivor(self, node: Node) -> bytes:
         """What is left of data that was not synced."""

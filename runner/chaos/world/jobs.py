@@ -57,6 +57,7 @@ JOBS_KINDS = {
     "refuse": "Slurm refuses to requeue anything for a while",
     "amnesia": "Slurm's controller loses its state",
     "again": "the user gives the command again, perhaps in two shells",
+    "interrupt": "the user interrupts a command with Ctrl-C",
     "memory": "ranks are killed soon after they start, a few times",
     "broken": "the environment of the jobs is broken for a while",
     "hold": "a job in the queue is held",
@@ -403,6 +404,11 @@ class Jobs(Scenario):
         for _ in range(rest.choice((1, 1, 2))):
             self._command(rest.random() < 0.3)
 
+    def _interrupt(self, choice: float, rest: Random) -> None:
+        commands = [process for process in self._began if process.alive]
+        if commands:
+            self.world.signal(commands[int(choice * len(commands))], 2)
+
     def _late(self, choice: float, rest: Random) -> None:
         self.slurm.lost += [rest.choice((0, 1, 2)) for _ in range(rest.choice((1, 1, 2, 4, 10)))]
 
@@ -502,6 +508,7 @@ class Jobs(Scenario):
 
     STRIKES: ClassVar[dict[str, Callable[[Jobs, float, Random], None]]] = {
         "again": _again,
+        "interrupt": _interrupt,
         "late": _late,
         "away": _away,
         "refuse": _refuse,

@@ -19,10 +19,10 @@ from runner.chaos.world.schedule import Schedule
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EDQUOT)
 ERROR_CALLS = (
-    frozenset({"create", "write", "append", "mkdir"}),
-    frozenset({"fsync"}),
+    frozenset({"create", "write", "append", "mkdir", "link", "truncate"}),
+    frozenset({"fsync", "close"}),
     frozenset({"rename", "unlink", "rmdir"}),
-    frozenset({"listdir", "open", "read", "stat"}),
+    frozenset({"listdir", "open", "read", "stat", "utime"}),
 )
 FULL_S = (1.0, 30.0)
 FROZEN_S = (0.5, 3.0, 20.0, 90.0, 400.0)

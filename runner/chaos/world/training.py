@@ -85,6 +85,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("sampler=elastic", SECOND, "sampler.weights.b=2", HELD_OUT, "eval.every_steps=2", "eval.batches=1"),
     ("sampler=distributed", HELD_OUT, "eval.every_steps=3", "eval.batches=1"),
     ("sampler=mixture", SECOND, "sampler.weights.b=3", "eval.every_steps=0"),
+    ("sampler=elastic", HELD_OUT, f"eval.every_steps={STEPS}", "eval.batches=1"),
 )
 """Of runs: what they train on, in which order, and how often they evaluate."""
 

@@ -73,6 +73,10 @@ def _no_sync_of_records(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(jsonl.JsonlWriter, "sync", lambda self: self._recover())
 
 
+def _refused_sync_tried_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(jsonl.JsonlWriter, "_recover", lambda self: setattr(self, "_failed", False))
+
+
 def _records_not_cut(patch: pytest.MonkeyPatch) -> None:
     cut = jsonl._cut
     patch.setattr(jsonl, "_cut", lambda fd, step, evaluated: (files.size_of(fd), cut(fd, step, evaluated)[1]))
@@ -176,6 +180,12 @@ FAULTS = [
             "the records up to a checkpoint's step are not durable when it is committed",
             "`JsonlWriter`",
             _no_sync_of_records,
+        ),
+        (
+            "refused-sync-again",
+            "records that an fsync has refused count as durable once a second one succeeds",
+            "`JsonlWriter`",
+            _refused_sync_tried_again,
         ),
         (
             "records-not-cut",
