@@ -621,7 +621,7 @@ class Jobs(Scenario):
         """A run that is not finished, and has no job, says why."""
         if finished_at(run) == STEPS:
             return
-        jobs = [job for job in self.slurm.all_jobs if self._run_of(job) == run.path]
+        jobs = [job for job in self.slurm.all_jobs if self._run_of(job) == run.path and not job.withdrawn]
         if not jobs:
             return  # the command was killed before it submitted anything, or was refused
         said = status_of(run).get("state")
@@ -634,7 +634,7 @@ class Jobs(Scenario):
             if any(b"not requeued" in note for note in notes):
                 return
         self.must(
-            any(self._is_excused(job) for job in jobs),
+            self._is_excused(jobs[-1]),
             f"{run.path.name} stands at step {run.newest_step()}, says {said!r}, and none of its jobs is left: "
             + ", ".join(f"{job.job_id} {job.state} after {job.restarts} restarts {job.truth}" for job in jobs),
         )

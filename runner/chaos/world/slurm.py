@@ -62,7 +62,8 @@ class Job:
         began_with: `restarts` when this start began.
         after: what it becomes once its processes are gone.
         truth: what has really happened to each start of it, by `restarts` then.
-        cancelled: whether its user has cancelled it.
+        cancelled: whether its user, or a command of the runner, has cancelled it.
+        withdrawn: whether it was such a command, as it could not record the job, or another one has the run.
         user: its number.
         seen_by: of a stranger's job, the processes that Slurm has shown its record.
         hindered: whether something kept this start of it from asking for a requeue in time.
@@ -94,6 +95,7 @@ class Job:
     batch: Process | None = None
     truth: dict[int, set[str]] = field(default_factory=dict)
     cancelled: bool = False
+    withdrawn: bool = False
     hindered: bool = False
     user: int = 0
     seen_by: set[Process] = field(default_factory=set)
@@ -661,6 +663,7 @@ class Slurm:
             case ["scancel", *job_ids]:
                 for job_id in job_ids:
                     for job in self._own(job_id, process):
+                        job.withdrawn = True
                         self.cancel(job)
             case ["scontrol", "requeue", *rest]:
                 for job in self._own(rest[-1], process):
