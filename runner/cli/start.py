@@ -480,9 +480,7 @@ def _reserve(planned: Sequence[PlannedRun], pins: list[tuple[Path, Path]]) -> No
             reason = f"{shown(checkpoint)} cannot be pinned ({error.strerror or error})"
             raise FileError(f"{reason}: fork that step once it is saved") from None
         if missed:
-            raise RunDirError(
-                f"{shown(checkpoint)} was saved and deleted meanwhile: fork another step, or pin it first"
-            )
+            raise RunDirError(f"{shown(checkpoint)} was saved and deleted meanwhile: fork another step")
 
 
 def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:
