@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,8 @@ class Work:
         """Let retention keep what is to be evaluated."""
         if files.is_dir(self.run.checkpoints):
             done = evaluated(self.run, self.request.settings)
-            with refused_in(self.run.checkpoints):
+            # Another process that has just ended this evaluation may have removed the temporary file.
+            with refused_in(self.run.checkpoints), suppress(FileNotFoundError):
                 pins.await_evaluation(self.run.checkpoints, self.request.name, done, self.request.keep)
 
     def _one(self, step: int) -> bool:

@@ -483,6 +483,8 @@ def test_retention_keeps_what_an_evaluation_waits_for_but_not_without_bound(tmp_
     toy.train()
     toy.save(saving)
     assert names(tmp_path)[2:] == [f"step_{step:08d}" for step in (6, 7)]  # `other` keeps two
+    for name in ("one", "other"):
+        (tmp_path / f"evaluation-{name}.awaits.tmp-12-34").write_text("")  # a process was killed while it wrote
     for name in ("one", "other", "other"):
         evaluation_done(tmp_path, name)
     toy.train()
