@@ -539,18 +539,26 @@ def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | 
     return _replace(path, lambda fd: write_all(fd, content), durable, guard)
 
 
-def replace_by_part(path: Path, source: int, size: int, *, by_kernel: bool = True, guard: Guard | None = None) -> int:
-    """`replace` with the first `size` bytes of an open file.
+def replace_by_part(
+    path: Path, source: int, size: int, rest: bytes = b"", *, by_kernel: bool = True, guard: Guard | None = None
+) -> int:
+    """`replace` with the first `size` bytes of an open file, and `rest`.
 
     Args:
         path: the file.
         source: a descriptor of the other one, or of the file itself.
         size: in bytes.
+        rest: what comes after them.
         by_kernel: let the kernel copy, which shares what is on the disk where the file system can. Otherwise all is
             written anew, as this process reads it.
         guard: see `replace`.
     """
-    return _replace(path, lambda fd: _copy(source, fd, size, by_kernel), True, guard)
+
+    def fill(fd: int) -> None:
+        _copy(source, fd, size, by_kernel)
+        write_all(fd, rest)
+
+    return _replace(path, fill, True, guard)
 
 
 def _copy(source: int, target: int, size: int, by_kernel: bool) -> None:
@@ -607,7 +615,7 @@ def _rename_guarded(temporary: Path, path: Path, guard: Guard | None) -> None:
         raise
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     """Write all of `data` to a file descriptor."""
     view = memoryview(data)
     while view:
