@@ -24,9 +24,9 @@ TAIL_BYTES = 1 << 20
 class JsonlWriter:
     """Appends records to one open file, each with a single write, so that SIGKILL loses no written record.
 
-    `write` takes microseconds and seldom waits for the disk. Call `sync` before a checkpoint is committed: then a power failure
-    loses no line up to the step of that checkpoint either. Until then the lines are kept in memory as well: what a file
-    system, such as NFS, has taken and could not write is lost to whoever reads the file. Make one with `resume_jsonl`.
+    `write` takes microseconds and seldom waits for the disk. Call `sync` before a checkpoint is committed: then a power
+    failure loses no line up to that checkpoint's step either. Until then the lines are kept in memory as well: what a
+    network file system has taken and could not write cannot be read from the file. Make one with `resume_jsonl`.
 
     Args:
         path: the file.

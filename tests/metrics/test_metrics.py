@@ -269,7 +269,12 @@ def test_lines_that_the_file_system_took_and_lost_are_written_again(
 def test_what_is_kept_in_memory_until_it_is_synced_is_bounded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, sync, synced = resume_jsonl(run.metrics, 0), files.fsync_fd, list[int]()
     monkeypatch.setattr(jsonl, "TAIL_BYTES", 1000)
-    monkeypatch.setattr(files, "fsync_fd", lambda fd: (synced.append(fd), sync(fd)))
+
+    def synchronize(fd: int) -> None:
+        synced.append(fd)
+        sync(fd)
+
+    monkeypatch.setattr(files, "fsync_fd", synchronize)
     for step in range(1, 101):
         writer.write(record(step))
         assert len(writer._tail) < 1100

@@ -397,7 +397,12 @@ def test_a_job_to_which_the_disk_refuses_a_checkpoint_is_started_again(
 ) -> None:
     """As often as one that cannot start: it counts as begun only if it has evaluated something, or found all done."""
     directory, reasons = requested(run).directory(RunDir(run)), list[str | None]()
-    monkeypatch.setattr(FakeJob, "yield_verdict", lambda job, reason=None: bool(reasons.append(reason)) or True)
+
+    def yield_verdict(job: FakeJob, reason: str | None = None) -> bool:
+        reasons.append(reason)
+        return True
+
+    monkeypatch.setattr(FakeJob, "yield_verdict", yield_verdict)
     for starts in (2, 0):
         job = FakeJob()
         with unreadable(run, monkeypatch, 1000):
