@@ -35,6 +35,9 @@ SMALL_BYTES = 1 << 20
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 """What a look at a path fails with where nothing is: the errors for which `Path.exists` tells False."""
 
+NO_FILE = (*NOT_THERE, errno.ESRCH, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO, errno.EFBIG)
+"""What reading a small file fails with where there is none, none that this user may read, or something else."""
+
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT)
 """Errors that may pass, and so decide nothing; others, such as a missing permission, do not."""
 
@@ -488,10 +491,23 @@ def read_bytes(path: Path) -> bytes:
 
 def read_small(path: str | Path) -> str | None:
     """The text of a small regular file without surrounding white space; None if it cannot be read."""
+    with suppress(OSError):
+        return read_if_there(path)
+    return None
+
+
+def read_if_there(path: str | Path) -> str | None:
+    """As `read_small`, where a file that cannot be read just now must not be taken for a missing one.
+
+    Raises:
+        OSError: the disk failed, say, or too many files are open; none of `NO_FILE`.
+    """
     try:
         # With a small buffer: the kernel allocates as much to answer for a file of /proc/sys, and refuses megabytes.
         return read_regular(path, limit=SMALL_BYTES, follow=True).decode(errors="replace").strip()
-    except OSError:
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
         return None
 
 
