@@ -47,6 +47,10 @@ class CheckpointError(UserError):
     status = ExitStatus.FAILED
 
 
+class UnreadableError(CheckpointError):
+    """The file system refused to let a checkpoint be read, again and again: nothing is known of what is in it."""
+
+
 class MismatchError(CheckpointError):
     """A checkpoint is intact, and of another model, optimizer, precision or data than what is to be loaded from it."""
 

@@ -211,7 +211,7 @@ class TrainStateManager:
         optimizer: OptimizerLike | None = None,
         averaged: Averaged | None = None,
         *,
-        another_optimizer: bool = False,
+        another_optimizer: Callable[[int], bool] = lambda step: False,
     ) -> StateDict | None:
         """Load the newest checkpoint that verifies into `model`, `optimizer` and `averaged`, in place.
 
@@ -219,7 +219,8 @@ class TrainStateManager:
         CheckpointError about corruption, model and optimizer may hold anything.
 
         Args:
-            another_optimizer: one that does not fit what was saved is left as it is, with a warning.
+            another_optimizer: whether, at the step that is loaded, one that does not fit what was saved is left as it
+                is, with a warning.
 
         Returns:
             Its train state, for `restore_train_state`; None if there is no checkpoint at all.
@@ -239,15 +240,19 @@ class TrainStateManager:
         return replace(state, optimizer=None, model_extra=None, version=None).to_dict()
 
     def _restore(
-        self, model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None, another_optimizer: bool
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike | None,
+        averaged: Averaged | None,
+        another_optimizer: Callable[[int], bool],
     ) -> tuple[Info, TrainState] | None:
         self._world.run_on_main(lambda: checkpoint_dir.look_anew(self.directory))
         self._world.run_on_main(self._saver.sweep)
 
         def load(info: Info) -> tuple[Info, TrainState]:
-            return info, self._load(info, model, optimizer, averaged, another_optimizer)
+            return info, self._load(info, model, optimizer, averaged, another_optimizer(info.step))
 
-        return select(self.directory, self._world, self._fence, load)
+        return select(self.directory, self._world, load, self._saver.set_aside)
 
     def _load(
         self,

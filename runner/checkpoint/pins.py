@@ -71,7 +71,11 @@ def await_evaluation(directory: Path, name: str, evaluated: Collection[int], mos
 
 def evaluation_done(directory: Path, name: str) -> None:
     """Keep nothing for this evaluation any more; it may be done already."""
-    files.remove(_awaits(directory, name))
+    own = _awaits(directory, name)
+    files.remove(own)
+    for other in _names(directory):
+        if other.startswith(f"{own.name}.tmp-"):  # of a process that was killed while it wrote
+            files.remove(directory / other)
 
 
 def awaits_evaluation(directory: Path, name: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, UnreadableError
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
@@ -32,7 +32,7 @@ def patiently(path: Path, action: Callable[[], T]) -> T:
         action: opens and reads it; after an error it is opened anew.
 
     Raises:
-        CheckpointError: the error persists; names the file and the error.
+        UnreadableError: the error persists; names the file and the error.
         OSError: one of VERDICTS.
     """
     for pause in PAUSES_S:
@@ -59,10 +59,10 @@ def newest_step(run: RunDir) -> int:
     return patiently(run.checkpoints, run.newest_step)
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: Path, error: OSError) -> UnreadableError:
     """The error to stop with when a file cannot be read, which says nothing about what is in it."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
-    return CheckpointError(
+    return UnreadableError(
         f"{path} cannot be read ({error.strerror or error}, {code}; tried {len(PAUSES_S) + 1} times): it is left as it "
         "is and no other checkpoint is used; restore the permission or the disk and rerun"
     )

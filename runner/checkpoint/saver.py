@@ -87,6 +87,16 @@ class Saver:
         self._plan: writer.WritePlan | None = None
         self._warned = False
         self._prepared = False
+        self._corrupt: dict[int, str] = {}  # what was found wrong with checkpoints that this attempt set aside, by step
+
+    def set_aside(self, checkpoint: Path, step: int, corruption: str) -> None:
+        """On rank 0: set a corrupt checkpoint aside; where the disk refuses that, retention does not count it.
+
+        Raises:
+            SupersededError: a newer attempt holds the lease; nothing was changed.
+        """
+        self._corrupt[step] = corruption
+        checkpoint_dir.set_aside(checkpoint, "corrupt", corruption, self._fence)
 
     def sweep(self) -> None:
         """On rank 0, before a save or load: remove what killed or failed saves left behind.
@@ -227,7 +237,7 @@ class Saver:
             corruption = checkpoint_dir.corruption_of(found)
             if corruption is None:
                 return True
-            checkpoint_dir.set_aside(final, "corrupt", corruption, self._fence)
+            self.set_aside(final, found.step, corruption)
         elif isinstance(found, Stranger) and found.step is not None:
             checkpoint_dir.set_aside(final, "misnamed", found.reason, self._fence)
         elif isinstance(found, Stranger) and not found.is_empty_directory:
@@ -272,13 +282,15 @@ class Saver:
             created=clock.wall(),
         )
         transaction.commit(manifest, new)
+        self._corrupt.pop(pending.step, None)
         return manifest
 
     def delete_old(self, step: int) -> None:
         """On rank 0, after the commit of `step`: delete what retention does not keep.
 
         Only up to that step, and counted from there: this attempt resumed below whatever is above it, which is corrupt
-        and could not be set aside. It must not be kept instead of what is whole.
+        and could not be set aside. It must not be kept instead of what is whole, so once it is below, that is tried
+        again, and it is not counted either way.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
@@ -286,6 +298,10 @@ class Saver:
         """
         try:
             found = [each for each in checkpoint_dir.candidates(self._directory) if each.step <= step]
+            for candidate in found:
+                if candidate.step in self._corrupt:
+                    self.set_aside(candidate.path, candidate.step, self._corrupt[candidate.step])
+            found = [each for each in found if each.step not in self._corrupt]
             for candidate in self._retention.to_delete(found, kept(self._directory)):
                 checkpoint_dir.delete(candidate.path, self._fence)
         finally:

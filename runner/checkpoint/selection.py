@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.checks import check_fingerprint
-from runner.checkpoint.directory import Candidate, Fence, Info
+from runner.checkpoint.directory import Candidate, Info
 from runner.checkpoint.layout import INDEX
 from runner.checkpoint.manifest import TRAIN_STATE, CorruptionError, Manifest
 from runner.checkpoint.reader import CheckpointReader, load_train_state
@@ -24,15 +24,17 @@ SMALL = (INDEX, TRAIN_STATE)
 """Files that every rank reads."""
 
 
-def select(directory: Path, world: World, fence: Fence, load: Callable[[Info], T]) -> T | None:
+def select(
+    directory: Path, world: World, load: Callable[[Info], T], set_aside: Callable[[Path, int, str], None]
+) -> T | None:
     """What `load` makes of the highest step that verifies. What is no checkpoint is named in a warning.
 
     Args:
         directory: the directory of checkpoints.
         world: the ranks, which all call this.
-        fence: this attempt's.
         load: called on every rank; loads and verifies a checkpoint. One of which it raises a CorruptionError, on every
             rank, is set aside, and the next lower step is tried.
+        set_aside: called on rank 0 with such a checkpoint, its step, and what is wrong with it.
 
     Returns:
         None if there is no checkpoint at all.
@@ -52,7 +54,7 @@ def select(directory: Path, world: World, fence: Fence, load: Callable[[Info], T
             return load(Info(candidate.path, candidate.manifest))
         except CorruptionError as corruption:
             corruptions.append(f"{candidate.path.name}: {corruption}")
-            world.run_on_main(partial(checkpoint_dir.set_aside, candidate.path, "corrupt", str(corruption), fence))
+            world.run_on_main(partial(set_aside, candidate.path, candidate.step, str(corruption)))
     world.run_on_main(lambda: checkpoint_dir.check_never_saved(directory, corruptions))
     return None
 

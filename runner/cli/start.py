@@ -71,7 +71,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
     if not dry_run:
-        _put_back([job.run_dir for job in jobs])
+        put_back([job.run_dir for job in jobs])
     planned = plan_runs(jobs, launcher, single)
     waiting = _waiting(planned, launcher)
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
@@ -88,7 +88,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     return _start_all(planned, launcher, single)
 
 
-def _put_back(run_dirs: Iterable[Path]) -> None:
+def put_back(run_dirs: Iterable[Path]) -> None:
     """Give runs their names back that a command was killed in refusing: nobody knows whether they are used."""
     wanted = set(run_dirs)
     for parent in sorted({run_dir.parent for run_dir in wanted}):
@@ -310,7 +310,7 @@ def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], lease
 def _set_aside(run: RunDir, begin: int, lease: Lease | None) -> None:
     """Remove the directory of a run, which is looked at once more under another name: a shell may be about to use it.
 
-    Until that is known the name is none that `rm` takes for something to delete, and that `_put_back` undoes.
+    Until that is known the name is none that `rm` takes for something to delete, and that `put_back` undoes.
 
     Raises:
         OSError: the file system refused; the directory is where it was, or a warning names it.
@@ -480,9 +480,7 @@ def _reserve(planned: Sequence[PlannedRun], pins: list[tuple[Path, Path]]) -> No
             reason = f"{shown(checkpoint)} cannot be pinned ({error.strerror or error})"
             raise FileError(f"{reason}: fork that step once it is saved") from None
         if missed:
-            raise RunDirError(
-                f"{shown(checkpoint)} was saved and deleted meanwhile: fork another step, or pin it first"
-            )
+            raise RunDirError(f"{shown(checkpoint)} was saved and deleted meanwhile: fork another step")
 
 
 def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:

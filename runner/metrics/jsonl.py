@@ -17,18 +17,21 @@ from runner.system import files
 
 _LATER = re.compile(rb'\{"step": (\d{1,18}), .*\}\n')  # how our own lines begin and end
 FULL = (errno.ENOSPC, errno.EDQUOT)
+TAIL_BYTES = 1 << 20
+"""About how much may be written before it is synced although nobody has asked for that."""
 
 
 class JsonlWriter:
     """Appends records to one open file, each with a single write, so that SIGKILL loses no written record.
 
-    `write` takes microseconds and does not fsync. Call `sync` before a checkpoint is committed: then a power failure
-    loses no line up to the step of that checkpoint either. Make one with `resume_jsonl`.
+    `write` takes microseconds and seldom waits for the disk. Call `sync` before a checkpoint is committed: then a power
+    failure loses no line up to that checkpoint's step either. Until then the lines are kept in memory as well: what a
+    network file system has taken and could not write cannot be read from the file. Make one with `resume_jsonl`.
 
     Args:
         path: the file.
         fd: open for appending to it.
-        size: its size in bytes.
+        size: its size in bytes, which are durable: a checkpoint was committed after them.
         reached: the highest step of the complete records that were found; 0 if there was none.
         guard: the right to write to the run directory.
     """
@@ -37,9 +40,11 @@ class JsonlWriter:
         self.path = path
         self.reached = reached
         self._fd = fd
-        self._size = size
+        self._durable = size
+        self._tail = bytearray()  # what was written after that
         self._guard = guard
         self._failed = False
+        self._in_doubt = False  # whether the tail may be damaged
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record` as one line.
@@ -48,6 +53,8 @@ class JsonlWriter:
             OSError: the disk is full, for example; it can be written again, and is in the file once then.
             SupersededError: by the guard.
         """
+        if len(self._tail) > TAIL_BYTES:
+            self.sync()
         self._recover()
         line = (json.dumps(record) + "\n").encode()
         try:
@@ -55,10 +62,11 @@ class JsonlWriter:
         except OSError as error:
             self._failed = True
             if error.errno in FULL:  # there may be no space for a new file
-                files.truncate_fd(self._fd, self._size)
-                self._failed = False
+                files.truncate_fd(self._fd, self._durable + len(self._tail))
+                # A network file system may report with this write that it has lost earlier ones.
+                self._failed, self._in_doubt = False, True
             raise
-        self._size += len(line)
+        self._tail += line
 
     def _recover(self) -> None:
         """After an error put the lines written so far into a new file.
@@ -68,12 +76,20 @@ class JsonlWriter:
         if not self._failed:
             return
         with files.open_regular(self.path) as there:
-            if (missing := self._size - files.size_of(there.fileno())) > 0:
+            if (missing := self._durable - files.size_of(there.fileno())) > 0:
                 raise OSError(errno.EIO, f"{missing} bytes are missing", str(self.path))
-            fd = files.replace_by_part(self.path, there.fileno(), self._size, by_kernel=False, guard=self._guard)
+            fd = files.replace_by_part(
+                self.path, there.fileno(), self._durable, bytes(self._tail), by_kernel=False, guard=self._guard
+            )
         with suppress(OSError):
             files.close_fd(self._fd)
         self._fd, self._failed = fd, False
+        self._is_durable()
+
+    def _is_durable(self) -> None:
+        self._durable += len(self._tail)
+        self._tail.clear()
+        self._in_doubt = False
 
     def truncate(self) -> None:
         """Remove what is in the file behind the lines that were kept, durably; of a new file there is nothing.
@@ -81,8 +97,8 @@ class JsonlWriter:
         Raises:
             OSError: the file system refused.
         """
-        if files.size_of(self._fd) > self._size:
-            files.truncate_fd(self._fd, self._size)
+        if files.size_of(self._fd) > self._durable:
+            files.truncate_fd(self._fd, self._durable)
             files.fsync_fd(self._fd)
 
     def flush(self) -> None:
@@ -97,10 +113,14 @@ class JsonlWriter:
         """
         self._recover()
         try:
+            if self._in_doubt:
+                files.truncate_fd(self._fd, self._durable)
+                files.write_all(self._fd, self._tail)
             files.fsync_fd(self._fd)
         except OSError:
             self._failed = True
             raise
+        self._is_durable()
 
     def close(self) -> None:
         """Sync and close; closing twice is fine, writing afterwards is an error."""

@@ -210,6 +210,8 @@ class AttemptLog:
             OSError: the records of earlier attempts cannot be read.
         """
         account = account or TimeAccount()
+        with suppress(OSError):  # there is none yet, or the disk is read-only
+            files.look_anew(run.checkpoints)  # another machine may have committed the newest one
         log = AttemptLog(run, total, ended_attempts(run), account=account, _kept=_lines(run.attempts))
         left = files.read_object(run.attempt)
         if isinstance(left.get("attempt"), int) and left["attempt"] not in [line["attempt"] for line in log.earlier]:

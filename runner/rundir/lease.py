@@ -51,6 +51,9 @@ def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     Gone: it released the lease; it is the same job with a lower restart count; or it ran on this machine, in this boot,
     and the process is dead. Unknown (the heartbeat decides): on another machine; of another boot, since machines that
     were cloned from one image share host name and machine id; stopped (SIGSTOP) on this one; its file is incomplete.
+
+    Raises:
+        OSError: this machine does not tell now, see `processes.state_of`.
     """
     if holder.get("released"):
         return "gone"
@@ -139,8 +142,12 @@ def _patience(holder: Mapping[str, Any]) -> float:
 
 
 def _heartbeat(directory: Path, fence: int) -> tuple[str | None, str | None]:
-    """What changes while the holder is alive: its counter, and its file (still incomplete, released)."""
-    beat, holder = (files.read_small(_file(directory, fence, suffix)) for suffix in ("beat", "json"))
+    """What changes while the holder is alive: its counter, and its file (still incomplete, released).
+
+    Raises:
+        OSError: it cannot be told, which must not pass for a heartbeat that was missed.
+    """
+    beat, holder = (files.read_if_there(_file(directory, fence, suffix)) for suffix in ("beat", "json"))
     return beat, holder
 
 

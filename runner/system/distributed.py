@@ -10,6 +10,7 @@ other ranks waiting.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
@@ -244,7 +245,8 @@ class World:
         report = self.broadcast(("", "", None, None) if error is None else _pack(error, self.rank), first)
         if error is not None and first == self.rank:
             raise shared(error)
-        raise shared(_unpack(report)) from error
+        other = shared(_unpack(report))
+        raise other from other.__cause__ or error
 
     def lost_a_peer(self) -> bool:
         """Whether the process of another rank has ended. To be called once, after an error that ends this process.
@@ -305,7 +307,7 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 Report = tuple[str, str, int | None, str | None]
-"""An error as plain data: class in runner.errors (or OSError), message, errno, file name."""
+"""An error as plain data: class in runner.errors (or OSError), message; errno and file name of it or of its cause."""
 
 
 def _pack(error: Exception, rank: int) -> Report:
@@ -314,7 +316,9 @@ def _pack(error: Exception, rank: int) -> Report:
         return "OSError", f"{error.strerror} (rank {rank})", error.errno, error.filename and str(error.filename)
     if isinstance(error, UserError):
         known = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
-        return known, str(error), None, None
+        cause = error.__cause__
+        code, filename = (cause.errno, cause.filename) if isinstance(cause, OSError) else (None, None)
+        return known, str(error), code, filename and str(filename)
     # An exception's own __str__ may fail as well; the traceback module is prepared for that.
     return PeerError.__name__, f"rank {rank}: {''.join(traceback.format_exception_only(error)).strip()}", None, None
 
@@ -324,6 +328,8 @@ def _unpack(report: Report) -> Exception:
     if kind == "OSError":
         return OSError(errno, message, filename)
     error: Exception = getattr(errors, kind)(message)
+    if errno is not None:  # every rank must see whether the cause may pass
+        error.__cause__ = OSError(errno, os.strerror(errno), filename)
     return error
 
 

@@ -35,6 +35,9 @@ SMALL_BYTES = 1 << 20
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 """What a look at a path fails with where nothing is: the errors for which `Path.exists` tells False."""
 
+NO_FILE = (*NOT_THERE, errno.ESRCH, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO, errno.EFBIG)
+"""What reading a small file fails with where there is none, none that this user may read, or something else."""
+
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT)
 """Errors that may pass, and so decide nothing; others, such as a missing permission, do not."""
 
@@ -488,10 +491,23 @@ def read_bytes(path: Path) -> bytes:
 
 def read_small(path: str | Path) -> str | None:
     """The text of a small regular file without surrounding white space; None if it cannot be read."""
+    with suppress(OSError):
+        return read_if_there(path)
+    return None
+
+
+def read_if_there(path: str | Path) -> str | None:
+    """As `read_small`, where a file that cannot be read just now must not be taken for a missing one.
+
+    Raises:
+        OSError: the disk failed, say, or too many files are open; none of `NO_FILE`.
+    """
     try:
         # With a small buffer: the kernel allocates as much to answer for a file of /proc/sys, and refuses megabytes.
         return read_regular(path, limit=SMALL_BYTES, follow=True).decode(errors="replace").strip()
-    except OSError:
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
         return None
 
 
@@ -539,18 +555,26 @@ def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | 
     return _replace(path, lambda fd: write_all(fd, content), durable, guard)
 
 
-def replace_by_part(path: Path, source: int, size: int, *, by_kernel: bool = True, guard: Guard | None = None) -> int:
-    """`replace` with the first `size` bytes of an open file.
+def replace_by_part(
+    path: Path, source: int, size: int, rest: bytes = b"", *, by_kernel: bool = True, guard: Guard | None = None
+) -> int:
+    """`replace` with the first `size` bytes of an open file, and `rest`.
 
     Args:
         path: the file.
         source: a descriptor of the other one, or of the file itself.
         size: in bytes.
+        rest: what comes after them.
         by_kernel: let the kernel copy, which shares what is on the disk where the file system can. Otherwise all is
             written anew, as this process reads it.
         guard: see `replace`.
     """
-    return _replace(path, lambda fd: _copy(source, fd, size, by_kernel), True, guard)
+
+    def fill(fd: int) -> None:
+        _copy(source, fd, size, by_kernel)
+        write_all(fd, rest)
+
+    return _replace(path, fill, True, guard)
 
 
 def _copy(source: int, target: int, size: int, by_kernel: bool) -> None:
@@ -607,7 +631,7 @@ def _rename_guarded(temporary: Path, path: Path, guard: Guard | None) -> None:
         raise
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     """Write all of `data` to a file descriptor."""
     view = memoryview(data)
     while view:

@@ -16,6 +16,7 @@ import subprocess
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from runner.system import clock, files, threads
@@ -67,12 +68,22 @@ def state_of(pid: int) -> tuple[str, str] | None:
 
     From /proc/<pid>/stat, fields 3 and 22 (proc(5)). The process name in field 2 may contain anything, so fields are
     counted from its closing bracket.
+
+    Raises:
+        OSError: that cannot be told now: too many files are open, say.
     """
-    stat = files.read_small(f"/proc/{pid}/stat")
+    stat = files.read_if_there(f"/proc/{pid}/stat")
     if stat is None:
         return None
     fields = stat.rpartition(")")[2].split()
     return fields[0], fields[19]
+
+
+def _shown_state(pid: int) -> tuple[str, str] | None:
+    """As `state_of`, where nothing is decided by it; None also if it cannot be told."""
+    with suppress(OSError):
+        return state_of(pid)
+    return None
 
 
 def is_over(state: tuple[str, str] | None, start_time: object) -> bool:
@@ -107,7 +118,7 @@ def children_of(pid: int) -> list[int]:
 
 def began() -> float:
     """When this process began, on `clock.monotonic`; now where that cannot be told."""
-    state = state_of(own_pid())
+    state = _shown_state(own_pid())
     # Counted in ticks since the machine was started: proc(5), field 22.
     return clock.monotonic() if state is None else uptime(int(state[1]) / os.sysconf("SC_CLK_TCK"))
 
@@ -123,7 +134,11 @@ def boot_id() -> str | None:
 
 
 def this_process() -> dict[str, Any]:
-    """What identifies this process among all processes of all machines."""
+    """What identifies this process among all processes of all machines.
+
+    Raises:
+        OSError: see `state_of`. Without its time, others would take this process for one that is over.
+    """
     state = state_of(own_pid())
     return {
         "host": host_name(),
@@ -173,7 +188,7 @@ def descendants(pid: int) -> list[int]:
 
 def described(pid: int) -> str:
     """A line on a process of this machine: its state, where it waits inside the kernel, and its command."""
-    state, wait = state_of(pid), files.read_small(f"/proc/{pid}/wchan")
+    state, wait = _shown_state(pid), files.read_small(f"/proc/{pid}/wchan")
     command = (files.read_small(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
     where = f", waits in {wait}" if wait and wait != "0" else ""
     return f"Process {pid} (state {state[0] if state else '?'}{where}): {command}"

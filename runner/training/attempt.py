@@ -421,9 +421,9 @@ class _Attempt:
             requeued = self.job.yield_verdict()
             try:
                 self._write_stacks(stacks)
+                self._end(cause, status, reason, requeued)  # first: a logger may hang as well
                 if self.session:
                     self.session.recorder.close()
-                self._end(cause, status, reason, requeued)
             except SupersededError as error:  # the records belong to the newer attempt
                 print_error(f"error: {error}")
                 status = error.status

@@ -303,9 +303,10 @@ class Callbacks:
 
     def _report(self, hook: Hook, failure: Failure) -> None:
         if self.world.is_main:
-            self.run.check_guard()
-            with suppress(OSError), files.open_append(self.run.callback_errors) as file:
-                file.write(f"{failure.summary}\n{failure.details}\n".encode())
+            with suppress(OSError):  # the report is a convenience, which decides nothing
+                self.run.check_guard()
+                with files.open_append(self.run.callback_errors) as file:
+                    file.write(f"{failure.summary}\n{failure.details}\n".encode())
         where = f"traceback in {self.run.callback_errors}"
         if self.stop:
             error = CallbackError(f"{failure.summary}; train.on_callback_error=stop ends the run; {where}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate
 from runner.config.schema import Config
-from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UserError
+from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UnreadableError, UserError
 from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, make_work, work_lease
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -123,6 +123,8 @@ class Work:
     """Of `all`: the steps that were left out, and why."""
     added: list[int] = field(default_factory=list)
     """The steps whose results this process has added; on rank 0."""
+    _unread: dict[int, UnreadableError] = field(default_factory=dict)
+    """Of `all`: the steps that are put off, since the disk has refused to read them."""
     _evaluator: Evaluator | None = None
     _wanted: list[int] = field(default_factory=list)
 
@@ -131,10 +133,11 @@ class Work:
 
         Raises:
             UserError: there is no such checkpoint, or something does not fit.
+            UnreadableError: the disk refuses to read one; all others are evaluated.
         """
         self._wanted = self.world.run_on_main(lambda: wanted(self.run, self.request))
         if not self.request.follow:
-            return "done" if self._all_there_are() else "stopped"
+            return "done" if self._all_there_are() and self._put_off() else "stopped"
         outcome = self._follow()
         if outcome != "stopped":
             self.world.run_on_main(lambda: pins.evaluation_done(self.run.checkpoints, self.request.name))
@@ -142,7 +145,7 @@ class Work:
 
     def _missing(self) -> list[int]:
         """The steps that are to be evaluated and are not yet, the oldest first."""
-        done = evaluated(self.run, self.request.settings).keys() | self.unusable.keys()
+        done = evaluated(self.run, self.request.settings).keys() | self.unusable.keys() | self._unread.keys()
         steps = committed(self.run) if self.request.follow else self._wanted
         return [step for step in steps if step not in done]
 
@@ -157,7 +160,7 @@ class Work:
             if self.world.run_on_main(self.given_up):
                 return "given up"
             if over is not None:
-                return over
+                return over if self._put_off() else "stopped"
             if not self._pause():
                 return "stopped"
 
@@ -180,16 +183,32 @@ class Work:
             if self.request.follow:
                 self.world.run_on_main(self._keep)
             if not missing or self.world.run_on_main(self.given_up):
-                self.world.run_on_main(self.on_progress)
+                if not self._unread:
+                    self.world.run_on_main(self.on_progress)
                 return True
             if not self._one(missing[0]):
                 return False
+
+    def _put_off(self) -> bool:
+        """Evaluate what the disk has refused to read before; False if asked to stop.
+
+        Raises:
+            UnreadableError: it still refuses.
+        """
+        if not self._unread:
+            return True
+        self._unread.clear()
+        finished = self._all_there_are()
+        for error in self._unread.values():
+            raise error
+        return finished
 
     def _keep(self) -> None:
         """Let retention keep what is to be evaluated."""
         if files.is_dir(self.run.checkpoints):
             done = evaluated(self.run, self.request.settings)
-            with refused_in(self.run.checkpoints):
+            # Another process that has just ended this evaluation may have removed the temporary file.
+            with refused_in(self.run.checkpoints), suppress(FileNotFoundError):
                 pins.await_evaluation(self.run.checkpoints, self.request.name, done, self.request.keep)
 
     def _one(self, step: int) -> bool:
@@ -227,10 +246,16 @@ class Work:
             evaluator = self._evaluator or self._made(chosen)
             results = evaluator.results(chosen, self._stop_agreed)
         except (CheckpointError, UserError, OSError) as error:
-            if files.is_dir(self.run.checkpoint(step)) and not isinstance(error, CheckpointError):
+            there = files.is_dir(self.run.checkpoint(step))
+            if there and not isinstance(error, CheckpointError):
                 raise
             if self.request.step != ALL:
                 raise
+            if there and isinstance(error, UnreadableError):  # which says nothing about the checkpoint
+                self._unread[step] = error
+                if self.world.is_main:
+                    self.say(f"warning: step {step} is tried again at the end: {error}")
+                return True
             self.unusable[step] = str(error)  # corrupt, or deleted by the run meanwhile
             if self.world.is_main:
                 self.say(f"warning: step {step} is left out: {error}")

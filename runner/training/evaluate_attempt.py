@@ -57,7 +57,8 @@ def _evaluate(directory: Path, job: Job, world: World) -> ExitStatus:
         on_progress=job.on_started,
         given_up=lambda: given_up(directory),
     )
-    outcome = work.do()
+    with beginning(job):  # no attempt log counts failures: those of the disk are failed starts here too
+        outcome = work.do()
     if outcome == "stopped":
         return world.run_on_main(lambda: _interrupted(job)) if world.is_main else _yielded(job, world)
     if world.is_main:

@@ -239,10 +239,9 @@ class _Opening:
         manager = self._manager(build.fingerprint(config, datasets))
         with self.account.doing("restore"):
             self._take_over()
-            anew = restarts_optimizers(config) and self._begins_branch(newest_step(self.run))
             with self._fits():
                 averaged = average.averaged if average else None
-                state = manager.load(model, optimizers, averaged, another_optimizer=anew) or {}
+                state = manager.load(model, optimizers, averaged, another_optimizer=self._restarts_optimizers) or {}
         if not state:
             self._warn_if_checkpoints_are_gone()
         step = int(state["step"]) if state else 0
@@ -273,8 +272,7 @@ class _Opening:
             self._warn_of_idle_ranks(of.run_state.batch_shapes[-1])
         of.task.check_state()
         loader, consumption = self._training_data(of.datasets, of.device, of.run_state, saved, step)
-        begins = self._begins_branch(step)
-        anew = begins and restarts_optimizers(config)
+        anew = self._restarts_optimizers(step)
         with self._fits():
             _, tokens, _ = restore_train_state(of.state, None if anew else of.optimizers, loader)
             if anew:
@@ -379,6 +377,10 @@ class _Opening:
     def _begins_branch(self, step: int) -> bool:
         """Whether what was restored is the trunk's, and what the branch changes takes effect now."""
         return self.config.fork.run is not None and step == self.config.fork.step
+
+    def _restarts_optimizers(self, step: int) -> bool:
+        """Whether optimizers and schedules begin anew at `step`."""
+        return restarts_optimizers(self.config) and self._begins_branch(step)
 
     @contextmanager
     def _fits(self) -> Iterator[None]:

@@ -82,6 +82,35 @@ def test_a_corrupt_checkpoint_that_stays_is_not_kept_instead_of_a_whole_one(
     assert load(tmp_path) == 3
 
 
+def test_a_corrupt_checkpoint_that_stays_below_is_not_counted_among_those_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the disk works again it is set aside after all."""
+    toy, saving, take = Toy(), manager(tmp_path), checkpoint_dir._take
+    for steps in (1, 3):
+        toy.train(steps)
+        toy.save(saving)
+    flip(tmp_path / "step_00000004" / "rank_00000.safetensors")
+
+    def refuse(path: Path, *others: Any) -> Path:
+        if path.name == "step_00000004":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return take(path, *others)
+
+    again, resumed = Toy(), manager(tmp_path, keep_last=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_dir, "_take", refuse)
+        assert (resumed.load(again.model, again.optimizer) or {})["step"] == 1
+        again.step = 1
+        for steps in (2, 2):
+            again.train(steps)
+            assert again.save(resumed)
+        assert names(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]
+    again.train()
+    assert again.save(resumed)
+    assert names(tmp_path) == ["step_00000004.corrupt", "step_00000005", "step_00000006"]
+
+
 def positions(size: int) -> Iterator[int]:
     """Both ends of a file, and some offsets between them."""
     yield from {0, 1, size // 7, size // 4, size // 3, size // 2, 2 * size // 3, size - 2, size - 1}

@@ -341,7 +341,7 @@ def test_a_branch_whose_checkpoint_is_deleted_meanwhile_is_not_submitted(
     monkeypatch.setattr(start, "_reserve", late)
     assert command("fork", "o/trunk", "--step", str(step)) != 0
     assert (
-        "was saved and deleted meanwhile" if step == 5 else "has no checkpoint of step 2"
+        "was saved and deleted meanwhile: fork another step\n" if step == 5 else "has no checkpoint of step 2"
     ) in capsys.readouterr().err
     assert waiting.started == FakeLauncher.launched == []
     assert branches(trunk) == []

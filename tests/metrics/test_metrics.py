@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.errors import SupersededError, UserError
-from runner.metrics import resume_jsonl
+from runner.metrics import jsonl, resume_jsonl
 from runner.metrics.external import ExternalWriter, scalars
 from runner.metrics.jsonl import take_over
 from runner.metrics.lineage import Fork, Lineage, Summary
@@ -229,6 +229,58 @@ def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: 
     writer.write(record(1))
     writer.close()
     assert list(read_lines(run.metrics)) == [record(1)]
+
+
+def test_lines_that_the_file_system_took_and_lost_are_written_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS reports with a later write, or with the sync, that there was no space for the pages of earlier ones."""
+    writer, write, sync = resume_jsonl(run.metrics, 0), files.write_fd, files.fsync_fd
+    writer.write(record(1))
+    writer.sync()
+    durable = [run.metrics.stat().st_size]
+
+    def lose(fd: int, data: bytes = b"") -> int:
+        size = os.fstat(fd).st_size
+        os.ftruncate(fd, durable[-1])
+        if data:  # or else what reads finds the file shorter
+            os.ftruncate(fd, size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer.write(record(2))
+    monkeypatch.setattr(files, "write_fd", lose)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(record(3))
+    monkeypatch.setattr(files, "write_fd", write)
+    writer.write(record(3))
+    writer.sync()
+    assert list(read_lines(run.metrics)) == [record(1), record(2), record(3)]
+    durable.append(run.metrics.stat().st_size)
+    writer.write(record(4))
+    monkeypatch.setattr(files, "fsync_fd", lose)
+    with pytest.raises(OSError, match="No space"):
+        writer.sync()
+    monkeypatch.setattr(files, "fsync_fd", sync)
+    writer.write(record(5))
+    writer.close()
+    assert list(read_lines(run.metrics)) == [record(step) for step in range(1, 6)]
+
+
+def test_what_is_kept_in_memory_until_it_is_synced_is_bounded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, sync, synced = resume_jsonl(run.metrics, 0), files.fsync_fd, list[int]()
+    monkeypatch.setattr(jsonl, "TAIL_BYTES", 1000)
+
+    def synchronize(fd: int) -> None:
+        synced.append(fd)
+        sync(fd)
+
+    monkeypatch.setattr(files, "fsync_fd", synchronize)
+    for step in range(1, 101):
+        writer.write(record(step))
+        assert len(writer._tail) < 1100
+    assert 1 < len(synced) < 10
+    writer.close()
+    assert list(read_lines(run.metrics)) == [record(step) for step in range(1, 101)]
 
 
 def test_the_package_imports_nothing_heavy() -> None:

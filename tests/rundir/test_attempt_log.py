@@ -51,6 +51,22 @@ def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Pa
     assert (status["checkpoint_step"], status["checkpoint_time"]) == (20, 2_000.0)
 
 
+def test_a_checkpoint_of_another_machine_that_a_listing_does_not_show_yet_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of a network file system may be some seconds old, until this machine changes something there."""
+    run, anew, really = RunDir(tmp_path), set[Path](), files.list_dir
+    begin(run).update(step=20, force=True)
+    (run.checkpoints / "step_00000020").mkdir(parents=True)
+    (run.checkpoints / "step_00000020/manifest.json").write_text(json.dumps({"step": 20, "sha256": ""}))
+    monkeypatch.setattr(files, "look_anew", anew.add)
+    monkeypatch.setattr(
+        files, "list_dir", lambda path: [] if path == run.checkpoints and path not in anew else really(path)
+    )
+    log = begin(run)
+    assert log.record["start_step"] == log.earlier[0]["checkpoint_step"] == 20
+
+
 def test_the_status_counts_each_attempt_once(tmp_path: Path) -> None:
     """While it runs and when it has ended."""
     run = RunDir(tmp_path)

@@ -158,6 +158,25 @@ def test_a_frozen_holder_is_replaced_after_the_timeout_and_fenced_off(
         lease.check_fence()
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENFILE])
+def test_what_cannot_be_read_just_now_is_no_sign_that_a_holder_is_gone(
+    directory: Path, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Neither the heartbeat of one on another host nor the state of a process of this machine."""
+    held_by(directory, host="elsewhere" if code == errno.EIO else this_process()["host"], pid=1, start_time="5")
+    unreadable = directory / "00000004.beat" if code == errno.EIO else Path("/proc/1/stat")
+    read = files.read_regular
+
+    def refuse(path: str | Path, **options: Any) -> bytes:
+        if Path(path) == unreadable:
+            raise OSError(code, os.strerror(code), str(path))
+        return read(path, **options)
+
+    monkeypatch.setattr(files, "read_regular", refuse)
+    with pytest.raises(UserError, match=os.strerror(code)):
+        Lease.acquire(directory, {}, 30.0)
+
+
 def test_the_older_holder_finds_that_it_is_superseded(directory: Path) -> None:
     older = Lease.acquire(directory, {"job_id": "9", "restart_count": 0}, 60.0)
     newer = Lease.acquire(directory, {"job_id": "9", "restart_count": 1}, 60.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from runner.errors import CheckpointError, PeerError, UserError
+from runner.errors import CheckpointError, PeerError, UnreadableError, UserError
 from runner.system import distributed
 from runner.system.distributed import World, current_ranks
 
@@ -44,9 +44,16 @@ def world_of(rank: int, size: int, directory: str) -> World:
     return World(rank, size)
 
 
+def unreadable() -> UnreadableError:
+    error = UnreadableError("no answer")
+    error.__cause__ = OSError(errno.EIO, "Input/output error", Path("/disk"))
+    return error
+
+
 ERRORS: list[tuple[Exception, type[Exception], str]] = [
     (CheckpointError("no checkpoint"), CheckpointError, "no checkpoint"),
     (SettingError("lr=0"), UserError, "lr=0"),
+    (unreadable(), UnreadableError, "no answer"),
     (OSError(errno.ENOSPC, "No space left on device", Path("/disk")), OSError, "No space left on device (rank 1)"),
     (ValueError("a bug"), PeerError, "rank 1: ValueError: a bug"),
     (UnpicklableError(), PeerError, "rank 1: "),
@@ -73,6 +80,9 @@ def exchange(rank: int, directory: str) -> None:
             else:
                 assert message in str(caught.value)
                 assert not isinstance(caught.value, UserError) or caught.value.everywhere
+            if isinstance(caught.value, UnreadableError):  # every rank sees whether the cause may pass
+                assert isinstance(caught.value.__cause__, OSError)
+                assert (caught.value.__cause__.errno, str(caught.value.__cause__.filename)) == (errno.EIO, "/disk")
             with pytest.raises(type(error) if rank == 0 else kind):
                 world.run_on_main(partial(raising, error))
         assert world.gather(rank) == [0, 1, 2]  # nothing was left over

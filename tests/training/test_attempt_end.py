@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +278,21 @@ def test_a_hang_is_recorded_with_its_stacks(
         assert "stacks of 1" in capsys.readouterr().err
     else:
         assert [run.stacks(1, rank).read_text() for rank in range(2)] == ["stacks of 0", "stacks of 1"]
+
+
+def test_a_hang_is_recorded_before_the_loggers_are_closed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may hang as well until the process is ended."""
+    at_close: list[dict[str, Any]] = []
+    monkeypatch.setattr(processes, "end_after", lambda seconds, status: None)
+    monkeypatch.setattr(processes, "end_now", lambda status: None)
+    attempt: Any = training_attempt._Attempt.__new__(training_attempt._Attempt)
+    attempt.world, attempt.job, attempt.run = World(), TinyJob(0), run
+    attempt.lease, attempt._ends = None, threading.Lock()
+    attempt.log = AttemptLog.begin(run, {"job_id": "7"}, 9, lambda record: "killed")
+    recorder = SimpleNamespace(close=lambda: at_close.extend(ended_attempts(run)))
+    attempt.session = SimpleNamespace(recorder=recorder)
+    attempt._end_from_watch("rank 1 hangs", "hang")
+    assert [line["cause"] for line in at_close] == ["hang"]
 
 
 def test_the_command_of_an_attempt_takes_one_run_directory(

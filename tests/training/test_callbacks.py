@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import signal
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,13 @@ from torch import nn
 
 from runner.checkpoint import get_rng_state
 from runner.config.composition import compose
-from runner.errors import CallbackError, UserError
+from runner.errors import CallbackError, SupersededError, UserError
 from runner.rundir.paths import RunDir
+from runner.system import files
 from runner.system.distributed import World
 from runner.training.callbacks import Callbacks
 from runner.training.generators import Generators
+from runner.training.hook import Failure
 from runner.training.run_state import RunState
 
 STEPS = 24
@@ -161,6 +167,22 @@ def test_what_cannot_be_logged_is_one_line(
     assert f"{hooks.__file__}, line " in message
     assert "it is left out from here on" in message
     assert str(tmp_path / "callback_errors.txt") in message
+
+
+def test_a_report_that_the_disk_refuses_stops_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does a look at the lease that fails; a newer attempt does."""
+    callbacks = opened(tmp_path, "{_target_: hooks.Logs}")
+    callbacks.hooks[0].callback.__init__(name="loss")
+
+    def check(error: Exception) -> None:
+        raise error
+
+    superseded = SupersededError("a newer attempt holds the lease")
+    for error in (OSError(errno.EIO, os.strerror(errno.EIO)), superseded):
+        callbacks.run = RunDir(tmp_path, files.Guard("lease-00000001", partial(check, error)))
+        with pytest.raises(SupersededError) if error is superseded else nullcontext():
+            callbacks._report(callbacks.hooks[0], Failure("it raised", "traceback"))
+    assert [entry.getMessage().partition(";")[0] for entry in caplog.records] == ["it raised"]
 
 
 def test_nan_and_numbers_of_numpy_and_torch_can_be_logged(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from checkpoints import Toy, manager, names
 from fake_job import FakeJob
 from runs import PACED, PATIENCE_S, ROOT, Run
 
+from runner.checkpoint import reading
 from runner.checkpoint.pins import await_evaluation, evaluation_done, kept
 from runner.cli.status import find_runs
 from runner.config.composition import Composer
@@ -353,6 +355,63 @@ def test_a_corrupt_checkpoint_is_left_out_of_all_and_an_error_by_itself(run: Pat
     assert set(added(run)) == {2, 6}
 
 
+@contextmanager
+def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> Iterator[None]:
+    """The disk refuses so many times to read the manifest of step 4."""
+    real, refused = files.read_regular, list(range(times))
+
+    def read(path: str | Path, **options: Any) -> bytes:
+        if Path(path) == run / "checkpoints" / "step_00000004" / "manifest.json" and refused:
+            refused.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "read_regular", read)
+        patch.setattr(reading, "PAUSES_S", (0.0, 0.0))
+        patch.setattr(module, "POLL_S", 0.0)
+        yield
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_error_of_the_disk_leaves_no_checkpoint_out(
+    run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, follow: bool
+) -> None:
+    """It is tried again after the others; if the disk refuses it then, too, retention keeps it for the next command."""
+    words = ["evaluate", run, "--step", "all", *(["--follow"] if follow else [])]
+    with unreadable(run, monkeypatch, 1000):
+        assert here.command(*words) == 1
+    error = capsys.readouterr().err
+    assert error.count("warning: step 4 is tried again at the end: ") == 2
+    assert "manifest.json cannot be read (Input/output error, EIO; tried 3 times)" in error.splitlines()[-1]
+    assert set(added(run)) == {2, 6}
+    assert bool(list((run / "checkpoints").glob("*.awaits"))) == follow
+    with unreadable(run, monkeypatch, 4):  # by now only once more
+        assert here.command(*words) == 0
+    assert without_step(added(run)) == without_step(own(run))
+    assert not list((run / "checkpoints").glob("*.awaits"))
+
+
+def test_a_job_to_which_the_disk_refuses_a_checkpoint_is_started_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as one that cannot start: it counts as begun only if it has evaluated something, or found all done."""
+    directory, reasons = requested(run).directory(RunDir(run)), list[str | None]()
+
+    def yield_verdict(job: FakeJob, reason: str | None = None) -> bool:
+        reasons.append(reason)
+        return True
+
+    monkeypatch.setattr(FakeJob, "yield_verdict", yield_verdict)
+    for starts in (2, 0):
+        job = FakeJob()
+        with unreadable(run, monkeypatch, 1000):
+            assert at(directory, job) == 1
+        assert job.starts == starts
+    assert reasons == [f"Input/output error: {run}/checkpoints/step_00000004/manifest.json"] * 2
+    assert set(added(run)) == {2, 6}
+
+
 def test_one_whose_manifest_is_damaged_is_not_left_out_in_silence(run: Path, capsys: Any) -> None:
     (run / "checkpoints" / "step_00000006" / "manifest.json").write_text("{")
     assert here.command("evaluate", run, "--step", "all") == 1
@@ -429,6 +488,8 @@ def test_retention_keeps_what_an_evaluation_waits_for_but_not_without_bound(tmp_
     toy.train()
     toy.save(saving)
     assert names(tmp_path)[2:] == [f"step_{step:08d}" for step in (6, 7)]  # `other` keeps two
+    for name in ("one", "other"):
+        (tmp_path / f"evaluation-{name}.awaits.tmp-12-34").write_text("")  # a process was killed while it wrote
     for name in ("one", "other", "other"):
         evaluation_done(tmp_path, name)
     toy.train()

@@ -195,6 +195,20 @@ def test_another_optimizer_begins_without_a_state(
     assert_same(tmp_path / "o/branch", tmp_path / "o/killed")
 
 
+def test_another_optimizer_begins_again_where_all_that_it_saved_is_corrupt(trunk: Path, tmp_path: Path) -> None:
+    fork = ["fork", "o/trunk", "--step", "4", "optimizer=sgd", "optimizer.lr=0.01"]
+    run(tmp_path, *fork, "run.dir=o/whole")
+    run(tmp_path, *fork, "run.dir=o/branch")
+    branch = tmp_path / "o/branch"
+    for step in (8, 10):
+        shutil.rmtree(branch / f"checkpoints/step_{step:08d}")
+    (branch / "checkpoints/step_00000006/train_state.pt").write_bytes(b"")
+    (branch / "finished.json").unlink()
+    assert "warning: the optimizer begins without a state" in run(tmp_path, *fork, "run.dir=o/branch")
+    shutil.rmtree(branch / "checkpoints/step_00000006.corrupt")
+    assert_same(branch, tmp_path / "o/whole")
+
+
 def test_a_longer_branch_and_other_workers(trunk: Path, tmp_path: Path) -> None:
     """With a schedule that does not follow the length, it is the run that was as long from the start."""
     longer = [word for word in words("elastic") if not word.startswith("train.steps")]

@@ -535,7 +535,7 @@ class Custodies(Scenario):
 
     def _start(self, made: Order) -> int:
         queue: Launcher = Queue(self)  # type: ignore[assignment]
-        start._put_back([made.run_dir])
+        start.put_back([made.run_dir])
         planned = plan.plan_runs([made], queue, False)
         start._waiting(planned, queue)
         if not planned[0].starts:
@@ -825,7 +825,7 @@ class Custodies(Scenario):
         for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
             with self.world.outside():
                 names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
-            start._put_back(folder / found["name"] for name in names if (found := start._REFUSED.fullmatch(name)))
+            start.put_back(folder / found["name"] for name in names if (found := start._REFUSED.fullmatch(name)))
             removed = {found["name"]: None for name in names if (found := housekeeping.REMOVED.fullmatch(name))}
             for name in removed:
                 if name not in names:
