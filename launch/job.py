@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from launch import rendezvous, requeue, scheduler
+from runner.rundir.lease import is_same_job
 from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -26,7 +27,13 @@ LAUNCHER = "launch.slurm.SlurmLauncher"  # whose jobs these are; imported there,
 LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 
 
-def start(run_dir: str, attempt: str, max_timeouts: int | None = None, requeue_killed: bool = True) -> NoReturn:
+def start(
+    run_dir: str,
+    attempt: str,
+    max_timeouts: int | None = None,
+    requeue_killed: bool = True,
+    submission: str | None = None,
+) -> NoReturn:
     """The submitted callable: make one attempt in this job and exit with its status.
 
     Args:
@@ -35,8 +42,9 @@ def start(run_dir: str, attempt: str, max_timeouts: int | None = None, requeue_k
         max_timeouts: time limits in a row without a new checkpoint after which the run stops; None: they count as
             other attempts without progress do.
         requeue_killed: whether the batch script requeues the job if no rank decides how it ends.
+        submission: the name of the submission that the job is of.
     """
-    job = SlurmJob(max_timeouts, requeue_killed)
+    job = SlurmJob(max_timeouts, requeue_killed, submission)
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
@@ -56,8 +64,11 @@ class SlurmJob:
 
     auto_restarts = True
 
-    def __init__(self, max_timeouts: int | None = None, requeue_killed: bool = True) -> None:
+    def __init__(
+        self, max_timeouts: int | None = None, requeue_killed: bool = True, submission: str | None = None
+    ) -> None:
         self.max_timeouts = max_timeouts
+        self.submission = submission
         self._requeue_killed = requeue_killed
         self.early_signal: int | None = None
         self.restart_count = rendezvous.restart_count()
@@ -87,12 +98,13 @@ class SlurmJob:
         self.early_signal = self.early_signal or signum
 
     def identity(self) -> dict[str, Any]:
-        """job_id, restart_count, host, node (its name in Slurm), the number of nodes, launcher and job_name.
+        """job_id, submission, restart_count, host, node (its name in Slurm), number of nodes, launcher and job_name.
 
         The last two tell which job it is where the command that submitted it was killed before it recorded that.
         """
         return {
             "job_id": self.job_id,
+            "submission": self.submission,
             "restart_count": self.restart_count,
             "host": processes.host_name(),
             "node": processes.environment.get("SLURMD_NODENAME"),
@@ -143,7 +155,8 @@ class SlurmJob:
         Slurm restarts a job without a signal if its node is lost, and also if somebody requeues it while it is
         suspended.
         """
-        restarted = record.get("job_id") == self.job_id and record.get("restart_count", 0) < self.restart_count
+        mine = {"job_id": self.job_id, "submission": self.submission}
+        restarted = is_same_job(record, mine) and record.get("restart_count", 0) < self.restart_count
         if not restarted or self._was_killed:
             return "killed"
         return "node failure" if _node_was_lost(record) else "requeued"

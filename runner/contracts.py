@@ -156,7 +156,8 @@ class Job(Protocol):
     def identity(self) -> dict[str, Any]:
         """job_id, restart_count, host and node; more than one node as `nodes`.
 
-        A scheduler's job adds its `launcher` (`module.Class`) and its `job_name`.
+        A scheduler's job adds its `launcher` (`module.Class`) and its `job_name`, and `submission`, which tells it
+        from a later job with the same id.
         """
 
     def began(self) -> float:
