@@ -17,8 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from launch import rendezvous, requeue, scheduler
-from runner.rundir.lease import is_same_job
+from launch import rendezvous, requeue, scheduler, submission
+from runner.contracts import is_same_job
+from runner.errors import ExitStatus
+from runner.rundir.paths import RunDir
 from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -48,6 +50,9 @@ def start(
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
+        if job.is_of_another(RunDir(Path(run_dir))):
+            print(f"[launch] {run_dir} has another job, in job.json: this one ends, and requeues nothing", flush=True)
+            sys.exit(ExitStatus.SUPERSEDED)
         try:
             rendezvous.export()
             make_attempt = getattr(importlib.import_module(module), name)
@@ -83,6 +88,12 @@ class SlurmJob:
         self._was_killed = False
         with suppress(OSError):
             self._was_killed = requeue.failed_starts(self._starts)[0] > 0
+
+    def is_of_another(self, run: RunDir) -> bool:
+        """Whether the run has another job: the command of this one was suspended while another one submitted it."""
+        with suppress(OSError):  # what works on the run finds out
+            return self.submission is not None and not submission.is_named(run, self.submission)
+        return False
 
     def catch_signals(self) -> None:
         """Remember the first signal that asks this job to stop, until the attempt installs its own handlers.

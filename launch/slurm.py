@@ -246,7 +246,7 @@ class SlurmLauncher(SlurmOptions):
         else:
             files.make_dirs(folder)
         arguments = [str(run.path) for run in runs], [attempt] * len(runs)
-        unique = submission.new_name()
+        unique, is_asked = submission.new_name(), False
         options = [self.max_timeouts] * len(runs), [self.requeue_killed] * len(runs), [unique] * len(runs)
         try:
             # submitit prints the error that it raises as well.
@@ -258,9 +258,11 @@ class SlurmLauncher(SlurmOptions):
             ):
                 executor = self._executor(folder, name, len(runs), total)
                 submission.begin(runs, unique)
+                is_asked = True
                 jobs = executor.map_array(start, *arguments, *options)
         except BaseException as error:
-            submission.abandon(runs, error)
+            if is_asked:
+                submission.abandon(runs, unique, error)
             for leftover in files.list_dir(folder):
                 if unique in leftover:
                     files.remove(folder / leftover)
@@ -280,9 +282,9 @@ class SlurmLauncher(SlurmOptions):
                 raise submission.UncertainError(
                     f"job {job_id} is not recorded ({error}) nor cancelled ({silent})"
                 ) from error
-            submission.end(runs)
+            submission.end(runs, unique)
             raise
-        submission.end(runs)
+        submission.end(runs, unique)
         return [job.job_id for job in jobs]
 
     def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:

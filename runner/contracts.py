@@ -7,7 +7,7 @@ imported here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -194,6 +194,11 @@ class Job(Protocol):
 
         Returns the final cause (a job may be cancelled while it saves).
         """
+
+
+def is_same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records, of holders or of attempts, are of one job. Slurm reuses ids: its submission counts, too."""
+    return all(one.get(key) == other.get(key) for key in ("job_id", "submission"))
 
 
 # Job states as in squeue(1), JOB STATE CODES. A job has one state at a time, and a running one many besides RUNNING:

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from runner.contracts import is_same_job
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError
-from runner.rundir.lease import end_of_earlier_start, is_later_start, is_same_job
+from runner.rundir.lease import end_of_earlier_start, is_later_start
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, closed, latest
 from runner.system import clock, files, processes, threads
@@ -332,7 +333,7 @@ class AttemptLog:
 
     def _write_status(self) -> None:
         with self._lock:
-            keys = ("job_id", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
+            keys = ("job_id", "submission", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
             identity = {key: self.record.get(key) for key in keys}
             status = {
                 "state": "running",

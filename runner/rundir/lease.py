@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.contracts import Job
+from runner.contracts import Job, is_same_job
 from runner.errors import LockedError, RunDirError, StoppedError, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes, threads
@@ -43,11 +43,6 @@ JOB_WAIT_S = 300.0
 other ranks wait for rank 0."""
 
 _NUMBERED = re.compile(r"(\d{8})\.json")
-
-
-def is_same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two records, of holders or of attempts, are of one job. Slurm reuses ids: its submission counts, too."""
-    return all(one.get(key) == other.get(key) for key in ("job_id", "submission"))
 
 
 def is_later_start(record: Mapping[str, Any], job: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from submitit.core.utils import DelayedSubmission
 
 from launch import job, rendezvous, requeue, scheduler
 from launch.slurm import SlurmLauncher
+from runner.errors import ExitStatus
 from runner.system import clock, files, processes
 
 __all__ = ["inside", "slurm"]
@@ -499,6 +500,28 @@ def test_an_attempt_knows_which_submission_its_job_is_of(
     with pytest.raises(SystemExit):
         called.function(*called.args, **called.kwargs)
     assert identities[0]["submission"] == json.loads((run / "job.json").read_text())["submission"]
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing(
+    inside: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    names_it: bool,
+) -> None:
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
+    monkeypatch.setattr(rendezvous, "export", lambda: None)
+    module = type(sys)("somewhere")
+    module.attempt = lambda _, job: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    (tmp_path / "job.json").write_text(json.dumps({"job_id": "13", "submission": "a" if names_it else "b"}))
+    with pytest.raises(SystemExit) as left:
+        job.start(str(tmp_path), "somewhere:attempt", submission="a")
+    assert left.value.code == (0 if names_it else ExitStatus.SUPERSEDED)
+    assert ("has another job, in job.json" in capsys.readouterr().out) != names_it
+    assert len(list(tmp_path.glob("*.verdict"))) == 1
 
 
 def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(

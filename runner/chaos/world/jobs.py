@@ -33,6 +33,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Fence
 from runner.config import frozen
 from runner.config.composition import Composed, Composer
+from runner.contracts import is_same_job
 from runner.errors import ExitStatus, UserError
 from runner.rundir import lease, provenance
 from runner.rundir.attempt_log import ended_attempts, finished_at, status_of
@@ -549,7 +550,7 @@ class Jobs(Scenario):
         stuck = [
             line
             for line in ended[-3:]
-            if lease.is_same_job(line, record)
+            if is_same_job(line, record)
             and line["cause"] in ("killed", "crash", "node failure", "time limit", "failed")
             and (line.get("checkpoint_step") or 0) <= (line.get("start_step") or 0)
         ]
