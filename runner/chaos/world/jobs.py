@@ -554,7 +554,9 @@ class Jobs(Scenario):
             and line["cause"] in ("killed", "crash", "node failure", "time limit", "failed")
             and (line.get("checkpoint_step") or 0) <= (line.get("start_step") or 0)
         ]
-        later = [line for line in ended if lease.is_later_start(line, record)]
+        later = [
+            line for line in ended if is_same_job(line, record) and line["restart_count"] > record["restart_count"]
+        ]
         self.must(not later, f"{run.path.name} is trained by {record}, an earlier start than {later}")
         self.must(len(stuck) < 3, f"{run.path.name} is tried again after three attempts without progress: {stuck}")
 
