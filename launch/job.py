@@ -17,7 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from launch import rendezvous, requeue, scheduler
+from launch import rendezvous, requeue, scheduler, submission
+from runner.contracts import is_same_job
+from runner.errors import ExitStatus
+from runner.rundir.paths import RunDir
 from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -26,7 +29,13 @@ LAUNCHER = "launch.slurm.SlurmLauncher"  # whose jobs these are; imported there,
 LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 
 
-def start(run_dir: str, attempt: str, max_timeouts: int | None = None, requeue_killed: bool = True) -> NoReturn:
+def start(
+    run_dir: str,
+    attempt: str,
+    max_timeouts: int | None = None,
+    requeue_killed: bool = True,
+    submission: str | None = None,
+) -> NoReturn:
     """The submitted callable: make one attempt in this job and exit with its status.
 
     Args:
@@ -35,11 +44,15 @@ def start(run_dir: str, attempt: str, max_timeouts: int | None = None, requeue_k
         max_timeouts: time limits in a row without a new checkpoint after which the run stops; None: they count as
             other attempts without progress do.
         requeue_killed: whether the batch script requeues the job if no rank decides how it ends.
+        submission: the name of the submission that the job is of.
     """
-    job = SlurmJob(max_timeouts, requeue_killed)
+    job = SlurmJob(max_timeouts, requeue_killed, submission)
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
+        if job.is_of_another(RunDir(Path(run_dir))):
+            print(f"[launch] {run_dir} has another job, in job.json: this one ends, and requeues nothing", flush=True)
+            sys.exit(ExitStatus.SUPERSEDED)
         try:
             rendezvous.export()
             make_attempt = getattr(importlib.import_module(module), name)
@@ -56,8 +69,11 @@ class SlurmJob:
 
     auto_restarts = True
 
-    def __init__(self, max_timeouts: int | None = None, requeue_killed: bool = True) -> None:
+    def __init__(
+        self, max_timeouts: int | None = None, requeue_killed: bool = True, submission: str | None = None
+    ) -> None:
         self.max_timeouts = max_timeouts
+        self.submission = submission
         self._requeue_killed = requeue_killed
         self.early_signal: int | None = None
         self.restart_count = rendezvous.restart_count()
@@ -73,6 +89,12 @@ class SlurmJob:
         with suppress(OSError):
             self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
+    def is_of_another(self, run: RunDir) -> bool:
+        """Whether the run has another job: the command of this one was suspended while another one submitted it."""
+        with suppress(OSError):  # what works on the run finds out
+            return self.submission is not None and not submission.is_named(run, self.submission)
+        return False
+
     def catch_signals(self) -> None:
         """Remember the first signal that asks this job to stop, until the attempt installs its own handlers.
 
@@ -87,12 +109,13 @@ class SlurmJob:
         self.early_signal = self.early_signal or signum
 
     def identity(self) -> dict[str, Any]:
-        """job_id, restart_count, host, node (its name in Slurm), the number of nodes, launcher and job_name.
+        """job_id, submission, restart_count, host, node (its name in Slurm), number of nodes, launcher and job_name.
 
         The last two tell which job it is where the command that submitted it was killed before it recorded that.
         """
         return {
             "job_id": self.job_id,
+            "submission": self.submission,
             "restart_count": self.restart_count,
             "host": processes.host_name(),
             "node": processes.environment.get("SLURMD_NODENAME"),
@@ -143,7 +166,8 @@ class SlurmJob:
         Slurm restarts a job without a signal if its node is lost, and also if somebody requeues it while it is
         suspended.
         """
-        restarted = record.get("job_id") == self.job_id and record.get("restart_count", 0) < self.restart_count
+        mine = {"job_id": self.job_id, "submission": self.submission}
+        restarted = is_same_job(record, mine) and record.get("restart_count", 0) < self.restart_count
         if not restarted or self._was_killed:
             return "killed"
         return "node failure" if _node_was_lost(record) else "requeued"

@@ -27,18 +27,23 @@ REQUEUE_VERDICT="$REQUEUE_FOLDER/$REQUEUE_JOB.${SLURM_RESTART_COUNT:-0}.verdict"
 # Left behind if an earlier start of this job was killed right after its verdict, or by an earlier job with this id.
 rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB".*.verdict
 
-# Failed starts in a row, and why the last one failed. Overwritten in place, which works on a full disk.
+# Failed starts in a row, empty if there is a count that cannot be read, and why the last one failed. Overwritten in
+# place, which works on a full disk.
 read_failed_starts() {
-    REQUEUE_STARTS='' REQUEUE_REASON=''
+    REQUEUE_STARTS=unread REQUEUE_REASON=''
     read -r REQUEUE_STARTS REQUEUE_REASON 2>/dev/null <"$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
-    case $REQUEUE_STARTS in '' | *[!0-9]*) REQUEUE_STARTS=0 ;; esac
+    if [ "$REQUEUE_STARTS" = unread ] && [ -e "$REQUEUE_FOLDER/$REQUEUE_JOB.starts" ]; then
+        REQUEUE_STARTS=''
+    else
+        case $REQUEUE_STARTS in '' | *[!0-9]*) REQUEUE_STARTS=0 ;; esac
+    fi
 }
 note_failed_starts() {
     printf "%-${REQUEUE_NOTE_BYTES}.${REQUEUE_NOTE_BYTES}s\n" "$1" 1<>"$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
 } 2>/dev/null
 read_failed_starts || :
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || REQUEUE_STARTS=0 # of an earlier job with this id
-note_failed_starts "$REQUEUE_STARTS" || :
+[ -z "$REQUEUE_STARTS" ] || note_failed_starts "$REQUEUE_STARTS" || :
 
 requeue_unless_decided() {
     local status=$?
@@ -123,13 +128,13 @@ count_failed_start() {
     local restarts=${SLURM_RESTART_COUNT:-0} budget="$REQUEUE_MAX_FAILED_STARTS starts failed in a row"
     read_failed_starts
     REQUEUE_REASON=${REQUEUE_REASON:-it ended with status $1, see its log}
-    if [ "$REQUEUE_STARTS" -lt "$REQUEUE_MAX_FAILED_STARTS" ]; then
-        note_failed_starts "$((REQUEUE_STARTS + 1)) $REQUEUE_REASON" && return 0
-        # Where not even that can be written, Slurm's own count of all restarts is the budget.
+    if [ "${REQUEUE_STARTS:-0}" -lt "$REQUEUE_MAX_FAILED_STARTS" ]; then
+        [ -n "$REQUEUE_STARTS" ] && note_failed_starts "$((REQUEUE_STARTS + 1)) $REQUEUE_REASON" && return 0
+        # Where not even that can be read or written, Slurm's own count of all restarts is the budget.
         [ "$restarts" -lt "$REQUEUE_MAX_FAILED_STARTS" ] && return 0
         budget="it cannot be recorded how many starts failed, and after $restarts restarts this one did"
     fi
-    note_failed_starts "$REQUEUE_STARTS $REQUEUE_GIVEN_UP$REQUEUE_REASON"
+    [ -z "$REQUEUE_STARTS" ] || note_failed_starts "$REQUEUE_STARTS $REQUEUE_GIVEN_UP$REQUEUE_REASON"
     echo "[launch] ${REQUEUE_GIVEN_UP}$budget before an attempt could begin"
     return 1
 }

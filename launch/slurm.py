@@ -35,6 +35,10 @@ from runner.system import clock, files, processes
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmExecutor
 
+# A job whose time of submission Slurm did not tell was submitted before it was recorded, by clocks that may differ by
+# this much: munge refuses others.
+CLOCKS_DIFFER_S = 300.0
+
 # Where a sweep's batch script, pickles and logs are, beside its runs.
 SWEEP_FOLDER = ".slurm"
 
@@ -242,8 +246,8 @@ class SlurmLauncher(SlurmOptions):
         else:
             files.make_dirs(folder)
         arguments = [str(run.path) for run in runs], [attempt] * len(runs)
-        options = [self.max_timeouts] * len(runs), [self.requeue_killed] * len(runs)
-        unique = submission.new_name()
+        unique, is_asked = submission.new_name(), False
+        options = [self.max_timeouts] * len(runs), [self.requeue_killed] * len(runs), [unique] * len(runs)
         try:
             # submitit prints the error that it raises as well.
             with (
@@ -254,9 +258,11 @@ class SlurmLauncher(SlurmOptions):
             ):
                 executor = self._executor(folder, name, len(runs), total)
                 submission.begin(runs, unique)
+                is_asked = True
                 jobs = executor.map_array(start, *arguments, *options)
         except BaseException as error:
-            submission.abandon(runs, error)
+            if is_asked:
+                submission.abandon(runs, unique, error)
             for leftover in files.list_dir(folder):
                 if unique in leftover:
                     files.remove(folder / leftover)
@@ -276,9 +282,9 @@ class SlurmLauncher(SlurmOptions):
                 raise submission.UncertainError(
                     f"job {job_id} is not recorded ({error}) nor cancelled ({silent})"
                 ) from error
-            submission.end(runs)
+            submission.end(runs, unique)
             raise
-        submission.end(runs)
+        submission.end(runs, unique)
         return [job.job_id for job in jobs]
 
     def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:
@@ -415,7 +421,8 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
         return []  # never submitted
     job = files.read_object(run.job)
     user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
-    found = [RecordedJob(str(job.get("job_id")), user, name, submitted)]
+    noted = _slurm_time(job.get("submitted"), CLOCKS_DIFFER_S) if submitted is None else None
+    found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted)]
     # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
     named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
     earliest = submitted if status.get("job_id") == job.get("job_id") else None
@@ -427,10 +434,10 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _slurm_time(seconds: object) -> str | None:
-    """Seconds since 1970 as Slurm's commands are made to print them."""
+def _slurm_time(seconds: object, more_s: float = 0.0) -> str | None:
+    """Seconds since 1970, and some more, as Slurm's commands are made to print them."""
     with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
-        return datetime.fromtimestamp(float(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%S")  # type: ignore[arg-type]
+        return datetime.fromtimestamp(float(seconds) + more_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")  # type: ignore[arg-type]
     return None
 
 

@@ -2,7 +2,9 @@
 
 Between the moment in which Slurm accepts a job and the moment in which its id is in job.json, the command may be
 killed, the disk may be full, or sbatch's answer may be lost. The note in each run directory names the batch script, and
-Slurm tells which jobs have that script: the next command that submits the run cancels a job that nobody recorded.
+Slurm tells which jobs have that script: the next command that submits the run cancels a job that nobody recorded. A job
+that it could not see yet, because a command was suspended between its note and sbatch, finds at its start that the run
+has another job (see `is_named`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,9 @@ from subprocess import CalledProcessError
 from typing import Any
 
 from launch import scheduler
-from runner.errors import SupersededError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-NAME = re.compile("[0-9a-f]{32}")
 SCRIPT = re.compile(r"\.submission_file_([0-9a-f]{32})-\d+\.sh")  # submitit's name for it, with ours in it
 # What sbatch says if it does not know whether the controller has accepted the job, see slurm_errno.c.
 LOST_ANSWER = re.compile(
@@ -52,19 +52,32 @@ def begin(runs: Sequence[RunDir], name: str) -> None:
     try:
         for index, run in enumerate(runs):
             task = index if len(runs) > 1 else None
-            note = {"name": name, "task": task, "user": user, "written": written}
-            files.write_json(run.submitting, note, guard=run.guard)
+            note = {"task": task, "user": user, "written": written}
+            files.write_json(run.submitting(name), note, guard=run.guard)
     except BaseException:
-        end(runs)
+        end(runs, name)
         raise
 
 
-def end(runs: Sequence[RunDir]) -> None:
-    """Remove the notes: the job is recorded, or there is none. One that stays is removed by the next submission."""
+def end(runs: Sequence[RunDir], name: str) -> None:
+    """Remove the notes of a submission: its job is recorded, or there is none. The next one removes what stays."""
     for run in runs:
-        with suppress(OSError, SupersededError):
-            run.check_guard()
-            files.remove(run.submitting)
+        with suppress(OSError):
+            files.remove(run.submitting(name))
+
+
+def is_named(run: RunDir, name: str) -> bool:
+    """Whether a job of the submission `name` is to work on the run: not if the run has the job of another one.
+
+    The note first, which is removed after job.json was written. A job that trained last continues, although job.json
+    has one that was submitted because Slurm did not show this one.
+
+    Raises:
+        OSError: the run directory cannot be read.
+    """
+    if files.exists(run.submitting(name)) or files.read_object(run.job).get("submission") in (None, name):
+        return True
+    return bool(files.read_object(run.status).get("submission") == name)
 
 
 def settle(runs: Sequence[RunDir]) -> list[str]:
@@ -77,20 +90,20 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
         OSError: a note cannot be read.
         SupersededError: another command has taken over.
     """
-    noted = [(run, note) for run in runs if (note := _note(run))]
-    for run, _ in noted:
+    noted = [(run, name, _note(run, name)) for run in runs for name in run.submitting_names()]
+    for run, *_ in noted:
         run.check_guard()  # after the look: the note may be that of a command which has taken over
     found = []
     try:
-        live = {user: _by_name(user) for user in {note["user"] for _, note in noted}}
-        for run, note in noted:
-            job_id = live[note["user"]].get((note["name"], note["task"]))
-            if job_id is None or files.read_object(run.job).get("submission") == note["name"]:
+        live = {user: _by_name(user) for user in {note["user"] for *_, note in noted if note}}
+        for run, name, note in noted:
+            job_id = live[note["user"]].get((name, note["task"])) if note else None
+            if note is None or job_id is None or files.read_object(run.job).get("submission") == name:
                 continue  # recorded, and only the note is left
             if note["user"] != str(processes.user_id()):
                 raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
             found.append(job_id)
-        for run, _ in noted:
+        for run, *_ in noted:
             run.check_guard()  # once more: who has taken over may have found that job and left it in the queue
         if found:
             scheduler.ask("scancel", *found)
@@ -99,7 +112,8 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
             "an earlier submission may have left a job that nobody recorded, and Slurm does not tell, or does not "
             f"cancel it ({error}): rerun the command later"
         ) from None
-    end([run for run, _ in noted])
+    for run, name, _ in noted:
+        end([run], name)
     return found
 
 
@@ -120,7 +134,7 @@ def name_in(script: str) -> str | None:
     return found[1] if found else None
 
 
-def abandon(runs: Sequence[RunDir], error: BaseException) -> None:
+def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
     """After a submission that failed with `error`, of submitit; returns if no job is left of it, and no note either.
 
     Raises:
@@ -133,20 +147,20 @@ def abandon(runs: Sequence[RunDir], error: BaseException) -> None:
     if isinstance(said, CalledProcessError):  # by sbatch
         if said.returncode < 0 or LOST_ANSWER.search(str(error)):
             raise UncertainError(str(error)) from error
-        end(runs)
-        return
-    try:
-        settle(runs)
-    except OSError as silent:
-        raise UncertainError(f"{error}; {silent}") from error
+    else:
+        try:
+            cancel(name)
+        except scheduler.SchedulerError as silent:
+            raise UncertainError(f"{error}; {silent}") from error
+    end(runs, name)
 
 
-def _note(run: RunDir) -> dict[str, Any] | None:
-    """The note in a run directory, if there is one that `begin` can have written."""
-    note = files.read_object(run.submitting)
-    name, task, user = (note.get(key) for key in ("name", "task", "user"))
-    valid = isinstance(name, str) and NAME.fullmatch(name) and (task is None or type(task) is int)
-    return note if valid and isinstance(user, str) and user.isdecimal() else None
+def _note(run: RunDir, name: str) -> dict[str, Any] | None:
+    """The note of a submission in a run directory, if `begin` can have written it."""
+    note = files.read_object(run.submitting(name))
+    task, user = note.get("task"), note.get("user")
+    valid = isinstance(user, str) and user.isdecimal() and (task is None or type(task) is int)
+    return note if valid else None
 
 
 def _by_name(user: str) -> dict[tuple[str, int | None], str]:

@@ -7,7 +7,7 @@ imported here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -156,7 +156,8 @@ class Job(Protocol):
     def identity(self) -> dict[str, Any]:
         """job_id, restart_count, host and node; more than one node as `nodes`.
 
-        A scheduler's job adds its `launcher` (`module.Class`) and its `job_name`.
+        A scheduler's job adds its `launcher` (`module.Class`) and its `job_name`, and `submission`, which tells it
+        from a later job with the same id.
         """
 
     def began(self) -> float:
@@ -193,6 +194,11 @@ class Job(Protocol):
 
         Returns the final cause (a job may be cancelled while it saves).
         """
+
+
+def is_same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records, of holders or of attempts, are of one job. Slurm reuses ids: its submission counts, too."""
+    return all(one.get(key) == other.get(key) for key in ("job_id", "submission"))
 
 
 # Job states as in squeue(1), JOB STATE CODES. A job has one state at a time, and a running one many besides RUNNING:

@@ -356,8 +356,14 @@ def _is_own(holder: Mapping[str, Any]) -> bool:
 
 
 def _is_submitted(run: RunDir) -> bool:
-    """Whether the run has a job, or may have one that is not recorded."""
-    return files.exists(run.job) or files.exists(run.submitting)
+    """Whether the run has a job, or may have one that is not recorded.
+
+    Raises:
+        OSError: the run directory cannot be read.
+    """
+    with suppress(FileNotFoundError):
+        files.look_anew(run.path)
+    return files.exists(run.job) or bool(run.submitting_names())
 
 
 @contextmanager

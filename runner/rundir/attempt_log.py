@@ -14,7 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from runner.contracts import is_same_job
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError
+from runner.rundir.lease import end_of_earlier_start, is_later_start
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, closed, latest
 from runner.system import clock, files, processes, threads
@@ -148,12 +150,24 @@ def _steps_lost(attempts: list[dict[str, Any]]) -> int:
     return sum(attempt.get("steps_lost") or 0 for attempt in attempts)
 
 
-def _without_progress(attempts: list[dict[str, Any]], job_id: str | None) -> list[dict[str, Any]]:
+def check_latest(run: RunDir, job: Mapping[str, Any]) -> None:
+    """Whether no later start of `job` has made an attempt yet; under the lease, which others may have held since.
+
+    Raises:
+        SupersededError: one has.
+        OSError: the records cannot be read.
+    """
+    for record in (*ended_attempts(run), files.read_object(run.attempt)):
+        if is_later_start(record, job):
+            raise end_of_earlier_start(run.path, record, job)
+
+
+def _without_progress(attempts: list[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The latest consecutive attempts of this job that failed without a new checkpoint, newest first."""
 
     def stuck(attempt: dict[str, Any]) -> bool:
         gained = (attempt.get("checkpoint_step") or 0) - (attempt.get("start_step") or 0)
-        return attempt.get("job_id") == job_id and attempt["cause"] not in HARMLESS and gained <= 0
+        return is_same_job(attempt, job) and attempt["cause"] not in HARMLESS and gained <= 0
 
     return list(takewhile(stuck, reversed(attempts)))
 
@@ -199,7 +213,7 @@ class AttemptLog:
 
         Args:
             run: the run directory, with the guard of its lease, which must be held.
-            identity: job_id, restart_count, host and node of this attempt.
+            identity: job_id, submission, restart_count, host and node of this attempt.
             total: the number of steps to train to, if it is known.
             explain: the likely cause of the end of an attempt that did not record it, from its record.
             account: of this attempt's time; one that begins now by default.
@@ -248,7 +262,7 @@ class AttemptLog:
             TimeoutsError: so many time limits in a row without a new checkpoint.
             CrashLoopError: three consecutive attempts of this job failed without a new checkpoint.
         """
-        stuck = _without_progress(self.earlier, self.record.get("job_id"))
+        stuck = _without_progress(self.earlier, self.record)
         if max_timeouts is not None:
             self._check_timeouts(len(_timeouts(stuck)), max_timeouts)
             stuck = [attempt for attempt in stuck if attempt["cause"] not in OUT_OF_TIME]
@@ -271,7 +285,7 @@ class AttemptLog:
             return
         if insist(self.run.newest_step, self.run.checkpoints) > int(self.record["start_step"]):
             return
-        stuck = _without_progress(self.earlier, self.record.get("job_id"))
+        stuck = _without_progress(self.earlier, self.record)
         self._check_timeouts(1 + len(_timeouts(stuck)), max_timeouts)
 
     def _check_timeouts(self, timeouts: int, most: int) -> None:
@@ -321,7 +335,7 @@ class AttemptLog:
 
     def _write_status(self) -> None:
         with self._lock:
-            keys = ("job_id", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
+            keys = ("job_id", "submission", "job_name", "launcher", "restart_count", "host", "node", "ranks", "pid")
             identity = {key: self.record.get(key) for key in keys}
             status = {
                 "state": "running",

@@ -133,12 +133,13 @@ def _check_queue(run: RunDir) -> None:
     with reading(run):
         submitted = [run, *leases_and_jobs(run)[1]]
         for each in submitted:
-            noted = files.read_object(each.submitting).get("name")
-            if noted is not None and noted != files.read_object(each.job).get("submission"):
-                raise LockedError(
-                    f"{run.path} may have a job in the queue that nobody recorded, as a submission was interrupted: "
-                    f"rerun its command, which finds out, or remove {each.submitting} if there is no such job"
-                )
+            for name in each.submitting_names():
+                if name != files.read_object(each.job).get("submission"):
+                    note = each.submitting(name)
+                    raise LockedError(
+                        f"{run.path} may have a job in the queue that nobody recorded, as a submission was "
+                        f"interrupted: rerun its command, which finds out, or remove {note} if there is no such job"
+                    )
         jobs, unanswered = submitted_jobs.jobs(submitted)
     if unanswered:
         raise UserError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.contracts import Job
+from runner.contracts import Job, is_same_job
 from runner.errors import LockedError, RunDirError, StoppedError, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes, threads
@@ -45,6 +45,21 @@ other ranks wait for rank 0."""
 _NUMBERED = re.compile(r"(\d{8})\.json")
 
 
+def is_later_start(record: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
+    """Whether a record is of a later start of `job`; without a submission, nobody can tell that from a reused id."""
+    if job.get("submission") is None or not is_same_job(record, job):
+        return False
+    return bool((record.get("restart_count") or 0) > (job.get("restart_count") or 0))
+
+
+def end_of_earlier_start(run_dir: Path, later: Mapping[str, Any], job: Mapping[str, Any]) -> SupersededError:
+    """What ends a start of a job that finds the record of a later one."""
+    return SupersededError(
+        f"{run_dir} was continued by a later start of job {job['job_id']} (restart {later['restart_count']}): this one "
+        f"(restart {job.get('restart_count') or 0}) ends, and requeues nothing"
+    )
+
+
 def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """`gone`, `alive` or `unknown`: what the process `own` can tell about `holder` without waiting.
 
@@ -59,8 +74,8 @@ def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         return "gone"
     if "pid" not in holder:
         return "unknown"
-    job, restarts = holder.get("job_id"), holder.get("restart_count")
-    if job is not None and job == own.get("job_id") and (restarts or 0) < (own.get("restart_count") or 0):
+    is_earlier = (holder.get("restart_count") or 0) < (own.get("restart_count") or 0)
+    if holder.get("job_id") is not None and is_same_job(holder, own) and is_earlier:
         return "gone"
     if any(holder.get(key) != own.get(key) for key in ("host", "pid_namespace", "boot_id")):
         return "unknown"
@@ -90,11 +105,11 @@ def is_continued(directory: Path, job: Mapping[str, Any]) -> bool:
     """Whether whoever has taken the lease in `directory` from a job carries the run on in its stead.
 
     False for a process that is no job, such as a command that prunes checkpoints while the job is suspended, and for an
-    earlier start of the same job, which waited for this lease on a node that was cut off: Slurm ends it there.
+    earlier start of the same job: Slurm ends it.
 
     Args:
         directory: where the numbers are.
-        job: what the job is known by (`job_id`, `restart_count`).
+        job: what the job is known by (`job_id`, `submission`, `restart_count`).
     """
     try:
         found = read_holder(directory)
@@ -102,8 +117,9 @@ def is_continued(directory: Path, job: Mapping[str, Any]) -> bool:
         return False  # the next start of the job finds out
     if found is None:
         return True  # the run was moved or removed
-    job_id, restarts = found[1].get("job_id"), found[1].get("restart_count") or 0
-    return job_id is not None and (job_id != job["job_id"] or restarts > (job["restart_count"] or 0))
+    holder = found[1]
+    is_later = (holder.get("restart_count") or 0) > (job["restart_count"] or 0)
+    return holder.get("job_id") is not None and (not is_same_job(holder, job) or is_later)
 
 
 def _highest(directory: Path) -> int:
@@ -198,8 +214,8 @@ class Lease:
 
         Args:
             directory: where the numbers are; created if missing.
-            holder: describes this process beyond host, pid and the like, which are filled in: `job_id` and
-                `restart_count` order the attempts of one job.
+            holder: describes this process beyond host, pid and the like, which are filled in: `job_id`, `submission`
+                and `restart_count` order the starts of one job.
             timeout_s: how long a holder of unknown liveness may go without a heartbeat.
             wait_s: how long a live holder may take to release the lease.
             asked_to_stop: ends every wait for another holder when true.
@@ -212,7 +228,8 @@ class Lease:
             RunDirError: `within` is gone.
             LockedError: the holder is alive.
             StoppedError: `asked_to_stop` ended the wait for a sign of life.
-            SupersededError: this process was stopped for so long that it has lost the lease already.
+            SupersededError: this process was stopped for so long that it has lost the lease already, or a later start
+                of its job has held it.
             UserError: the directory cannot be written.
         """
         if not timeout_s > 0:
@@ -502,12 +519,17 @@ def _wait_until_gone(
 
     Raises:
         LockedError: it turned out to be alive.
+        SupersededError: it is, or was, a later start of the job that waits.
         StoppedError: there was a request to stop before that was known.
     """
     patience = max(timeout_s, _patience(holder))
     first, started = _heartbeat(directory, fence), clock.monotonic()
     reported = False
-    while (verdict := liveness(holder, own)) != "gone":
+    while True:
+        if is_later_start(holder, own):
+            raise end_of_earlier_start(directory.parent, holder, own)
+        if (verdict := liveness(holder, own)) == "gone":
+            return
         waited = clock.monotonic() - started
         beating = _heartbeat(directory, fence) != first and "pid" in holder
         if beating or (verdict == "alive" and waited >= min(DYING_S, patience)):
@@ -536,6 +558,7 @@ def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[s
         LockedError: another process holds it and is alive (for such a job: even after JOB_WAIT_S).
         RunDirError: the run was moved or removed.
         StoppedError: a signal came while the job waited; it was requeued if the cause requires that.
+        SupersededError: a later start of this job has held it: Slurm requeued the job, as its node was cut off.
         UserError: the run directory cannot be written.
     """
     wait_s = JOB_WAIT_S if job.auto_restarts else 0.0

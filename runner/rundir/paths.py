@@ -111,10 +111,24 @@ class RunDir:
         """The submitted job (its id and launcher), written by the launcher."""
         return self.path / "job.json"
 
-    @property
-    def submitting(self) -> Path:
-        """That the run is being submitted; only as long as it is not known whether a scheduler has accepted its job."""
-        return self.path / "submitting.json"
+    def submitting(self, name: str) -> Path:
+        """That the submission `name` is under way; only as long as nobody knows whether a scheduler accepts its job.
+
+        Each has a file of its own: a command that was superseded while it submitted removes no other command's.
+        """
+        return self.path / f"submitting-{name}.json"
+
+    def submitting_names(self) -> list[str]:
+        """The names of the submissions that are under way, as this machine lists them; see `files.look_anew`.
+
+        Raises:
+            OSError: the run directory cannot be read.
+        """
+        try:
+            found = files.list_dir(self.path)
+        except FileNotFoundError:
+            return []
+        return [match[1] for each in sorted(found) if (match := re.fullmatch(r"submitting-([0-9a-f]{32})\.json", each))]
 
     @property
     def lease(self) -> Path:

@@ -30,6 +30,7 @@ from runner.rundir.attempt_log import (
     TIME_LIMIT,
     TIMEOUTS,
     AttemptLog,
+    check_latest,
     finished_at,
     incomplete_records,
     insist,
@@ -106,9 +107,9 @@ def _status_of(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> 
 
 
 def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitStatus:
-    from runner.config.frozen import load
-
     with beginning(job):
+        from runner.config.frozen import load
+
         check_trusted(run)
         config = load(run.path)
     made = _Attempt(run, job, world, config)
@@ -129,19 +130,25 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
 
 @contextmanager
 def beginning(job: Job) -> Iterator[None]:
-    """Around what precedes the entry in the attempt log: a full disk there decides nothing, since it may pass.
+    """Around what precedes the entry in the attempt log: a full disk there, or a module that cannot be imported from
+    it, decides nothing, since it may pass.
 
     Nothing can be recorded in the run directory then. The job is requeued within its budget of failed starts.
     """
     try:
         yield
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ImportError) as error:
         _yield_if_passing(job, error)
         raise
 
 
-def _yield_if_passing(job: Job, error: UserError | OSError) -> bool:
-    """Yield the verdict if the cause of `error` is a file system that may work again; whether the job is restarted."""
+def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> bool:
+    """Yield the verdict if the cause of `error` is a file system that may work again; whether the job is restarted.
+
+    The environment may be on such a one, too: what cannot be imported now may be at the next start.
+    """
+    if isinstance(error, ImportError):
+        return job.yield_verdict(f"{type(error).__name__}: {error}")
     cause = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(cause, OSError) or cause.errno not in files.PASSING:
         return False
@@ -158,6 +165,11 @@ def _leased(
     def acquire() -> None:
         nonlocal lease
         lease = lease or acquire_for_job(run, job, config.run.lease_timeout_s, print_error)
+        try:
+            check_latest(run, job.identity())
+        except BaseException:
+            lease.release()
+            raise
 
     with beginning(job):
         world.run_on_main(acquire)
@@ -199,7 +211,8 @@ class _Attempt:
         """
         if self.world.size == 1:
             return
-        from runner.training.build import choose_device
+        with beginning(self.job):
+            from runner.training.build import choose_device
 
         try:
             self.world.start(choose_device(self.config.train.device, self.world))
@@ -316,11 +329,11 @@ class _Attempt:
         return HangWatch(self.world, timeout_s, session.account, lambda: session.step, self.watch, end)
 
     def _open_session(self) -> Session:
-        from runner.training.session import Session
-
         try:
+            from runner.training.session import Session
+
             return Session.open(self.run, self.config, self.world, self.log, self.lease)
-        except (UserError, OSError) as error:  # a disk that has room for the attempt log may have none for more
+        except (UserError, OSError, ImportError) as error:  # a disk that has room for the attempt log may have no more
             self.requeued = _yield_if_passing(self.job, error)
             raise
 

@@ -32,21 +32,19 @@ def attempt(directory: str | os.PathLike[str], job: Job) -> int:
 
 
 def _evaluate(directory: Path, job: Job, world: World) -> ExitStatus:
-    from runner.config.frozen import trained
-
     run = RunDir(directory.parent.parent)
     with beginning(job):
+        from runner.config.frozen import trained
+        from runner.training.build import choose_device
+        from runner.training.evaluate import Work
+
         check_trusted(run)
         check_trusted(RunDir(directory))
         request = Request.read(directory)
         config = trained(request.config)
         config = replace(config, run=replace(config.run, dir=str(run.path)))
     if world.size > 1:
-        from runner.training.build import choose_device
-
         world.start(choose_device(config.train.device, world))
-    from runner.training.evaluate import Work
-
     work = Work(
         run,
         request,

@@ -460,7 +460,7 @@ class TestRemove:
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Its command was killed after sbatch had accepted the job, say."""
-        RunDir(made).submitting.write_text(json.dumps({"name": "0" * 32, "task": None, "user": "0", "written": 1.0}))
+        RunDir(made).submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
         for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")):
             assert command(word, str(made), *rest) == ExitStatus.LOCKED
             assert "rerun its command, which finds out" in error(capsys)

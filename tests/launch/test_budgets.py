@@ -26,8 +26,21 @@ GAINED = st.sampled_from([False] * 9 + [True])
 CAUSES = (*FAILURES, "preempted", "requeued", "interrupted")
 
 
-def begin(run: RunDir, job_id: str = "7") -> AttemptLog:
-    return AttemptLog.begin(run, {**IDENTITY, "job_id": job_id}, 100, lambda record: "killed")
+def begin(run: RunDir, job_id: str = "7", submission: str | None = None) -> AttemptLog:
+    identity = {**IDENTITY, "job_id": job_id, "submission": submission}
+    return AttemptLog.begin(run, identity, 100, lambda record: "killed")
+
+
+def test_attempts_of_an_earlier_job_with_the_same_id_are_not_counted(tmp_path: Path) -> None:
+    for _ in range(CRASH_LOOP_LIMIT):
+        begin(RunDir(tmp_path), submission="one")  # and then it is killed
+    begin(RunDir(tmp_path), submission="another").check_budgets(max_timeouts=1)
+    begin(RunDir(tmp_path), submission="one")
+    for _ in range(CRASH_LOOP_LIMIT):
+        log = begin(RunDir(tmp_path), submission="another")
+    log.check_budgets()
+    with pytest.raises(CrashLoopError):
+        begin(RunDir(tmp_path), submission="another").check_budgets()
 
 
 def test_time_limits_that_kill_every_attempt_in_its_first_step_end_the_run(tmp_path: Path) -> None:

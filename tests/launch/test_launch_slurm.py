@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
 
@@ -504,6 +505,19 @@ def test_a_job_whose_submit_time_slurm_did_not_tell_is_known_by_user_and_name(
     assert [info.state for info in SlurmLauncher().jobs(runs).values()] == ["pending"]
     slurm.prints("squeue", row("12", Name="theirs"))
     assert SlurmLauncher().jobs(runs) == {}
+
+
+@pytest.mark.parametrize(("minutes", "restarts", "ours"), [(4, 0, True), (6, 0, False), (6, 1, True)])
+def test_a_job_of_the_same_name_that_was_submitted_later_is_another_one(
+    slurm: FakeSlurm, runs: list[Path], minutes: int, restarts: int, ours: bool
+) -> None:
+    """Five minutes after ours was recorded, as clocks may differ; a requeue sets the time anew."""
+    slurm.fails("scontrol_show_job", "Unable to contact slurm controller\n")
+    assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
+    recorded = json.loads((runs[0] / "job.json").read_text())["submitted"]
+    shown = datetime.fromtimestamp(recorded + 60 * minutes, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    slurm.prints("squeue", row("12", Name="run0", SubmitTime=shown, restarts=restarts))
+    assert bool(SlurmLauncher().jobs(runs)) == ours
 
 
 def test_a_task_requeued_before_another_of_its_array_is_known_where_the_command_slept_until_then(

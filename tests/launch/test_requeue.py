@@ -19,9 +19,11 @@ from unittest.mock import Mock
 import pytest
 from fake_slurm import RUNNING, FakeSlurm, inside, job_line, row, slurm
 from runs import ROOT
+from submitit.core.utils import DelayedSubmission
 
 from launch import job, rendezvous, requeue, scheduler
 from launch.slurm import SlurmLauncher
+from runner.errors import ExitStatus
 from runner.system import clock, files, processes
 
 __all__ = ["inside", "slurm"]
@@ -99,6 +101,7 @@ def test_a_kill_is_told_apart_from_a_lost_node(
     assert here.cause_of_loss(before) == "killed"
     assert requeue.failed_starts(starts) == (0, "")
     assert job.SlurmJob().cause_of_loss({"job_id": "11", "restart_count": 0}) == "killed"
+    assert job.SlurmJob(submission="s").cause_of_loss(before) == "killed"  # an earlier job with the same id
 
 
 @pytest.mark.parametrize(
@@ -478,6 +481,49 @@ def test_an_attempt_that_cannot_be_imported_is_left_to_the_next_start(
     assert requeue.failed_starts(starts) == (1, reason)
 
 
+def test_an_attempt_knows_which_submission_its_job_is_of(
+    slurm: FakeSlurm, inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From what submitit pickles, the same name as in job.json."""
+    run = tmp_path / "run"
+    run.mkdir()
+    slurm.shows_job(JobName="run")
+    assert SlurmLauncher().launch([run], "somewhere:attempt") == 0
+    (pickled,) = (run / "logs").glob("*_submitted.pkl")
+    called = DelayedSubmission.load(pickled)
+    identities: list[dict[str, object]] = []
+    module = type(sys)("somewhere")
+    module.attempt = lambda _, job: identities.append(job.identity())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
+    monkeypatch.setattr(rendezvous, "export", lambda: None)
+    with pytest.raises(SystemExit):
+        called.function(*called.args, **called.kwargs)
+    assert identities[0]["submission"] == json.loads((run / "job.json").read_text())["submission"]
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing(
+    inside: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    names_it: bool,
+) -> None:
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
+    monkeypatch.setattr(rendezvous, "export", lambda: None)
+    module = type(sys)("somewhere")
+    module.attempt = lambda _, job: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    (tmp_path / "job.json").write_text(json.dumps({"job_id": "13", "submission": "a" if names_it else "b"}))
+    with pytest.raises(SystemExit) as left:
+        job.start(str(tmp_path), "somewhere:attempt", submission="a")
+    assert left.value.code == (0 if names_it else ExitStatus.SUPERSEDED)
+    assert ("has another job, in job.json" in capsys.readouterr().out) != names_it
+    assert len(list(tmp_path.glob("*.verdict"))) == 1
+
+
 def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -713,6 +759,26 @@ def test_where_not_even_the_failed_starts_can_be_counted_all_restarts_count(
     said = capsys.readouterr().out
     assert "after 3 restarts this one did before an attempt could begin" in said
     assert "in a row" not in said
+
+
+def test_the_batch_script_keeps_a_count_that_it_cannot_read(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it can, all restarts are the budget; what it counts at the first start of a job is of an earlier job."""
+    starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
+    starts.parent.mkdir(parents=True)
+    starts.write_text(f"{'2 a reason':255}\n")
+    fails = 'case $(readlink /proc/$BASHPID/fd/0) in *.starts) return 1 ;; esac; builtin read "$@"'
+    for restarts in (1, 2, 3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        slurm.shows_job(**{**RUNNING, "Restarts": str(restarts)})
+        with monkeypatch.context() as patch:
+            patch.setenv("BASH_FUNC_read%%", f"() {{ {fails}; }}")
+            assert batch_script(slurm, tmp_path / "run", "exit 1", []) == 1
+        assert len(slurm.calls("scontrol requeue")) == min(restarts, 2)
+        assert requeue.failed_starts(starts) == (2, "a reason")
+    assert batch_script(slurm, tmp_path / "run", "exit 1", []) == 1
+    assert requeue.failed_starts(starts) == (3, "it ended with status 1, see its log")
 
 
 @pytest.mark.parametrize("status", [75, 143])

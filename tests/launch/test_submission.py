@@ -14,9 +14,10 @@ from cli_fixtures import command, conf
 from fake_launcher import Command
 from fake_slurm import FakeSlurm, runs, slurm
 
-from launch import scheduler
+from launch import scheduler, submission
 from launch.slurm import SlurmLauncher
 from runner.errors import ExitStatus, SupersededError
+from runner.rundir.paths import RunDir
 from runner.system import files, processes
 
 __all__ = ["command", "conf", "runs", "slurm"]
@@ -73,7 +74,7 @@ def recorded(runs: Sequence[Path]) -> list[str]:
 
 
 def notes(runs: Sequence[Path]) -> list[bool]:
-    return [(run / "submitting.json").exists() for run in runs]
+    return [bool(RunDir(run).submitting_names()) for run in runs]
 
 
 def killed_at_job_json(monkeypatch: pytest.MonkeyPatch, which: int) -> Callable[[], None]:
@@ -206,7 +207,7 @@ def test_a_full_disk_is_found_before_anything_is_submitted(
     write = files.write_json
 
     def full(path: Path, value: Any, **options: Any) -> None:
-        if path == runs[2] / "submitting.json":
+        if path.parent == runs[2] and path.name.startswith("submitting-"):
             raise OSError(28, "No space left on device", str(path))
         write(path, value, **options)
 
@@ -249,6 +250,55 @@ def test_a_superseded_command_does_not_cancel_the_job_of_its_successor(
     assert notes(runs[:1]) == [True]
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_superseded_command_leaves_the_note_of_its_successor(queue: Queue, runs: list[Path], refused: bool) -> None:
+    """Which began to submit the run while sbatch worked for this one."""
+    other = RunDir(runs[0]).submitting("f" * 32)
+    queue.then(f"echo '{{}}' > {other}" + ("; echo Invalid qos >&2; exit 1" if refused else ""))
+    assert launch(runs[:1]) == (ExitStatus.USAGE if refused else 0)
+    assert RunDir(runs[0]).submitting_names() == ["f" * 32]
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_of_two_jobs_of_a_run_only_the_recorded_one_trains(
+    queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """A command was suspended between its note and sbatch, and killed before it found itself superseded."""
+    begin, names = submission.begin, []
+
+    def begins(noted: Sequence[RunDir], name: str) -> None:
+        begin(noted, name)
+        names.append(name)
+        if len(names) == 1:
+            assert launch(runs[:1]) == 0  # while this one is suspended
+
+    def superseded() -> None:
+        if len(names) == 2:
+            raise KeyboardInterrupt if killed else SupersededError("the other one")
+
+    monkeypatch.setattr(submission, "begin", begins)
+    with pytest.raises((KeyboardInterrupt, SupersededError)):
+        SlurmLauncher().launch(runs[:1], "somewhere:attempt", [files.Guard("submission-00000001", superseded)])
+    assert len(names) == 2
+    assert queue.jobs() == (["12", "13"] if killed else ["12"])
+    assert recorded(runs[:1]) == ["12"]
+    assert [submission.is_named(RunDir(runs[0]), name) for name in names] == [False, True]
+
+
+def test_a_job_that_is_not_recorded_yet_or_trained_last_is_the_runs_own(queue: Queue, runs: list[Path]) -> None:
+    run = RunDir(runs[0])
+    assert submission.is_named(run, "a" * 32)  # job.json was removed by hand
+    run.job.write_text(json.dumps({"job_id": "12"}))
+    assert submission.is_named(run, "a" * 32)  # of an older version
+    run.job.write_text(json.dumps({"job_id": "12", "submission": "b" * 32}))
+    assert not submission.is_named(run, "a" * 32)
+    submission.begin([run], "a" * 32)
+    assert submission.is_named(run, "a" * 32)  # as after an answer of sbatch that was lost
+    submission.end([run], "a" * 32)
+    run.status.write_text(json.dumps({"submission": "a" * 32}))
+    assert submission.is_named(run, "a" * 32)
+
+
 def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,23 +314,27 @@ def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(
 
 
 def test_a_disk_that_refuses_everything_leaves_it_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
-    """Neither the files of the job can be renamed, nor the note be read."""
-    note = runs[0] / "submitting.json"
-    queue.then(f"rm -f $(dirname $1)/*.pkl; mv {note} {note}.kept; mkdir {note}")
+    """Neither the files of the job can be renamed, nor can Slurm be asked, nor the note be read by the next command."""
+    queue.then(f"rm -f $(dirname $1)/*.pkl; touch {queue.slurm.folder}/silent")
     assert launch(runs[:1]) == ExitStatus.INTERRUPTED
     queue.then("")
+    (queue.slurm.folder / "silent").unlink()
+    (note,) = (RunDir(runs[0]).submitting(name) for name in RunDir(runs[0]).submitting_names())
+    kept = note.rename(note.with_name("kept"))
+    note.mkdir()
+    assert launch(runs[:1]) == ExitStatus.USAGE
     note.rmdir()
-    note.with_name(f"{note.name}.kept").rename(note)
+    kept.rename(note)
     assert launch(runs[:1]) == 0
     assert queue.jobs() == recorded(runs[:1]) == ["13"]
 
 
-MALFORMED = [{"name": "x"}, {"name": ""}, {"name": "0" * 32, "user": "root"}, {"name": "0" * 32, "task": "1"}, []]
+MALFORMED = [{}, {"user": "root"}, {"user": 0}, {"user": "0", "task": "1"}, []]
 
 
 @pytest.mark.parametrize("note", MALFORMED)
 def test_a_note_that_nobody_can_have_written_is_no_note(queue: Queue, runs: list[Path], note: Any) -> None:
-    (runs[0] / "submitting.json").write_text(json.dumps({"user": "0", **note} if note else note))
+    RunDir(runs[0]).submitting("0" * 32).write_text(json.dumps(note))
     assert launch(runs[:1]) == 0
     assert not queue.calls("squeue")
     assert not any(notes(runs))

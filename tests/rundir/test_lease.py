@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -275,6 +276,7 @@ OWN: dict[str, Any] = {
         ({"restart_count": 2, "host": "z"}, "unknown"),
         ({"restart_count": 3, "host": "z"}, "unknown"),
         ({"job_id": "8", "restart_count": 0, "host": "z"}, "unknown"),
+        ({"submission": "s", "restart_count": 1, "host": "z"}, "unknown"),  # an earlier job with the same id
         ({"job_id": None, "host": "z"}, "unknown"),
         ({"job_id": None, "pid_namespace": "other"}, "unknown"),
         ({"job_id": None, "boot_id": "other"}, "unknown"),  # restarted, or a clone of the same image
@@ -284,6 +286,23 @@ OWN: dict[str, Any] = {
 )
 def test_liveness_without_waiting(holder: dict[str, Any], verdict: str) -> None:
     assert liveness({**OWN, "start_time": "5", **holder}, OWN) == verdict
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_an_earlier_start_of_a_job_never_takes_the_lease_from_a_later_one(
+    directory: Path, fake_time: FakeTime, released: bool
+) -> None:
+    """It wakes on a node that was cut off, after Slurm has started the job on another one."""
+    held_by(directory, job_id="7", submission="s", restart_count=2, released=released)
+    said = r"continued by a later start of job 7 \(restart 2\): this one \(restart 1\) ends, and requeues nothing"
+    with pytest.raises(SupersededError, match=said):
+        Lease.acquire(directory, {"job_id": "7", "submission": "s", "restart_count": 1}, 5.0)
+    assert read_holder(directory) == (4, json.loads((directory / "00000004.json").read_text()))
+    for other in ({"job_id": "7", "submission": "t"}, {"job_id": "7"}, {"job_id": "8", "submission": "s"}):
+        shutil.rmtree(directory)
+        held_by(directory, job_id="7", submission="s", restart_count=2, released=released)
+        with Lease.acquire(directory, {**other, "restart_count": 1}, 5.0) as lease:
+            assert lease.fence == 5
 
 
 def test_a_running_process_of_this_machine_is_alive() -> None:

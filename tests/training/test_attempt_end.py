@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from runner.errors import ExitStatus, SupersededError, TrainingError, UserError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts
+from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 from runner.system.distributed import World
@@ -65,6 +67,44 @@ def test_a_disk_with_room_for_the_attempt_log_alone_fails_no_run_for_good(code: 
     assert json.loads(run.status.read_text())["state"] == ("requeued" if passes else "failed")
     with tiny_attempts():
         assert training_attempt.attempt(run.path, Requeued(1)) == ExitStatus.FINISHED
+
+
+@pytest.mark.parametrize("module", ["runner.config.frozen", "runner.training.session"])
+def test_a_module_that_cannot_be_imported_fails_no_run_for_good(
+    module: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment may be on a file system that works again at the next start."""
+    job = Requeued()
+    with tiny_attempts():
+        monkeypatch.setitem(sys.modules, module, None)
+        assert training_attempt.attempt(run.path, job) == ExitStatus.FAILED
+        assert job.told[0].startswith(f"yield ModuleNotFoundError: import of {module} halted")
+        monkeypatch.undo()
+        assert training_attempt.attempt(run.path, Requeued(1)) == ExitStatus.FINISHED
+
+
+class Submitted(Requeued):
+    """One whose submission is known."""
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "submission": "s"}
+
+
+def test_an_earlier_start_of_a_job_trains_nothing_after_a_later_one(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Although a command, which pruned checkpoints, say, has held the lease since."""
+    job = Submitted(0)
+    with tiny_attempts():
+        assert training_attempt.attempt(run.path, Submitted(1)) == ExitStatus.FINISHED
+        Lease.acquire(run.lease).release()
+        before = run.attempts.read_bytes(), run.status.read_bytes()
+        run.finished.unlink()
+        assert training_attempt.attempt(run.path, job) == ExitStatus.SUPERSEDED
+        assert "continued by a later start of job 7 (restart 1)" in capsys.readouterr().err
+        assert job.told == ["verdict"]  # the batch script is not to requeue it
+        assert (run.attempts.read_bytes(), run.status.read_bytes()) == before
+        assert training_attempt.attempt(run.path, Submitted(2)) == ExitStatus.FINISHED
 
 
 @pytest.mark.parametrize("named", [True, False])

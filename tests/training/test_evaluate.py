@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import here
 import pytest
@@ -293,6 +294,16 @@ def test_a_preempted_job_continues_after_its_requeue(run: Path, capsys: Any) -> 
     assert without_step(added(run)) == without_step(own(run))
     assert at(directory, FakeJob(restart_count=2)) == 0
     assert len(lines(run / "evaluations.jsonl")) == 3
+
+
+def test_a_module_that_cannot_be_imported_fails_no_evaluation_for_good(run: Path, monkeypatch: Any) -> None:
+    """The environment may be on a file system that works again at the next start."""
+    job, told = FakeJob(), Mock(return_value=True)
+    monkeypatch.setattr(job, "yield_verdict", told)
+    monkeypatch.setitem(sys.modules, "runner.training.evaluate", None)
+    assert at(requested(run).directory(RunDir(run)), job) == 1
+    ((reason,),) = [call.args for call in told.call_args_list]
+    assert reason.startswith("ModuleNotFoundError: import of runner.training.evaluate halted")
 
 
 def at(directory: Path, job: FakeJob) -> int:

@@ -33,6 +33,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Fence
 from runner.config import frozen
 from runner.config.composition import Composed, Composer
+from runner.contracts import is_same_job
 from runner.errors import ExitStatus, UserError
 from runner.rundir import lease, provenance
 from runner.rundir.attempt_log import ended_attempts, finished_at, status_of
@@ -363,7 +364,13 @@ class Jobs(Scenario):
             sys.exit(1)
         start = import_module("launch.job").start
         try:
-            start(str(run), "runner.training.attempt:attempt", script["max_timeouts"], script["requeue_killed"])
+            start(
+                str(run),
+                "runner.training.attempt:attempt",
+                script["max_timeouts"],
+                script["requeue_killed"],
+                script["submission"],
+            )
         except SystemExit as end:
             if end.code == ExitStatus.LOCKED:
                 self._locked.add(run)
@@ -540,19 +547,24 @@ class Jobs(Scenario):
     def begins(self, run: RunDir, record: dict[str, Any], fence: int) -> None:
         """An attempt is about to train: not after three of its job in a row that failed without a new checkpoint.
 
-        From now on no older one saves anything, unless the disk has refused to remove what that was writing.
+        And not after one of a later start of its job. From now on no older one saves anything, unless the disk has
+        refused to remove what that was writing.
         """
         with self.world.outside():
-            ended = ended_attempts(run)[-3:]
+            ended = ended_attempts(run)
             if not checkpoint_dir.leftovers(run.checkpoints):
                 self._acquired[run.path] = max(self._acquired.get(run.path, 0), fence)
         stuck = [
             line
-            for line in ended
-            if line.get("job_id") == record.get("job_id")
+            for line in ended[-3:]
+            if is_same_job(line, record)
             and line["cause"] in ("killed", "crash", "node failure", "time limit", "failed")
             and (line.get("checkpoint_step") or 0) <= (line.get("start_step") or 0)
         ]
+        later = [
+            line for line in ended if is_same_job(line, record) and line["restart_count"] > record["restart_count"]
+        ]
+        self.must(not later, f"{run.path.name} is trained by {record}, an earlier start than {later}")
         self.must(len(stuck) < 3, f"{run.path.name} is tried again after three attempts without progress: {stuck}")
 
     def _watch(self, what: str, path: str, to: str) -> None:
@@ -664,10 +676,12 @@ class Jobs(Scenario):
         """What is recorded as the end of an attempt is what happened, unless Slurm's answers were lost."""
         for run in self.runs:
             for line in ended_attempts(run):
-                jobs = [job for job in self.slurm.all_jobs if job.job_id == line.get("job_id")]
-                if len(jobs) != 1:
-                    continue  # an id that was given twice
-                job, cause = jobs[0], line["cause"]
+                cause = line["cause"]
+                (job,) = (
+                    job
+                    for job in self.slurm.all_jobs
+                    if (job.job_id, job.script["submission"]) == (line.get("job_id"), line.get("submission"))
+                )
                 restarts = int(line.get("restart_count") or 0)
                 truth = job.truth.get(restarts, set())
                 rank = self._ranks.get((job, restarts))
@@ -696,7 +710,13 @@ class _Executor:
         self._name = name
 
     def map_array(
-        self, _: object, runs: list[str], attempts: list[str], timeouts: list[Any], requeue_killed: list[bool]
+        self,
+        _: object,
+        runs: list[str],
+        attempts: list[str],
+        timeouts: list[Any],
+        requeue_killed: list[bool],
+        submissions: list[str],
     ) -> list[Any]:
         """Submit the runs as one job, or as one array."""
         requeue, folder = import_module("launch.requeue"), self._folder
@@ -712,6 +732,7 @@ class _Executor:
             "name": self._name,
             "max_timeouts": timeouts[0],
             "requeue_killed": requeue_killed[0],
+            "submission": submissions[0],
         }
         lines = [f"# {json.dumps(told)}", *_script_lines(str(folder), requeue_killed[0]), requeue.ARM_SCRIPT, "srun"]
         files.write_atomic(script, "\n".join(lines) + "\n")

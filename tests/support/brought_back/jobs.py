@@ -16,6 +16,7 @@ from launch.requeue import Requeuer
 from launch.scheduler import RecordedJob
 from runner.cli import start
 from runner.config.composition import Composed
+from runner.rundir import attempt_log, lease
 from runner.rundir.attempt_log import AttemptLog
 from runner.system import files
 
@@ -27,6 +28,11 @@ def _looks_once(patch: pytest.MonkeyPatch) -> None:
 def _any_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requeuer, "_is_another", lambda self, found: False)
     _in_script(patch, "! is_another_job", "true")
+
+
+def _earlier_start_takes_over(patch: pytest.MonkeyPatch) -> None:
+    for module in (lease, attempt_log):
+        patch.setattr(module, "is_later_start", lambda record, job: False)
 
 
 def _no_budget(patch: pytest.MonkeyPatch) -> None:
@@ -119,6 +125,12 @@ FAULTS = [
         _looks_once,
     ),
     _fault("any-job", "a job that has come to the same id is requeued", "docs/requeueing.md", _any_job),
+    _fault(
+        "earlier-start-takes-over",
+        "an earlier start of a job takes the lease from a later one",
+        "docs/requeueing.md, The batch script",
+        _earlier_start_takes_over,
+    ),
     _fault("no-budget", "attempts without progress are not counted", "docs/slurm.md, Budgets", _no_budget),
     _fault("asks-once", "a refused requeue is not asked for again", "docs/requeueing.md, Rank 0", _asks_once),
     _fault("no-timer", "nothing requeues a job whose save takes too long", "docs/requeueing.md, The timer", _no_timer),
