@@ -223,7 +223,11 @@ def left_by(work: Callable[[Small], None], seed: int, network: bool, loses_power
     left = dict[str, bytes]()
 
     def start(scenario: Small) -> None:
-        scenario.spawn(scenario.hosts[0], "worker 1", lambda: (work(scenario), threads.Event().wait()))
+        def do() -> None:
+            work(scenario)
+            threads.Event().wait()
+
+        scenario.spawn(scenario.hosts[0], "worker 1", do)
 
     def end(scenario: Small) -> None:
         if loses_power:
