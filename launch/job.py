@@ -51,7 +51,8 @@ def start(
     module, _, name = attempt.partition(":")
     try:
         if job.is_of_another(RunDir(Path(run_dir))):
-            print(f"[launch] {run_dir} has another job, in job.json: this one ends, and requeues nothing", flush=True)
+            with suppress(OSError):  # the log is on a full disk, say
+                print(f"[launch] {run_dir}/job.json names another job: this one ends, and requeues nothing", flush=True)
             sys.exit(ExitStatus.SUPERSEDED)
         try:
             rendezvous.export()

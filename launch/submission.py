@@ -77,7 +77,14 @@ def is_named(run: RunDir, name: str) -> bool:
     """
     if files.exists(run.submitting(name)) or files.read_object(run.job).get("submission") in (None, name):
         return True
-    return bool(files.read_object(run.status).get("submission") == name)
+    return _trained_last(run) == name
+
+
+def _trained_last(run: RunDir) -> str | None:
+    """The submission of the job that trained last; attempts that somebody made by hand have none."""
+    attempts = (*files.read_lines(run.attempts), files.read_object(run.attempt))
+    names = [attempt.get("submission") for attempt in attempts if isinstance(attempt, dict)]
+    return next((name for name in reversed(names) if name is not None), None)
 
 
 def settle(runs: Sequence[RunDir]) -> list[str]:

@@ -133,8 +133,10 @@ def _check_queue(run: RunDir) -> None:
     with reading(run):
         submitted = [run, *leases_and_jobs(run)[1]]
         for each in submitted:
+            # Of a job that has trained the scheduler is asked below.
+            known = [files.read_object(record).get("submission") for record in (each.job, each.status)]
             for name in each.submitting_names():
-                if name != files.read_object(each.job).get("submission"):
+                if name not in known:
                     note = each.submitting(name)
                     raise LockedError(
                         f"{run.path} may have a job in the queue that nobody recorded, as a submission was "

@@ -49,7 +49,8 @@ def is_later_start(record: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
     """Whether a record is of a later start of `job`; without a submission, nobody can tell that from a reused id."""
     if job.get("submission") is None or not is_same_job(record, job):
         return False
-    return bool((record.get("restart_count") or 0) > (job.get("restart_count") or 0))
+    restarts = record.get("restart_count")  # of an attempt log that anybody may have edited
+    return isinstance(restarts, int) and restarts > (job.get("restart_count") or 0)
 
 
 def end_of_earlier_start(run_dir: Path, later: Mapping[str, Any], job: Mapping[str, Any]) -> SupersededError:

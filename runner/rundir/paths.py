@@ -126,7 +126,7 @@ class RunDir:
         """
         try:
             found = files.list_dir(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [match[1] for each in sorted(found) if (match := re.fullmatch(r"submitting-([0-9a-f]{32})\.json", each))]
 

@@ -221,9 +221,9 @@ class HangWatch:
         }
 
     def _header(self, own: Mapping[str, Any]) -> str:
-        process, when = processes.this_process(), datetime.fromtimestamp(clock.wall(), UTC)
+        pid, host, when = processes.own_pid(), processes.host_name(), datetime.fromtimestamp(clock.wall(), UTC)
         return (
-            f"Rank {self._world.rank}, process {process['pid']} on {process['host']}, {when:%Y-%m-%d %H:%M:%S} UTC: "
+            f"Rank {self._world.rank}, process {pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC: "
             f"no step for {own['seconds']:g} s after step {own['step']} (activity: {own['phase']})\n\n"
         )
 

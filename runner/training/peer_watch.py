@@ -177,12 +177,12 @@ class PeerWatch:
 
     def _exchange(self) -> None:
         """Show that this rank is alive and look at the others, until it leaves."""
-        own = processes.this_process()
+        own = {"host": processes.host_name(), "pid": processes.own_pid()}
         store, beat = None, 0
         before = clock.monotonic()
         while True:
             left = self._stop.is_set()
-            sign = {"host": own["host"], "pid": own["pid"], "step": self._progress(), "beat": beat, "left": left}
+            sign = {**own, "step": self._progress(), "beat": beat, "left": left}
             sign |= self.more()
             try:
                 store = store or connect(self._timeout_s)

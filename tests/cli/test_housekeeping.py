@@ -32,7 +32,7 @@ from runner.cli import archive as archive_command
 from runner.cli import plan, start
 from runner.cli.housekeeping import hidden
 from runner.errors import ExitStatus
-from runner.rundir import custody, lease, provenance
+from runner.rundir import custody, evaluations, lease, provenance
 from runner.rundir.custody import Custody
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -467,6 +467,18 @@ class TestRemove:
         assert made.is_dir()
         job = {"job_id": "8", "launcher": "launch.local.LocalLauncher", "submission": "0" * 32}
         RunDir(made).job.write_text(json.dumps(job))  # it was, and only the note was left
+        assert command("rm", str(made), "--yes") == 0
+
+    def test_a_run_whose_unrecorded_job_has_trained_and_ended_can_be_removed(
+        self, made: Path, command: Command
+    ) -> None:
+        """Its command would find a finished run, and look no further. A file of somebody's own is in no way either."""
+        run = RunDir(made)
+        run.submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
+        known = {"job_id": "8", "launcher": "launch.local.LocalLauncher", "submission": "0" * 32}
+        run.status.write_text(json.dumps({"state": "finished", **known}))
+        run.evaluation_work.mkdir(exist_ok=True)
+        (run.evaluation_work / f"{evaluations.PREFIX}notes").write_text("")
         assert command("rm", str(made), "--yes") == 0
 
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
@@ -520,8 +521,21 @@ def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing
     with pytest.raises(SystemExit) as left:
         job.start(str(tmp_path), "somewhere:attempt", submission="a")
     assert left.value.code == (0 if names_it else ExitStatus.SUPERSEDED)
-    assert ("has another job, in job.json" in capsys.readouterr().out) != names_it
+    assert ("job.json names another job" in capsys.readouterr().out) != names_it
     assert len(list(tmp_path.glob("*.verdict"))) == 1
+
+
+def test_a_log_on_a_full_disk_does_not_change_how_such_a_job_ends(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
+    (tmp_path / "job.json").write_text(json.dumps({"job_id": "13", "submission": "b"}))
+    left: pytest.ExceptionInfo[SystemExit]
+    # The file refuses once more when it is closed.
+    with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full), pytest.raises(SystemExit) as left:
+        job.start(str(tmp_path), "somewhere:attempt", submission="a")
+    assert left.value.code == ExitStatus.SUPERSEDED
 
 
 def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(

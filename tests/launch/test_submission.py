@@ -295,8 +295,14 @@ def test_a_job_that_is_not_recorded_yet_or_trained_last_is_the_runs_own(queue: Q
     submission.begin([run], "a" * 32)
     assert submission.is_named(run, "a" * 32)  # as after an answer of sbatch that was lost
     submission.end([run], "a" * 32)
-    run.status.write_text(json.dumps({"submission": "a" * 32}))
+    run.attempt.write_text(json.dumps({"attempt": 1, "submission": "a" * 32}))
     assert submission.is_named(run, "a" * 32)
+    by_hand, after = {"attempt": 2, "submission": None}, {"attempt": 3, "submission": "b" * 32}
+    for attempts, is_named in (([], True), ([by_hand], True), ([by_hand, after], False)):
+        lines = [{"attempt": 1, "submission": "a" * 32}, *attempts]
+        run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+        run.attempt.write_text(json.dumps(lines[-1]))
+        assert submission.is_named(run, "a" * 32) == is_named
 
 
 def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import errno
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ import torch
 from runs import PACED, ROOT, TINY, Run, assert_same_run
 
 from runner.rundir.time_account import TimeAccount
-from runner.system import clock, stacks
+from runner.system import clock, files, processes, stacks
 from runner.system.distributed import World
 from runner.training.hang_watch import TIMES_MEDIAN, HangWatch
 from runner.training.peer_watch import MAX_INTERVAL_S, MISSED, PeerWatch
@@ -289,6 +290,21 @@ def stuck():
     sys.stdin.read()
 stuck()
 """
+
+
+def test_a_hang_is_described_where_no_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, say, may be why it hangs."""
+
+    def refuse(path: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    account = TimeAccount()
+    account.switch("steps")
+    watch = HangWatch(World(), TIMEOUT_S, account, lambda: 7, Others(), lambda hang: None)
+    with watch:
+        monkeypatch.setattr(files, "read_if_there", refuse)
+        monkeypatch.setattr(processes, "end_after", lambda seconds, status: None)
+        assert f"Rank 0, process {os.getpid()} on " in watch._examine().stacks[0]
 
 
 def test_the_stacks_have_every_thread_and_those_of_child_processes() -> None:
