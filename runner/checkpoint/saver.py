@@ -87,15 +87,15 @@ class Saver:
         self._plan: writer.WritePlan | None = None
         self._warned = False
         self._prepared = False
-        self._corrupt: dict[int, str] = {}  # what was found wrong with checkpoints that this attempt set aside, by step
+        self._found_corrupt = set[int]()  # steps of checkpoints that this attempt set aside, or could not
 
     def set_aside(self, checkpoint: Path, step: int, corruption: str) -> None:
-        """On rank 0: set a corrupt checkpoint aside; where the disk refuses that, retention does not count it.
+        """On rank 0: set a corrupt checkpoint aside; where the disk refuses that, `delete_old` looks at it again.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
         """
-        self._corrupt[step] = corruption
+        self._found_corrupt.add(step)
         checkpoint_dir.set_aside(checkpoint, "corrupt", corruption, self._fence)
 
     def sweep(self) -> None:
@@ -282,7 +282,7 @@ class Saver:
             created=clock.wall(),
         )
         transaction.commit(manifest, new)
-        self._corrupt.pop(pending.step, None)
+        self._found_corrupt.discard(pending.step)
         return manifest
 
     def delete_old(self, step: int) -> None:
@@ -298,11 +298,23 @@ class Saver:
         """
         try:
             found = [each for each in checkpoint_dir.candidates(self._directory) if each.step <= step]
-            for candidate in found:
-                if candidate.step in self._corrupt:
-                    self.set_aside(candidate.path, candidate.step, self._corrupt[candidate.step])
-            found = [each for each in found if each.step not in self._corrupt]
-            for candidate in self._retention.to_delete(found, kept(self._directory)):
+            whole = [each for each in found if each.step not in self._found_corrupt or self._is_whole(each)]
+            for candidate in self._retention.to_delete(whole, kept(self._directory)):
                 checkpoint_dir.delete(candidate.path, self._fence)
         finally:
             checkpoint_dir.sweep(self._directory, self._fence)
+
+    def _is_whole(self, candidate: Candidate) -> bool:
+        """Whether a checkpoint that was found corrupt is whole after all; otherwise it is set aside, if possible.
+
+        It may have been saved again, and only the answer of the disk was an error; or it was misread.
+        """
+        try:
+            corruption = checkpoint_dir.corruption_of(candidate)
+        except CheckpointError:  # it cannot be read now: the next save looks again
+            return False
+        if corruption is None:
+            self._found_corrupt.discard(candidate.step)
+            return True
+        self.set_aside(candidate.path, candidate.step, corruption)
+        return False

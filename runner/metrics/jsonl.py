@@ -26,7 +26,9 @@ class JsonlWriter:
 
     `write` takes microseconds and seldom waits for the disk. Call `sync` before a checkpoint is committed: then a power
     failure loses no line up to that checkpoint's step either. Until then the lines are kept in memory as well: what a
-    network file system has taken and could not write cannot be read from the file. Make one with `resume_jsonl`.
+    network file system has taken and could not write cannot be read from the file. While the disk is full, the file
+    may lack lines behind the last checkpoint, which a run that is killed then writes again. Make one with
+    `resume_jsonl`.
 
     Args:
         path: the file.
@@ -115,7 +117,7 @@ class JsonlWriter:
         try:
             if self._in_doubt:
                 files.truncate_fd(self._fd, self._durable)
-                files.write_all(self._fd, self._tail)
+                files.write_all(self._fd, bytes(self._tail))
             files.fsync_fd(self._fd)
         except OSError:
             self._failed = True

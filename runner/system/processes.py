@@ -175,9 +175,10 @@ def end_with_parent() -> None:
     if parent is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    state = state_of(int(parent))
-    if state is None or state[0] in "ZX":  # it had ended before that
-        end_now(1)
+    with suppress(OSError):  # if that cannot be told now, it lives: it has just started this process
+        state = state_of(int(parent))
+        if state is None or state[0] in "ZX":  # it had ended before that
+            end_now(1)
 
 
 def descendants(pid: int) -> list[int]:

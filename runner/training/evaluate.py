@@ -74,10 +74,28 @@ class Evaluator:
 
         Raises:
             UserError: the checkpoint, the task or a metric does not fit.
+            CheckpointError: on every rank: one of them cannot read the checkpoint any more.
         """
-        restore(self._model, chosen)
-        self._task.restore(RunState.from_extra(train_state(chosen)).task, self._world.rank)
+        self._world.run_on_all(lambda: self._restore(chosen))
         return self._evaluation.run(chosen.step, stop)
+
+    def _restore(self, chosen: Candidate) -> None:
+        with still_there(chosen):
+            restore(self._model, chosen)
+            self._task.restore(RunState.from_extra(train_state(chosen)).task, self._world.rank)
+
+
+@contextmanager
+def still_there(chosen: Candidate) -> Iterator[None]:
+    """While a verified checkpoint is read: the run may delete it meanwhile.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{chosen.path} was deleted meanwhile") from error
 
 
 def every_set(config: Config) -> Config:
@@ -243,23 +261,13 @@ class Work:
         try:
             # Every rank reads and verifies it, so that all of them fail if one does.
             chosen = self.world.run_on_all(lambda: choice.choose(self.run.checkpoints, step))
+        except (UserError, OSError) as error:
+            return self._left_out(step, error)
+        try:
             evaluator = self._evaluator or self._made(chosen)
             results = evaluator.results(chosen, self._stop_agreed)
-        except (CheckpointError, UserError, OSError) as error:
-            there = files.is_dir(self.run.checkpoint(step))
-            if there and not isinstance(error, CheckpointError):
-                raise
-            if self.request.step != ALL:
-                raise
-            if there and isinstance(error, UnreadableError):  # which says nothing about the checkpoint
-                self._unread[step] = error
-                if self.world.is_main:
-                    self.say(f"warning: step {step} is tried again at the end: {error}")
-                return True
-            self.unusable[step] = str(error)  # corrupt, or deleted by the run meanwhile
-            if self.world.is_main:
-                self.say(f"warning: step {step} is left out: {error}")
-            return True
+        except CheckpointError as error:
+            return self._left_out(step, error)
         if results is None:
             return False
         request = self.request
@@ -268,6 +276,32 @@ class Work:
             record |= {"settings": request.settings, "overrides": list(request.overrides)}
         self.world.run_on_main(lambda: self._add(record))
         return True
+
+    def _left_out(self, step: int, error: UserError | OSError) -> bool:
+        """Go on without a step whose checkpoint cannot be used, as every rank knows; True.
+
+        Raises:
+            UserError, OSError: the `error`, if that step alone was asked for, or its checkpoint is not why.
+        """
+        there = self.world.run_on_main(lambda: self._may_be_there(step))
+        if self.request.step != ALL or (there and not isinstance(error, CheckpointError)):
+            raise error
+        if there and isinstance(error, UnreadableError):  # which says nothing about the checkpoint
+            self._unread[step] = error
+            self._warn(f"step {step} is tried again at the end: {error}")
+        else:  # corrupt, or deleted by the run meanwhile
+            self.unusable[step] = str(error)
+            self._warn(f"step {step} is left out: {error}")
+        return True
+
+    def _may_be_there(self, step: int) -> bool:
+        with suppress(OSError):
+            return files.is_dir(self.run.checkpoint(step))
+        return True
+
+    def _warn(self, message: str) -> None:
+        if self.world.is_main:
+            self.say(f"warning: {message}")
 
     def _add(self, record: dict[str, Any]) -> None:
         with refused_in(self.run.evaluations):
@@ -278,7 +312,11 @@ class Work:
         self.on_progress()
 
     def _made(self, chosen: Candidate) -> Evaluator:
-        self._evaluator = Evaluator(self.config, train_state(chosen), self.world)
+        def first() -> dict[str, Any]:
+            with still_there(chosen):
+                return train_state(chosen)
+
+        self._evaluator = Evaluator(self.config, self.world.run_on_all(first), self.world)
         return self._evaluator
 
 

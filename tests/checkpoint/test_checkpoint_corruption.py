@@ -111,6 +111,47 @@ def test_a_corrupt_checkpoint_that_stays_below_is_not_counted_among_those_that_a
     assert names(tmp_path) == ["step_00000004.corrupt", "step_00000005", "step_00000006"]
 
 
+@pytest.mark.parametrize("misread", [False, True])
+def test_a_whole_checkpoint_of_a_step_that_was_found_corrupt_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misread: bool
+) -> None:
+    """It was saved again, and the disk reported an error although its name is there; or it was misread once."""
+    toy, saving, sync = Toy(), manager(tmp_path), files.fsync_dir
+    for steps in (1, 2):
+        toy.train(steps)
+        toy.save(saving)
+    tensors = tmp_path / "step_00000003" / "rank_00000.safetensors"
+    flip(tensors)
+    again, resumed, refused = Toy(), manager(tmp_path, keep_last=3), [errno.EIO]
+
+    def refuse(path: Path, *others: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def refuse_once(path: Path) -> None:
+        if path == tmp_path and (tmp_path / "step_00000003").is_dir() and refused:
+            raise OSError(refused.pop(), "Input/output error")
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        if misread:
+            patch.setattr(checkpoint_dir, "_take", refuse)
+        assert (resumed.load(again.model, again.optimizer) or {})["step"] == 1
+    again.step = 1
+    again.train(2)
+    if misread:
+        flip(tensors)
+        assert again.save(resumed)
+    else:
+        monkeypatch.setattr(files, "fsync_dir", refuse_once)
+        assert not again.save(resumed)
+        assert not refused
+    again.train(2)
+    assert again.save(resumed)
+    there = ["step_00000001", "step_00000003", "step_00000005"]
+    assert names(tmp_path) == (there if misread else [*there[:2], "step_00000003.corrupt", there[2]])
+    assert load(tmp_path) == 5
+
+
 def positions(size: int) -> Iterator[int]:
     """Both ends of a file, and some offsets between them."""
     yield from {0, 1, size // 7, size // 4, size // 3, size // 2, 2 * size // 3, size - 2, size - 1}

@@ -122,6 +122,29 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
     assert without_step(added(run.path)) == without_step(own(run.path))
     assert set(added(run.path)) == {2, 4, 6}
 
+    # The disk of one machine refuses a checkpoint: all ranks put it off, and evaluate the others.
+    (run.path / "evaluations.jsonl").unlink()
+    refuses = (
+        "import errno, os\nfrom runner.system import files\nreal = files.stat\n"
+        "def stat(path, *rest, **more):\n"
+        "    if os.environ['RANK'] == '1' and 'step_00000004' in str(path): raise OSError(errno.ESTALE, 'Stale')\n"
+        "    return real(path, *rest, **more)\n"
+        "files.stat = stat\nread = files.read_regular\n"
+        "files.read_regular = lambda path, **more: (stat(path), read(path, **more))[1]\n"
+    )
+    done = subprocess.run(
+        [*launch, sys.executable, "-c", code.replace("from fake_job", refuses + "from fake_job")],
+        cwd=ROOT,
+        env=Run.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert set(added(run.path)) == {2, 6}
+    assert done.stderr.count("error: ") >= 1
+    assert "PeerError" not in done.stderr
+
 
 def requested(run: Path, *overrides: str, step: str = "all", follow: bool = False) -> Request:
     """A submitted evaluation, without its job."""
@@ -367,9 +390,14 @@ def test_a_corrupt_checkpoint_is_left_out_of_all_and_an_error_by_itself(run: Pat
 
 
 @contextmanager
-def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> Iterator[None]:
-    """The disk refuses so many times to read the manifest of step 4."""
-    real, refused = files.read_regular, list(range(times))
+def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int, whole: bool = False) -> Iterator[None]:
+    """The disk refuses so many times to read the manifest of step 4, and to tell whether `whole` that is there."""
+    real, look, refused = files.read_regular, files.stat, list(range(times))
+
+    def stat(path: Any, **options: Any) -> Any:
+        if whole and Path(path) == run / "checkpoints" / "step_00000004":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return look(path, **options)
 
     def read(path: str | Path, **options: Any) -> bytes:
         if Path(path) == run / "checkpoints" / "step_00000004" / "manifest.json" and refused:
@@ -379,6 +407,7 @@ def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> Iterat
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "read_regular", read)
+        patch.setattr(files, "stat", stat)
         patch.setattr(reading, "PAUSES_S", (0.0, 0.0))
         patch.setattr(module, "POLL_S", 0.0)
         yield
@@ -390,7 +419,7 @@ def test_an_error_of_the_disk_leaves_no_checkpoint_out(
 ) -> None:
     """It is tried again after the others; if the disk refuses it then, too, retention keeps it for the next command."""
     words = ["evaluate", run, "--step", "all", *(["--follow"] if follow else [])]
-    with unreadable(run, monkeypatch, 1000):
+    with unreadable(run, monkeypatch, 1000, whole=follow):
         assert here.command(*words) == 1
     error = capsys.readouterr().err
     assert error.count("warning: step 4 is tried again at the end: ") == 2
