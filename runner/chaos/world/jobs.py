@@ -551,6 +551,9 @@ class Jobs(Scenario):
         refused to remove what that was writing.
         """
         with self.world.outside():
+            holder = lease.read_holder(run.lease)
+            if holder is not None and holder[0] > fence:
+                return  # it was frozen meanwhile, and finds that out at its first write
             ended = ended_attempts(run)
             if not checkpoint_dir.leftovers(run.checkpoints):
                 self._acquired[run.path] = max(self._acquired.get(run.path, 0), fence)
