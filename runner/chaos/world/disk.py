@@ -47,6 +47,7 @@ class Node:
     data: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
     dirty: Host | None = None  # which machine has data of it that is not synced
+    writer: Process | None = None  # who wrote last
     refused: bool = False  # the disk has refused to write the data that is not synced: no later sync tries it again
     target: str = ""
     entries: dict[str, Node] = field(default_factory=dict)
@@ -482,7 +483,7 @@ class Disk:
         if host is None:
             node.synced = bytes(node.data)
         else:
-            node.dirty = host
+            node.dirty, node.writer = host, self._process()
 
     def _of(self, fd: int) -> Open:
         found = self._open.get(fd)
@@ -583,9 +584,10 @@ class Disk:
         """Data of a file could not be written: the kernel may take it for written from now on.
 
         A local file system still reads it. On one of the network it is at the server, only the answer was lost, or
-        nowhere.
+        nowhere. What another process has written is not affected: the kernel reports to each that writes what was lost
+        since it opened the file.
         """
-        if node.is_dir or node.dirty is None:
+        if node.is_dir or node.dirty is None or node.writer is not self._process():
             return
         if self.world.random.random() < 0.5:
             node.refused = not self.network
@@ -618,7 +620,8 @@ class Disk:
             raise _error(errno.EBADF, f"file descriptor {fd}")
         self.world.look()
         if self.network and found.node.dirty is not None:  # close-to-open: what is closed is at the server
-            if (process := self._process()) is not None and process.fails and "close" in process.fails[0][0]:
+            process = self._process() if found.flags & (os.O_WRONLY | os.O_RDWR) else None
+            if process is not None and process.fails and "close" in process.fails[0][0]:
                 self._refuse(found.node)
                 self._fail(process, process.fails.popleft()[1], "close", found.path)
             self._sync(found.node)
