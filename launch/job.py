@@ -81,11 +81,12 @@ class SlurmJob:
         array, task = processes.environment.get("SLURM_ARRAY_JOB_ID"), processes.environment.get("SLURM_ARRAY_TASK_ID")
         # A task of an array is requeued by this form of its id.
         self.job_id = f"{array}_{task}" if array else processes.environment["SLURM_JOB_ID"]
-        self._requeuer = requeue.Requeuer(self.job_id, self.restart_count)
+        self._requeuer = requeue.Requeuer(self.job_id, self.restart_count, submission)
         self._has_verdict = True  # the end of this process decides how the job ends
         folder = Path(processes.environment.get("SUBMITIT_FOLDER", os.devnull))
-        self._starts = requeue.starts_file(folder, self.job_id)
-        self._verdict = requeue.verdict_file(folder, self.job_id, self.restart_count)
+        mark = requeue.mark(self.job_id, submission)
+        self._starts = requeue.starts_file(folder, mark)
+        self._verdict = requeue.verdict_file(folder, mark, self.restart_count)
         self._was_killed = False
         with suppress(OSError):
             self._was_killed = requeue.failed_starts(self._starts)[0] > 0

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launch import scheduler
+from launch.submission import name_in
 from runner.contracts import SLURM_NOT_RUNNING
 from runner.system import clock, files, processes, threads
 
@@ -47,22 +48,27 @@ Record = Mapping[str, str]
 """A job as `scontrol show job` prints it; empty if Slurm did not answer."""
 
 
-def verdict_file(folder: Path, job_id: str, restart_count: int) -> Path:
+def mark(job_id: str, submission: str | None) -> str:
+    """How the names of a job's marker files begin: its id comes again, perhaps while a job that was lost works on."""
+    return f"{job_id}.{submission}" if submission else job_id
+
+
+def verdict_file(folder: Path, mark: str, restart_count: int) -> Path:
     """Exists once a rank has decided how this start of the job ends. A start that ends without it was killed.
 
     srun's exit status does not tell: it is 1 after a memory limit, too, and where srun could not start the ranks. Each
     start has a file of its own, because a rank of an earlier one, on a node that was cut off, may write its own late.
     """
-    return folder / f"{job_id}.{restart_count}.verdict"
+    return folder / f"{mark}.{restart_count}.verdict"
 
 
-def starts_file(folder: Path, job_id: str) -> Path:
+def starts_file(folder: Path, mark: str) -> Path:
     """One line of a fixed size: how many starts of the job failed in a row before an attempt could begin, and why.
 
     The batch script creates it at the first start. From then on it is only overwritten in place, which works on a full
     disk as well, and a start that fails because of that must be counted.
     """
-    return folder / f"{job_id}.starts"
+    return folder / f"{mark}.starts"
 
 
 def failed_starts(path: Path) -> tuple[int, str]:
@@ -93,13 +99,19 @@ def note_failed_starts(path: Path, count: int, reason: str = "") -> None:
         files.close_fd(fd)
 
 
-def script_lines(folder: Path, requeue_killed: bool) -> list[str]:
+def script_lines(folder: Path, requeue_killed: bool, submission: str = "") -> list[str]:
     """requeue.sh and its parameters, for the batch script.
 
     It is copied, so that an upgrade of this package between a submission and a requeue does not change it.
+
+    Args:
+        folder: of the job's marker files.
+        requeue_killed: whether a job is requeued that no rank has ended.
+        submission: its name; empty in a script that is only shown.
     """
     parameters = {
         "FOLDER": folder,
+        "SUBMISSION": submission,
         "MAX_FAILED_STARTS": MAX_FAILED_STARTS if requeue_killed else 0,
         "GIVEN_UP": GIVEN_UP,
         "NOTE_BYTES": NOTE_BYTES,
@@ -128,7 +140,7 @@ def ended_by(job: Record, restart_count: int) -> str | None:
     if not job or is_running(job):
         return None
     reason = job.get("Reason", "")
-    if "Time" in reason:
+    if reason == "TimeLimit":  # BeginTime and PartitionTimeLimit are reasons to wait
         return "time limit"
     if reason in LOST_REASONS:
         return "node failure"
@@ -184,11 +196,13 @@ class Requeuer:
     Args:
         job_id: `12`, or `12_3` for a task of an array.
         restart_count: how often Slurm has restarted the job.
+        submission: the name of the submission that the job is of.
     """
 
-    def __init__(self, job_id: str, restart_count: int) -> None:
+    def __init__(self, job_id: str, restart_count: int, submission: str | None = None) -> None:
         self._job_id = job_id
         self._restart_count = restart_count
+        self._submission = submission
         self._began = utc_now()
         self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
         self._forgotten = False  # Slurm has just answered that it knows no such job
@@ -304,8 +318,12 @@ class Requeuer:
     def _is_another(self, found: Record) -> bool:
         """Whether Slurm has lost this job (its state was deleted, say) and given the id to a later one.
 
-        requeue.sh asks the same.
+        The path of its batch script tells. Where sbatch is a wrapper that submits a copy, its user, restarts, name and
+        time do. requeue.sh asks the same.
         """
+        named = name_in(found.get("Command", ""))
+        if named is not None and self._submission is not None:
+            return named != self._submission
         user = re.search(r"\((\d+)\)$", found.get("UserId", ""))
         if user and user[1] != processes.environment.get("SLURM_JOB_UID", user[1]):
             return True

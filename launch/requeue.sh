@@ -2,6 +2,7 @@
 # The batch script's part of requeueing: requeue a job that ended although no rank decided that it should.
 # See docs/requeueing.md. launch/requeue.py copies this text into the batch script after it has set
 #   REQUEUE_FOLDER              directory of the job's marker files
+#   REQUEUE_SUBMISSION          name of the submission that the job is of, which the path of its batch script has in it
 #   REQUEUE_MAX_FAILED_STARTS   starts that fail in a row, before an attempt could begin, after which the job ends
 #   REQUEUE_GIVEN_UP            put before the reason of the last of them
 #   REQUEUE_NOTE_BYTES          size of the line that counts them
@@ -22,27 +23,28 @@ read -r REQUEUE_BOOT </proc/sys/kernel/random/boot_id
 export RUNNER_BATCH_BEGAN="$REQUEUE_BOOT $REQUEUE_UPTIME"
 REQUEUE_BEGAN=$(TZ=UTC0 date +%Y-%m-%dT%H:%M:%S)
 
-# Each start has a file of its own: a rank of an earlier start, on a node that was cut off, may write its own late.
-REQUEUE_VERDICT="$REQUEUE_FOLDER/$REQUEUE_JOB.${SLURM_RESTART_COUNT:-0}.verdict"
-# Left behind if an earlier start of this job was killed right after its verdict, or by an earlier job with this id.
-rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB".*.verdict
+# A job that Slurm has lost may work on beside a later one with its id. And each start has a file of its own: a rank of an
+# earlier start, on a node that was cut off, may write its own late.
+REQUEUE_MARK="$REQUEUE_FOLDER/$REQUEUE_JOB${REQUEUE_SUBMISSION:+.$REQUEUE_SUBMISSION}"
+REQUEUE_VERDICT="$REQUEUE_MARK.${SLURM_RESTART_COUNT:-0}.verdict"
+# Left behind if an earlier start of this job was killed right after its verdict.
+rm -f "$REQUEUE_MARK".*.verdict
 
 # Failed starts in a row, empty if there is a count that cannot be read, and why the last one failed. Overwritten in
 # place, which works on a full disk.
 read_failed_starts() {
     REQUEUE_STARTS=unread REQUEUE_REASON=''
-    read -r REQUEUE_STARTS REQUEUE_REASON 2>/dev/null <"$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
-    if [ "$REQUEUE_STARTS" = unread ] && [ -e "$REQUEUE_FOLDER/$REQUEUE_JOB.starts" ]; then
+    read -r REQUEUE_STARTS REQUEUE_REASON 2>/dev/null <"$REQUEUE_MARK.starts"
+    if [ "$REQUEUE_STARTS" = unread ] && [ -e "$REQUEUE_MARK.starts" ]; then
         REQUEUE_STARTS=''
     else
         case $REQUEUE_STARTS in '' | *[!0-9]*) REQUEUE_STARTS=0 ;; esac
     fi
 }
 note_failed_starts() {
-    printf "%-${REQUEUE_NOTE_BYTES}.${REQUEUE_NOTE_BYTES}s\n" "$1" 1<>"$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
+    printf "%-${REQUEUE_NOTE_BYTES}.${REQUEUE_NOTE_BYTES}s\n" "$1" 1<>"$REQUEUE_MARK.starts"
 } 2>/dev/null
 read_failed_starts || :
-[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || REQUEUE_STARTS=0 # of an earlier job with this id
 [ -z "$REQUEUE_STARTS" ] || note_failed_starts "$REQUEUE_STARTS" || :
 
 requeue_unless_decided() {
@@ -55,7 +57,7 @@ requeue_unless_decided() {
         if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ]; then
             note_failed_starts 0 # the job may return, to a disk on which the file cannot be created again
         else
-            rm -f "$REQUEUE_FOLDER/$REQUEUE_JOB.starts"
+            rm -f "$REQUEUE_MARK.starts"
         fi
     fi
     exit "$status"
@@ -63,7 +65,7 @@ requeue_unless_decided() {
 
 # Tries until Slurm answers; does nothing if the job was cancelled, is requeued already, or failed too often.
 requeue_job() {
-    local status=$1 job=$REQUEUE_JOB counted='' asked='' pause_s='' forgotten=0 try record state only
+    local status=$1 job=$REQUEUE_JOB counted='' asked='' pause_s='' forgotten=0 try record script state only
     unset SLURM_TIME_FORMAT
     trap '' TERM USR1 USR2 # srun is over; what asks Slurm from here on must outlive these, too
     [ "$status" -ne 75 ] || counted=yes # an attempt was interrupted, and its rank could not ask Slurm: nothing failed
@@ -78,10 +80,10 @@ requeue_job() {
             return
         fi
         forgotten=0
-        record=${record%% Command=*} # users' texts follow
+        script=${record#* Command=} record=${record%% Command=*} # users' texts follow
         # Requeued already, and running again elsewhere.
         case $record in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;; *) return ;; esac
-        ! is_another_job "$record" || return
+        ! is_another_job "$record" "$script" || return
         state=${record##* JobState=} only=(incomplete)
         case " $REQUEUE_NOT_RUNNING " in *" ${state%% *} "*)
             is_ended_but_not_cancelled "$record" || return
@@ -106,9 +108,14 @@ requeue_job() {
     done
 }
 
-# Whether the id belongs to a later job: Slurm has lost this one. launch/requeue.py asks the same.
+# Whether the id belongs to a later job: Slurm has lost this one. The path of its batch script tells; where sbatch is a
+# wrapper that submits a copy, its user, name and time do. launch/requeue.py asks the same.
 is_another_job() {
     local submitted=${1##* SubmitTime=}
+    case $2 in
+    *.submission_file_"${REQUEUE_SUBMISSION:-?}"-*) return 1 ;;
+    *.submission_file_*) [ -z "$REQUEUE_SUBMISSION" ] || return 0 ;;
+    esac
     case $1 in *" UserId="*) ;; *) return 1 ;; esac
     case $1 in *" UserId="*"(${SLURM_JOB_UID:-$UID}) "*) ;; *) return 0 ;; esac
     case $1 in *" JobName=${SLURM_JOB_NAME:-} UserId="*) return 1 ;; esac
@@ -119,7 +126,7 @@ is_another_job() {
 # launch/requeue.py distinguishes the same.
 is_ended_but_not_cancelled() {
     local reason=${1##* Reason=} preempted=${1##* PreemptTime=} ended=${1##* EndTime=}
-    case ${reason%% *} in *Time*) return 0 ;; esac
+    [ "${reason%% *}" != TimeLimit ] || return 0
     case $1 in *" PreemptTime=2"*) [ "${preempted%% *}" = "${ended%% *}" ] ;; *) return 1 ;; esac
 }
 

@@ -52,6 +52,7 @@ class RecordedJob:
     name: str | None = None  # squeue shows 255 characters of it
     submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue sets it to that time
     seen: str | None = None  # when it was certainly submitted already, in the same form
+    submission: str | None = None  # its name, in the path of its batch script
 
     def is_same(self, user: str, name: str, submitted: str, restarts: int) -> bool:
         """Whether a job with the same id, as Slurm reports it now, is this one."""

@@ -216,7 +216,7 @@ class SlurmLauncher(SlurmOptions):
         for run_dir, of_run in recorded.items():
             infos = [known[job] for job in of_run if job in known]
             info = max(infos, key=lambda info: info.live) if infos else None
-            info = _with_failed_start(run_dir, of_run[0].job_id, info) if of_run else None
+            info = _with_failed_start(run_dir, of_run[0], info) if of_run else None
             if info is not None:
                 found[run_dir] = info
         return found
@@ -256,7 +256,7 @@ class SlurmLauncher(SlurmOptions):
                 self._no_conflicting_variables(),
                 files.owned(),
             ):
-                executor = self._executor(folder, name, len(runs), total)
+                executor = self._executor(folder, name, len(runs), total, unique)
                 submission.begin(runs, unique)
                 is_asked = True
                 jobs = executor.map_array(start, *arguments, *options)
@@ -334,34 +334,34 @@ class SlurmLauncher(SlurmOptions):
         finally:
             processes.environment.update(hidden)
 
-    def _executor(self, folder: Path, name: str, runs: int, total: int) -> SlurmExecutor:
-        """What submits `runs` of the `total` runs of a command."""
+    def _executor(self, folder: Path, name: str, runs: int, total: int, unique: str = "") -> SlurmExecutor:
+        """What submits `runs` of the `total` runs of a command, as the submission `unique`."""
         from submitit.slurm.slurm import SlurmExecutor
 
         executor = SlurmExecutor(folder, python=self._python())
         # The arrays of a large sweep share the number of runs that may run at the same time.
         parallel = max(1, self.array_parallelism * runs // total)
-        executor.update_parameters(**self._parameters(folder, name), array_parallelism=parallel)
+        executor.update_parameters(**self._parameters(folder, name, unique), array_parallelism=parallel)
         return executor
 
     def _python(self) -> str:
         """The command that starts Python, as the shell reads it."""
         return self.python or shlex.quote(sys.executable)
 
-    def _setup(self, folder: Path) -> list[str]:
+    def _setup(self, folder: Path, unique: str) -> list[str]:
         """The lines of the batch script before srun."""
         # For several ranks: a port that is free on the first node, unless the user's setup has chosen one.
         port = f"export MASTER_PORT=${{MASTER_PORT:-$({self._python()} -m launch.rendezvous)}}"
         return [
             *environment_lines(),
-            *requeue.script_lines(folder, self.requeue_killed),
+            *requeue.script_lines(folder, self.requeue_killed, unique),
             *self.setup,
             *node_range.script_lines(self),
             *([port] if self.tasks > 1 else []),
             requeue.ARM_SCRIPT,
         ]
 
-    def _parameters(self, folder: Path, name: str) -> dict[str, Any]:
+    def _parameters(self, folder: Path, name: str, unique: str) -> dict[str, Any]:
         """The options by submitit's names; None leaves an option to Slurm."""
         # submitit counts tasks with a number of nodes; `extra` overrides what it makes of that.
         size = {"ntasks_per_node": self.tasks_per_node, "gpus_per_task": self.gpus_per_task}
@@ -383,7 +383,7 @@ class SlurmLauncher(SlurmOptions):
             "job_name": self.job_name or name,
             "exclusive": True if self.exclusive else None,
             "signal_delay_s": self.signal_delay_s,
-            "setup": self._setup(folder),
+            "setup": self._setup(folder, unique),
             "stderr_to_stdout": True,
             "wckey": None,
             # A task that dies ends the step at once; a restart appends to the log of the run.
@@ -422,11 +422,12 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     job = files.read_object(run.job)
     user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
     noted = _slurm_time(job.get("submitted"), CLOCKS_DIFFER_S) if submitted is None else None
-    found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted)]
+    found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text(job.get("submission")))]
     # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
     named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
     earliest = submitted if status.get("job_id") == job.get("job_id") else None
-    found.append(RecordedJob(str(status.get("job_id")), user, named, earliest, seen))
+    trained = _text(status.get("submission"))
+    found.append(RecordedJob(str(status.get("job_id")), user, named, earliest, seen, trained))
     return [each for each in found if scheduler.is_job_id(each.job_id)]
 
 
@@ -441,26 +442,26 @@ def _slurm_time(seconds: object, more_s: float = 0.0) -> str | None:
     return None
 
 
-def _with_failed_start(run_dir: Path, job_id: str, info: JobInfo | None) -> JobInfo | None:
+def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) -> JobInfo | None:
     """What is known about a job, completed by why its last start failed before an attempt could begin."""
     recorded = _text(files.read_object(RunDir(run_dir).job).get("folder"))
     # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
     folders = [Path(recorded)] if recorded and files.seems_dir(recorded) else []
     folders += [RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER]
-    reason = next((why for each in folders if (why := _failed_start(each, job_id))), "")
-    if not reason or (info is not None and info.job_id != job_id):
+    reason = next((why for each in folders if (why := _failed_start(each, job))), "")
+    if not reason or (info is not None and info.job_id != job.job_id):
         return info
     if info is not None and info.state in ("pending", "requeued"):
         return replace(info, reason=f"{info.reason or 'waiting'}; its last start failed: {reason}")
     if reason.startswith(requeue.GIVEN_UP) and (info is None or info.state == "failed"):
-        return JobInfo(job_id, "failed", reason=reason)
+        return JobInfo(job.job_id, "failed", reason=reason)
     return info
 
 
-def _failed_start(folder: Path, job_id: str) -> str:
+def _failed_start(folder: Path, job: RecordedJob) -> str:
     """Why the last start of a job failed before an attempt could begin; empty if it did not, or nobody can tell."""
     with contextlib.suppress(OSError):
-        return requeue.failed_starts(requeue.starts_file(folder, job_id))[1]
+        return requeue.failed_starts(requeue.starts_file(folder, requeue.mark(job.job_id, job.submission)))[1]
     return ""
 
 

@@ -427,10 +427,16 @@ def test_a_query_that_squeue_refuses_does_not_mean_that_the_jobs_are_gone(slurm:
         SlurmLauncher().jobs(runs)
 
 
+def mark_of(run: Path) -> str:
+    """How the names of the marker files of a run's job begin."""
+    recorded = json.loads((run / "job.json").read_text())
+    return requeue.mark(recorded["job_id"], recorded["submission"])
+
+
 @pytest.mark.parametrize("content", ["² full", "9" * 5000 + " full", "-1 full", "full full"])
 def test_a_malformed_count_of_failed_starts_hides_no_job(slurm: FakeSlurm, runs: list[Path], content: str) -> None:
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
-    starts = requeue.starts_file(runs[0] / "logs", "12")
+    starts = requeue.starts_file(runs[0] / "logs", mark_of(runs[0]))
     starts.write_text(content)
     slurm.prints("squeue", row("12", "RUNNING", Name="run0"))
     assert requeue.failed_starts(starts) == (0, "full")
@@ -443,8 +449,8 @@ def test_the_reason_of_a_failed_start_is_found_where_the_job_has_its_files(slurm
     for run in runs:
         run.mkdir(parents=True)
     SlurmLauncher().launch(runs, "somewhere:attempt")
-    for index in range(2):
-        requeue.starts_file(tmp_path / "a" / ".slurm", f"12_{index}").write_text(f"3 {requeue.GIVEN_UP}full")
+    for run in runs:
+        requeue.starts_file(tmp_path / "a" / ".slurm", mark_of(run)).write_text(f"3 {requeue.GIVEN_UP}full")
     reasons = [info.reason for info in SlurmLauncher().jobs(runs).values()]
     assert reasons == [f"{requeue.GIVEN_UP}full"] * 2
 

@@ -58,6 +58,7 @@ CAUSES = [
     # The batch script or the node was lost, and this process lives on.
     (signal.SIGTERM, {**ENDING, "Reason": "JobLaunchFailure"}, "node failure", "12_1"),
     (signal.SIGTERM, {**ENDING, "Reason": "NodeDown"}, "node failure", "12_1"),
+    (signal.SIGTERM, {**ENDING, "Reason": "BeginTime"}, "cancelled", None),
 ]
 
 
@@ -129,15 +130,20 @@ def test_a_restart_without_a_signal_is_a_lost_node_only_if_the_node_was_lost(
     assert job.SlurmJob().cause_of_loss(before) == "node failure"
 
 
+OWN, THEIRS = "a" * 32, "b" * 32
+WRAPPED = {"Command": "/var/spool/wrapped.sh"}  # sbatch is a script of the site, which submits a copy
 # A record of another job with the id of this one, which began just now.
 ANOTHER = [
-    {"UserId": "somebody(99999)"},
-    {"Restarts": "0"},  # this one has been restarted once
-    {"JobName": "theirs", "SubmitTime": "2999-01-01T00:00:00"},
+    {"Command": f"/x/.submission_file_{THEIRS}-1.sh"},  # of the same run, even
+    {"Command": f"/x/.submission_file_{THEIRS}-1.sh", "SubmitTime": "2999-01-01T00:00:00"},
+    {**WRAPPED, "UserId": "somebody(99999)"},
+    {**WRAPPED, "Restarts": "0"},  # this one has been restarted once
+    {**WRAPPED, "JobName": "theirs", "SubmitTime": "2999-01-01T00:00:00"},
 ]
 SAME = [
-    {"JobName": "renamed", "SubmitTime": "2000-01-01T00:00:00"},
-    {"JobName": "mine", "SubmitTime": "2999-01-01T00:00:00"},  # the clocks of the machines differ
+    {"JobName": "renamed", "SubmitTime": "2999-01-01T00:00:00"},
+    {**WRAPPED, "JobName": "renamed", "SubmitTime": "2000-01-01T00:00:00"},
+    {**WRAPPED, "JobName": "mine", "SubmitTime": "2999-01-01T00:00:00"},  # the clocks of the machines differ
 ]
 
 
@@ -152,15 +158,16 @@ def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
 ) -> None:
     """Its state is not this job's, and it is not requeued: neither by a rank nor by the batch script."""
     own = {"JobName": "mine", "UserId": f"me({os.getuid()})", **RUNNING, "Restarts": "1"}
+    script = {"SubmitTime": "2000-01-01T00:00:00", "Command": f"/x/.submission_file_{OWN}-1.sh"}
     for name, value in {"RESTART_COUNT": "1", "JOB_NAME": "mine", "JOB_UID": str(os.getuid())}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    inside.shows_job(**{**own, "SubmitTime": "2000-01-01T00:00:00", **fields})
-    here = job.SlurmJob()
+    inside.prints("scontrol_show_job", job_line(**{**own, **script, **fields}))
+    here = job.SlurmJob(submission=OWN)
     assert here.cause(signal.SIGUSR2) == ("time limit" if ours else "cancelled")
     assert here.requeue_if_needed("time limit") == ("time limit" if ours else "cancelled")
     assert ("belongs to another job" in capsys.readouterr().err) != ours
     assert len(inside.calls("scontrol requeue")) == ours
-    assert batch_script(inside, tmp_path / "run", "exit 137", []) == 137
+    assert batch_script(inside, tmp_path / "run", "exit 137", [], submission=OWN) == 137
     assert len(inside.calls("scontrol requeue")) == 2 * ours
 
 
@@ -555,7 +562,13 @@ def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(
 
 
 def batch_script(
-    slurm: FakeSlurm, run: Path, srun: str, setup: list[str], left: Sequence[str] = (), requeue_killed: bool = True
+    slurm: FakeSlurm,
+    run: Path,
+    srun: str,
+    setup: list[str],
+    left: Sequence[str] = (),
+    requeue_killed: bool = True,
+    submission: str = "",
 ) -> int:
     """Run the batch script of a run as task 1 of array 12, with `srun` as its ranks; its exit status.
 
@@ -563,12 +576,15 @@ def batch_script(
     """
     (slurm.folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
     (run / "logs").mkdir(parents=True, exist_ok=True)
-    script = SlurmLauncher(setup=setup, requeue_killed=requeue_killed).preview([run])
+    shown, named = "REQUEUE_SUBMISSION=''", f"REQUEUE_SUBMISSION='{submission}'"
+    script = SlurmLauncher(setup=setup, requeue_killed=requeue_killed).preview([run]).replace(shown, named)
+    assert named in script
     environment = {**os.environ, "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert "unbound" not in done.stderr
-    assert {path.name for path in (run / "logs").iterdir()} - {"12_1.starts"} == set(left), done.stderr
+    starts = f"{requeue.mark('12_1', submission)}.starts"
+    assert {path.name for path in (run / "logs").iterdir()} - {starts} == set(left), done.stderr
     return done.returncode
 
 
@@ -589,6 +605,7 @@ ENDS = [
     ({**ENDING, "PreemptTime": AT, "EndTime": AT}, 3, 143, True, 3),
     ({**ENDING, "Reason": "TimeLimit"}, 0, 137, True, 1),
     ({**ENDING, "Reason": "TimeLimit", "Restarts": "1"}, 0, 137, False, 0),
+    ({**ENDING, "Reason": "BeginTime"}, 0, 137, False, 0),  # cancelled while it waited
     ({**RUNNING, "JobState": "CANCELLED"}, 0, 137, False, 0),
     ({**RUNNING, "PreemptTime": AT}, 3, 143, True, 3),  # before Python handled signals, any number of times
 ]
@@ -649,7 +666,7 @@ def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm,
     verdict.parent.mkdir(parents=True)
     assert batch_script(slurm, tmp_path / "run", f"touch {verdict}; exit 137", []) == 137
     assert not slurm.calls("scontrol requeue")
-    verdict.touch()  # of an earlier job with this id
+    verdict.touch()  # it was killed right after that
     assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
     assert len(slurm.calls("scontrol requeue")) == 1
 
@@ -666,6 +683,21 @@ def test_a_verdict_of_an_earlier_start_decides_nothing(
     assert batch_script(slurm, tmp_path / "run", f"touch {late}; exit 137", [], left=[late.name]) == 137
     assert slurm.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
     assert batch_script(slurm, tmp_path / "run", "exit 0", []) == 0  # the next start removes it
+
+
+def test_what_an_earlier_job_with_the_same_id_leaves_decides_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Slurm has lost it, and one of its ranks ends while this job, of a later submission of the run, works already."""
+    slurm.shows_job(**RUNNING)
+    logs = tmp_path / "run" / "logs"
+    theirs = requeue.mark("12_1", THEIRS)
+    starts, verdict = requeue.starts_file(logs, theirs), requeue.verdict_file(logs, theirs, 0)
+    logs.mkdir(parents=True)
+    starts.write_text(f"{'3 no space':255}\n")
+    srun, left = f"touch {verdict}; exit 137", [starts.name, verdict.name]
+    assert batch_script(slurm, tmp_path / "run", srun, [], left=left, submission=OWN) == 137
+    assert slurm.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
+    assert requeue.failed_starts(requeue.starts_file(logs, requeue.mark("12_1", OWN)))[0] == 1
+    assert requeue.failed_starts(starts) == (3, "no space")
 
 
 def test_the_batch_script_requeues_although_the_sites_default_is_not_to(
@@ -737,7 +769,6 @@ def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reaso
     )
     (run / "logs").mkdir(parents=True)
     (run / "job.json").write_text(json.dumps({"job_id": "12_1", "folder": str(run / "logs")}))
-    (run / "logs" / "12_1.starts").write_text(f"{'3 of an earlier job with this id':255}\n")
 
     def restarted(count: int) -> None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
@@ -778,7 +809,7 @@ def test_where_not_even_the_failed_starts_can_be_counted_all_restarts_count(
 def test_the_batch_script_keeps_a_count_that_it_cannot_read(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it can, all restarts are the budget; what it counts at the first start of a job is of an earlier job."""
+    """Until it can, all restarts are the budget."""
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     starts.parent.mkdir(parents=True)
     starts.write_text(f"{'2 a reason':255}\n")

@@ -63,7 +63,7 @@ class Batch:
         disk: the files of that world.
         text: the script.
         folder: of the marker files, on the simulated disk.
-        job_id: how the names of the marker files begin.
+        mark: how the names of the marker files begin.
         environment: of the script.
         commands: what `scontrol`, `srun`, `sleep`, `date` and `echo` do with their words.
     """
@@ -74,14 +74,14 @@ class Batch:
         disk: Disk,
         text: str,
         folder: Path,
-        job_id: str,
+        mark: str,
         environment: Mapping[str, str],
         commands: Mapping[str, Callable[[Sequence[str]], Answer]],
     ) -> None:
         self._world = world
         self._disk = disk
         self._folder = folder
-        self._prefix = f"{job_id}."
+        self._prefix = f"{mark}."
         self._environment = environment
         self._commands = commands
         self._copy = _place() / str(world.number())

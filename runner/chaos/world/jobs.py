@@ -351,7 +351,8 @@ class Jobs(Scenario):
             "echo": echo,
         }
         folder = Path(job.script["folder"])
-        sys.exit(Batch(world, self.disk, job.script["text"], folder, job.job_id, environment, commands).run())
+        mark = import_module("launch.requeue").mark(job.job_id, job.script["submission"])
+        sys.exit(Batch(world, self.disk, job.script["text"], folder, mark, environment, commands).run())
 
     def _rank(self, job: Job) -> None:
         """What srun starts: submitit loads its file, and calls the function that was submitted."""
@@ -737,7 +738,8 @@ class _Executor:
             "requeue_killed": requeue_killed[0],
             "submission": submissions[0],
         }
-        lines = [f"# {json.dumps(told)}", *_script_lines(str(folder), requeue_killed[0]), requeue.ARM_SCRIPT, "srun"]
+        copied = requeue.script_lines(folder, requeue_killed[0], submissions[0])
+        lines = [f"# {json.dumps(told)}", *copied, requeue.ARM_SCRIPT, "srun"]
         files.write_atomic(script, "\n".join(lines) + "\n")
         done = processes.run(["sbatch", str(script)])
         if done.returncode:
@@ -748,11 +750,6 @@ class _Executor:
         for path, each in zip(pickles, ids, strict=True):
             files.rename(path, folder / f"{each}_submitted.pkl")
         return [SimpleNamespace(job_id=each) for each in ids]
-
-
-def _script_lines(folder: str, requeue_killed: bool) -> list[str]:
-    lines: list[str] = import_module("launch.requeue").script_lines(Path(folder), requeue_killed)
-    return lines
 
 
 class _Session:

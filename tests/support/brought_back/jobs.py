@@ -27,7 +27,7 @@ def _looks_once(patch: pytest.MonkeyPatch) -> None:
 
 def _any_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requeuer, "_is_another", lambda self, found: False)
-    _in_script(patch, "! is_another_job", "true")
+    _in_script(patch, '! is_another_job "$record" "$script"', "true")
 
 
 def _earlier_start_takes_over(patch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def _no_timer(patch: pytest.MonkeyPatch) -> None:
 def _in_script(patch: pytest.MonkeyPatch, old: str, new: str) -> None:
     real = requeue.script_lines
 
-    def lines(folder: Path, requeue_killed: bool) -> list[str]:
-        text = "\n".join(real(folder, requeue_killed))
+    def lines(*given: Any) -> list[str]:
+        text = "\n".join(real(*given))
         assert old in text
         return text.replace(old, new).split("\n")
 
@@ -72,7 +72,7 @@ def _script_asks_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_verdict(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(requeue, "verdict_file", lambda folder, job_id, restarts: folder / f"{job_id}.verdict")
+    patch.setattr(requeue, "verdict_file", lambda folder, mark, restarts: folder / f"{mark}.verdict")
     _in_script(patch, ".${SLURM_RESTART_COUNT:-0}.verdict", ".verdict")
 
 
