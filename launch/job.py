@@ -46,10 +46,14 @@ def start(
         requeue_killed: whether the batch script requeues the job if no rank decides how it ends.
         submission: the name of the submission that the job is of.
     """
-    job = SlurmJob(max_timeouts, requeue_killed, submission)
+    named = processes.environment.get(requeue.SUBMISSION) or submission
+    job = SlurmJob(max_timeouts, requeue_killed, named)
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
+        if submission not in (None, named):
+            job.yield_verdict("submitit has found the file of an earlier job with this id")  # the right one is to come
+            sys.exit(ExitStatus.FAILED)
         if job.is_of_another(RunDir(Path(run_dir))):
             with suppress(OSError):  # the log is on a full disk, say
                 print(f"[launch] {run_dir}/job.json names another job: this one ends, and requeues nothing", flush=True)
@@ -144,11 +148,11 @@ class SlurmJob:
         PreemptMode=CANCEL nobody would requeue the job.
         """
         try:
-            record = scheduler.show_job(self.job_id)
+            record = self._requeuer.record()
             if requeue.is_preempted(record):
                 processes.send_signal(processes.own_pid(), signal.SIGTERM)
             times = [datetime.fromisoformat(record[f"{name}Time"]) for name in ("Submit", "Eligible", "Start")]
-        except (scheduler.SchedulerError, KeyError, ValueError):
+        except (KeyError, ValueError):
             return {}
         hold, queue = ((after - before).total_seconds() for before, after in pairwise(times))
         return {"hold_s": max(hold, 0.0), "queue_s": max(queue, 0.0)}

@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launch import scheduler
-from launch.submission import name_in
 from runner.contracts import SLURM_NOT_RUNNING
 from runner.system import clock, files, processes, threads
 
@@ -39,6 +38,8 @@ SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
 MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: the environment is broken
 GIVEN_UP = "not requeued: "  # what the batch script puts before the reason of the last failed start
 NOTE_BYTES = 255  # of a file of failed starts, before the end of the line
+SUBMISSION = "REQUEUE_SUBMISSION"
+"""The variable in which the batch script passes on the name of the submission that it is of."""
 BATCH_BEGAN = "RUNNER_BATCH_BEGAN"
 """The variable in which the batch script passes on when it began: the boot of its machine, and the seconds since."""
 ARM_SCRIPT = "REQUEUE_ARMED=yes"
@@ -216,7 +217,7 @@ class Requeuer:
         if signum == signal.SIGINT:
             return "cancelled"
         for _ in range(STATE_CHECKS):
-            job = self._job()
+            job = self.record()
             cause = cause_of_stop(job, self._restart_count, signum)
             if cause != "interrupted":
                 break
@@ -271,7 +272,7 @@ class Requeuer:
     def _look_and_ask(self) -> str | None:
         """Once: "asked", "refused"; "requeued" or "cancelled" if so already; None: Slurm did not answer."""
         with self._turn:
-            job = self._job()
+            job = self.record()
             ended = ended_by(job, self._restart_count)
             if ended in ("requeued", "cancelled"):
                 return ended
@@ -282,7 +283,7 @@ class Requeuer:
             if not is_running(job):
                 return "asked"
             # Slurm reports success, too, and does nothing, for a job that has ended since its state was read.
-            job = self._job()
+            job = self.record()
             if not job:
                 return None
             ended = ended_by(job, self._restart_count)
@@ -302,7 +303,8 @@ class Requeuer:
             return False
         return True
 
-    def _job(self) -> dict[str, str]:
+    def record(self) -> dict[str, str]:
+        """The job as Slurm shows it; empty if Slurm does not answer, and REVOKED if the id is another job's by now."""
         try:
             found = scheduler.show_job(self._job_id)
             self._forgotten = False
@@ -318,18 +320,20 @@ class Requeuer:
     def _is_another(self, found: Record) -> bool:
         """Whether Slurm has lost this job (its state was deleted, say) and given the id to a later one.
 
-        The path of its batch script tells. Where sbatch is a wrapper that submits a copy, its user, restarts, name and
-        time do. requeue.sh asks the same.
+        The path of its batch script tells; where sbatch is a wrapper that submits a copy, its user, name and time do.
+        requeue.sh asks the same.
         """
-        named = name_in(found.get("Command", ""))
-        if named is not None and self._submission is not None:
-            return named != self._submission
+        restarts = int(found.get("Restarts", self._restart_count))
+        if restarts < self._restart_count:
+            return True
+        script = found.get("Command", "")
+        if self._submission is not None and scheduler.SCRIPT in script:
+            return f"{scheduler.SCRIPT}{self._submission}-" not in script
         user = re.search(r"\((\d+)\)$", found.get("UserId", ""))
         if user and user[1] != processes.environment.get("SLURM_JOB_UID", user[1]):
             return True
-        restarts = int(found.get("Restarts", self._restart_count))
-        if restarts != self._restart_count:
-            return restarts < self._restart_count
+        if restarts > self._restart_count:
+            return False
         name, submitted = found.get("JobName"), _time(found.get("SubmitTime"))
         renamed = name is not None and name != processes.environment.get("SLURM_JOB_NAME", name)
         return renamed and submitted is not None and submitted > self._began

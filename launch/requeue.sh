@@ -23,6 +23,8 @@ read -r REQUEUE_BOOT </proc/sys/kernel/random/boot_id
 export RUNNER_BATCH_BEGAN="$REQUEUE_BOOT $REQUEUE_UPTIME"
 REQUEUE_BEGAN=$(TZ=UTC0 date +%Y-%m-%dT%H:%M:%S)
 
+# The ranks are to know it from here: submitit finds what they are to do by the id of the job alone.
+export REQUEUE_SUBMISSION
 # A job that Slurm has lost may work on beside a later one with its id. And each start has a file of its own: a rank of an
 # earlier start, on a node that was cut off, may write its own late.
 REQUEUE_MARK="$REQUEUE_FOLDER/$REQUEUE_JOB${REQUEUE_SUBMISSION:+.$REQUEUE_SUBMISSION}"
@@ -83,7 +85,10 @@ requeue_job() {
         script=${record#* Command=} record=${record%% Command=*} # users' texts follow
         # Requeued already, and running again elsewhere.
         case $record in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;; *) return ;; esac
-        ! is_another_job "$record" "$script" || return
+        if is_another_job "$record" "$script"; then
+            echo "[launch] the id $job belongs to another job now, and this job is gone: nothing is requeued"
+            return
+        fi
         state=${record##* JobState=} only=(incomplete)
         case " $REQUEUE_NOT_RUNNING " in *" ${state%% *} "*)
             is_ended_but_not_cancelled "$record" || return

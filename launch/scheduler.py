@@ -14,12 +14,16 @@ COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
 TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
 JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
 END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
+# How submitit's name for a batch script begins; the name of the submission follows, and a number.
+SCRIPT = ".submission_file_"
+SUBMISSION = re.compile(re.escape(SCRIPT) + r"([0-9a-f]{32})-\d+\.sh")
 # squeue pads each field to its width and puts this after it.
 SEPARATOR = "|"
-# With their widths; the name is last, since it may contain the separator.
+# With their widths; the last two may contain the separator. A longer path does not tell the submission.
 FIELDS = {
     **dict.fromkeys(("JobArrayID", "State", "RestartCnt", "SubmitTime", "UserID"), 64),
     **dict.fromkeys(("Reason", "BatchHost", "Name"), 255),
+    "Command": 1024,
 }
 # A user's defaults for these commands: filters that would hide jobs, formats other than those read here.
 PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
@@ -54,8 +58,13 @@ class RecordedJob:
     seen: str | None = None  # when it was certainly submitted already, in the same form
     submission: str | None = None  # its name, in the path of its batch script
 
-    def is_same(self, user: str, name: str, submitted: str, restarts: int) -> bool:
-        """Whether a job with the same id, as Slurm reports it now, is this one."""
+    def is_same(self, user: str, name: str, submitted: str, restarts: int, submission: str | None = None) -> bool:
+        """Whether a job with the same id, as Slurm reports it now, is this one.
+
+        The submission tells; where sbatch is a wrapper that submits a copy of the script, user, name and time do.
+        """
+        if None not in (self.submission, submission):
+            return self.submission == submission
         if self.user not in (None, user):
             return False
         named = self.name is None or _shown_name(self.name) == _shown_name(name)
@@ -212,14 +221,21 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
         return {}
     found = {}
     for row in rows.splitlines():
-        cells = [cell.strip() for cell in row.split(SEPARATOR, len(FIELDS) - 1)]
-        if len(cells) == len(FIELDS):
-            shown = dict(zip(FIELDS, cells, strict=True))
+        first, _, script = row.rstrip().removesuffix(SEPARATOR).rpartition(SEPARATOR)
+        cells = [cell.strip() for cell in first.split(SEPARATOR, len(FIELDS) - 2)]
+        if len(cells) == len(FIELDS) - 1:
+            shown = dict(zip(FIELDS, cells, strict=False))
             info = _job_info(shown)
-            submitted, user, name = shown["SubmitTime"], shown["UserID"], shown["Name"].removesuffix(SEPARATOR).rstrip()
-            same = [job for job in wanted.get(info.job_id, []) if job.is_same(user, name, submitted, info.restarts)]
+            now = (shown["UserID"], shown["Name"], shown["SubmitTime"], info.restarts, submission_in(script))
+            same = [job for job in wanted.get(info.job_id, []) if job.is_same(*now)]
             found.update(dict.fromkeys(same, info))
     return found
+
+
+def submission_in(script: str) -> str | None:
+    """The name of the submission in the path of its batch script; None if it is no submission's."""
+    found = SUBMISSION.search(script)
+    return found[1] if found else None
 
 
 def live_scripts(user: str) -> dict[str, str]:

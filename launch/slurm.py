@@ -27,7 +27,7 @@ from launch.environment import environment_lines, examine_environment
 from launch.job import start
 from launch.options import SlurmOptions
 from launch.scheduler import RecordedJob
-from runner.contracts import Finding, JobInfo, RankCounts
+from runner.contracts import Finding, JobInfo, RankCounts, is_same_job
 from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
@@ -293,7 +293,7 @@ class SlurmLauncher(SlurmOptions):
             record = scheduler.show_job(job_id)
         except scheduler.SchedulerError:
             record = {}
-        if submission.name_in(record.get("Command", "")) != unique:
+        if scheduler.submission_in(record.get("Command", "")) != unique:
             record = {}  # Slurm has lost the job meanwhile, and given its id to another one
         given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
         # A requeue of this task sets its time anew, which the others of its array were not submitted at.
@@ -425,7 +425,7 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text(job.get("submission")))]
     # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
     named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
-    earliest = submitted if status.get("job_id") == job.get("job_id") else None
+    earliest = submitted if is_same_job(status, job) else None
     trained = _text(status.get("submission"))
     found.append(RecordedJob(str(status.get("job_id")), user, named, earliest, seen, trained))
     return [each for each in found if scheduler.is_job_id(each.job_id)]

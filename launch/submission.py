@@ -20,7 +20,6 @@ from launch import scheduler
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-SCRIPT = re.compile(r"\.submission_file_([0-9a-f]{32})-\d+\.sh")  # submitit's name for it, with ours in it
 # What sbatch says if it does not know whether the controller has accepted the job, see slurm_errno.c.
 LOST_ANSWER = re.compile(
     r"timed out|zero bytes|unexpected message|(send|receive|shutdown|communication connection) failure|reset by peer",
@@ -135,12 +134,6 @@ def cancel(name: str) -> None:
         scheduler.ask("scancel", *found)
 
 
-def name_in(script: str) -> str | None:
-    """The name of the submission in the path of its batch script; None if it is no submission's."""
-    found = SCRIPT.search(script)
-    return found[1] if found else None
-
-
 def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
     """After a submission that failed with `error`, of submitit; returns if no job is left of it, and no note either.
 
@@ -175,6 +168,6 @@ def _by_name(user: str) -> dict[tuple[str, int | None], str]:
     found = {}
     for job_id, script in scheduler.live_scripts(user).items():
         task = job_id.partition("_")[2]
-        if name := name_in(script):
+        if name := scheduler.submission_in(script):
             found[name, int(task) if task else None] = job_id
     return found

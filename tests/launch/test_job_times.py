@@ -67,6 +67,19 @@ def test_a_preemption_that_came_before_this_process_is_announced_to_it(
     assert sent == ([(os.getpid(), signal.SIGTERM)] if told else [])
 
 
+def test_the_record_of_another_job_with_this_id_says_nothing_about_this_one(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has lost this one: neither the wait of the later job is its own, nor a preemption of that."""
+    sent: list[int] = []
+    monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append(signum))
+    at = dict.fromkeys(("SubmitTime", "EligibleTime", "StartTime", "PreemptTime"), "2026-01-01T12:00:00")
+    script = f"/x/.submission_file_{'b' * 32}-1.sh"
+    inside.prints("scontrol_show_job", job_line(JobState="RUNNING", **at, Command=script))
+    assert job.SlurmJob(submission="a" * 32).waited() == {}
+    assert sent == []
+
+
 def test_where_slurm_does_not_answer_the_wait_is_not_known(inside: FakeSlurm) -> None:
     inside.fails("scontrol_show_job", "slurm_load_jobs error: Unable to contact slurm controller")
     assert job.SlurmJob().waited() == {}

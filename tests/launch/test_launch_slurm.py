@@ -526,6 +526,21 @@ def test_a_job_of_the_same_name_that_was_submitted_later_is_another_one(
     assert bool(SlurmLauncher().jobs(runs)) == ours
 
 
+@pytest.mark.parametrize("name", ["run0", "renamed"])
+@pytest.mark.parametrize(("restarts", "submitted"), [(0, SUBMITTED), (1, SUBMITTED), (1, "2026-01-02T00:00:00")])
+def test_a_job_is_known_by_the_submission_that_its_batch_script_names(
+    slurm: FakeSlurm, runs: list[Path], name: str, restarts: int, submitted: str
+) -> None:
+    """Whatever it is called, and whenever it was requeued: sweeps of the same size have the same name."""
+    slurm.shows_job(JobName="run0", SubmitTime=SUBMITTED)
+    assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
+    own = json.loads((runs[0] / "job.json").read_text())["submission"]
+    for unique in (own, "b" * 32):
+        script = f"/a|b/.submission_file_{unique}-1.sh"
+        slurm.prints("squeue", row("12", Name=name, SubmitTime=submitted, restarts=restarts, Command=script))
+        assert bool(SlurmLauncher().jobs(runs)) == (unique == own)
+
+
 def test_a_task_requeued_before_another_of_its_array_is_known_where_the_command_slept_until_then(
     slurm: FakeSlurm, runs: list[Path]
 ) -> None:

@@ -58,6 +58,7 @@ CAUSES = [
     # The batch script or the node was lost, and this process lives on.
     (signal.SIGTERM, {**ENDING, "Reason": "JobLaunchFailure"}, "node failure", "12_1"),
     (signal.SIGTERM, {**ENDING, "Reason": "NodeDown"}, "node failure", "12_1"),
+    # Not a limit that was reached: why it waited when it was cancelled.
     (signal.SIGTERM, {**ENDING, "Reason": "BeginTime"}, "cancelled", None),
 ]
 
@@ -136,6 +137,8 @@ WRAPPED = {"Command": "/var/spool/wrapped.sh"}  # sbatch is a script of the site
 ANOTHER = [
     {"Command": f"/x/.submission_file_{THEIRS}-1.sh"},  # of the same run, even
     {"Command": f"/x/.submission_file_{THEIRS}-1.sh", "SubmitTime": "2999-01-01T00:00:00"},
+    {"Command": f"/x/.submission_file_{OWN}.sh"},  # of somebody's own submitit
+    {"Restarts": "0"},
     {**WRAPPED, "UserId": "somebody(99999)"},
     {**WRAPPED, "Restarts": "0"},  # this one has been restarted once
     {**WRAPPED, "JobName": "theirs", "SubmitTime": "2999-01-01T00:00:00"},
@@ -169,6 +172,8 @@ def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
     assert len(inside.calls("scontrol requeue")) == ours
     assert batch_script(inside, tmp_path / "run", "exit 137", [], submission=OWN) == 137
     assert len(inside.calls("scontrol requeue")) == 2 * ours
+    said = "belongs to another job" in capsys.readouterr().out
+    assert said == (not ours and fields.get("Restarts") is None)  # (of fewer restarts it cannot tell more)
 
 
 def test_a_signal_before_the_attempt_has_handlers_is_remembered(inside: FakeSlurm) -> None:
@@ -507,7 +512,31 @@ def test_an_attempt_knows_which_submission_its_job_is_of(
     monkeypatch.setattr(rendezvous, "export", lambda: None)
     with pytest.raises(SystemExit):
         called.function(*called.args, **called.kwargs)
-    assert identities[0]["submission"] == json.loads((run / "job.json").read_text())["submission"]
+    name = json.loads((run / "job.json").read_text())["submission"]
+    assert identities[0]["submission"] == name
+    assert f"REQUEUE_SUBMISSION={name}" in (run / "logs" / "12_submission.sh").read_text().splitlines()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_job_does_not_do_what_was_submitted_for_an_earlier_one_with_its_id(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool
+) -> None:
+    """Submitit finds its file by the id: of another run, perhaps, until the command has renamed that of this job."""
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("REQUEUE_SUBMISSION", OWN)
+    monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
+    monkeypatch.setattr(rendezvous, "export", lambda: None)
+    module = type(sys)("somewhere")
+    module.attempt = lambda _, job: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    starts = requeue.starts_file(tmp_path, requeue.mark("12_1", OWN))
+    starts.write_text(f"{0:<255}\n")
+    with pytest.raises(SystemExit) as left:
+        job.start(str(tmp_path), "somewhere:attempt", submission=OWN if own else THEIRS)
+    assert left.value.code == (0 if own else ExitStatus.FAILED)
+    # The batch script counts it as a start that failed, and requeues the job.
+    assert [path.name for path in tmp_path.glob("*.verdict")] == ([f"12_1.{OWN}.0.verdict"] if own else [])
+    assert ("an earlier job with this id" in requeue.failed_starts(starts)[1]) != own
 
 
 @pytest.mark.parametrize("names_it", [True, False])

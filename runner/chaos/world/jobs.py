@@ -286,6 +286,7 @@ class Jobs(Scenario):
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_NTASKS": "1",
             "SUBMITIT_FOLDER": job.script["folder"],
+            "REQUEUE_SUBMISSION": job.script["submission"],
             "RUNNER_BATCH_BEGAN": f"{job.host.boot_id} {uptime:.2f}",
             **({"SLURM_RESTART_COUNT": str(job.restarts)} if job.restarts else {}),
             **(
@@ -356,38 +357,28 @@ class Jobs(Scenario):
 
     def _rank(self, job: Job) -> None:
         """What srun starts: submitit loads its file, and calls the function that was submitted."""
-        script, run = job.script, self._run_of(job)
-        pickle = Path(script["folder"]) / f"{job.job_id}_submitted.pkl"
+        pickle = Path(job.script["folder"]) / f"{job.job_id}_submitted.pkl"
         if self.world.now < self._broken_until:
             self.world.tell("cannot start: the environment is broken", f"rank {job.job_id}")
             sys.exit(1)
-        if not self._submitit_finds(pickle):
-            sys.exit(1)
-        start = import_module("launch.job").start
+        arguments = self._submitit_finds(pickle)
         try:
-            start(
-                str(run),
-                "runner.training.attempt:attempt",
-                script["max_timeouts"],
-                script["requeue_killed"],
-                script["submission"],
-            )
+            import_module("launch.job").start(*arguments)
         except SystemExit as end:
             if end.code == ExitStatus.LOCKED:
-                self._locked.add(run)
+                self._locked.add(Path(arguments[0]))
             raise
 
     @staticmethod
-    def _submitit_finds(pickle: Path) -> bool:
-        """Whether the file is there within a minute; what the disk refuses ends submitit as well."""
-        try:
+    def _submitit_finds(pickle: Path) -> list[Any]:
+        """What is in the file, if it is there within a minute; what the disk refuses ends submitit as well."""
+        with suppress(OSError):
             for _ in range(60):
                 if files.exists(pickle):
-                    return True
+                    arguments: list[Any] = json.loads(files.read_text(pickle))
+                    return arguments
                 clock.sleep(1.0)
-        except OSError:
-            return False
-        return False
+        sys.exit(1)
 
     # ---- strikes
 
@@ -646,7 +637,8 @@ class Jobs(Scenario):
         if run.path in self._locked:  # waited five minutes for a live process, and said so in its log
             return
         with suppress(OSError):
-            notes = [data for path, data in self.disk.tree().items() if path.endswith(".starts")]
+            name = f"/{jobs[-1].job_id}.{jobs[-1].script['submission']}.starts"
+            notes = [data for path, data in self.disk.tree().items() if path.endswith(name)]
             if any(b"not requeued" in note for note in notes):
                 return
         self.must(
@@ -727,15 +719,13 @@ class _Executor:
         assert self._story.world.current is not None
         unique = self._story._names[self._story.world.current.process]
         pickles = [folder / f"{unique}-{index}.pkl" for index in range(len(runs))]
-        for path in pickles:
-            files.write_atomic(path, b"")
+        for path, *arguments in zip(pickles, runs, attempts, timeouts, requeue_killed, submissions, strict=True):
+            files.write_atomic(path, json.dumps(arguments).encode())
         script = folder / f".submission_file_{unique}-{len(runs)}.sh"
         told = {
             "runs": runs,
             "folder": str(folder),
             "name": self._name,
-            "max_timeouts": timeouts[0],
-            "requeue_killed": requeue_killed[0],
             "submission": submissions[0],
         }
         copied = requeue.script_lines(folder, requeue_killed[0], submissions[0])

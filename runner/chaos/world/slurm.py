@@ -779,6 +779,7 @@ class Slurm:
             "Reason": job.reason,
             "BatchHost": job.host.name if job.host is not None else "n/a",
             "Name": job.name,
+            "Command": job.path,
         }
         row = ""
         for column in columns.split(","):
