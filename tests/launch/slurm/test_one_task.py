@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -36,6 +37,8 @@ def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, refer
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["preempted", "preempted", "preempted", "finished"]
     assert job.steps_lost() == 0
+    # Slurm tells which submission it is of until it forgets the job.
+    assert json.loads((job.path / "job.json").read_text())["submission"] in job.slurm()["Command"]
     # scontrol is answered, and not killed by the signals that reach every process of the job.
     assert "cannot requeue" not in job.log()
     assert job.row()["state"] == "finished"

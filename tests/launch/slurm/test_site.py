@@ -38,7 +38,10 @@ def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(cluster: Cluster, tmp
     time.sleep(1.1)  # Slurm's times are whole seconds, and no id comes again within one
     theirs = cluster.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
     record = job.path / "job.json"
-    record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": theirs}))
+    recorded = {**json.loads(record.read_text()), "name": "renamed", "submit_time": "2000-01-01T00:00:00"}
+    record.write_text(json.dumps(recorded))
+    assert job.row()["state"] == "pending"  # its batch script tells
+    record.write_text(json.dumps({**recorded, "job_id": theirs}))
     try:
         assert job.row()["state"] == "cancelled"
         assert job.submit(held) not in (ours, theirs)
@@ -92,6 +95,8 @@ def test_a_sweep_above_the_limit_of_the_cluster_is_several_arrays(cluster: Clust
     assert done.returncode == 0, done.stderr
     ids = sorted(json.loads(path.read_text())["job_id"] for path in tmp_path.glob("*/job.json"))
     arrays = {each.partition("_")[0] for each in ids}
+    for path in tmp_path.glob("*/job.json"):  # their batch scripts tell
+        path.write_text(json.dumps({**json.loads(path.read_text()), "submit_time": "2000-01-01T00:00:00"}))
     try:
         assert (len(ids), len(arrays)) == (5, 2)
         rows = statuses(cluster, tmp_path).values()

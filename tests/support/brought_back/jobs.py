@@ -27,7 +27,7 @@ def _looks_once(patch: pytest.MonkeyPatch) -> None:
 
 def _any_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requeuer, "_is_another", lambda self, found: False)
-    _in_script(patch, '! is_another_job "$record" "$script"', "true")
+    _in_script(patch, 'if is_another_job "$record" "$script"; then', "if false; then")
 
 
 def _earlier_start_takes_over(patch: pytest.MonkeyPatch) -> None:
