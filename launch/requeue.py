@@ -327,8 +327,8 @@ class Requeuer:
         if restarts < self._restart_count:
             return True
         script = found.get("Command", "")
-        if self._submission is not None and scheduler.SCRIPT in script:
-            return f"{scheduler.SCRIPT}{self._submission}-" not in script
+        if self._submission is not None and scheduler.SCRIPT_PREFIX in script:
+            return f"{scheduler.SCRIPT_PREFIX}{self._submission}-" not in script
         user = re.search(r"\((\d+)\)$", found.get("UserId", ""))
         if user and user[1] != processes.environment.get("SLURM_JOB_UID", user[1]):
             return True

@@ -15,8 +15,8 @@ TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
 JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
 END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
 # How submitit's name for a batch script begins; the name of the submission follows, and a number.
-SCRIPT = ".submission_file_"
-SUBMISSION = re.compile(re.escape(SCRIPT) + r"([0-9a-f]{32})-\d+\.sh")
+SCRIPT_PREFIX = ".submission_file_"
+SCRIPT_NAME = re.compile(re.escape(SCRIPT_PREFIX) + r"([0-9a-f]{32})-\d+\.sh")
 # squeue pads each field to its width and puts this after it.
 SEPARATOR = "|"
 # With their widths; the last two may contain the separator. A longer path does not tell the submission.
@@ -234,7 +234,7 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
 
 def submission_in(script: str) -> str | None:
     """The name of the submission in the path of its batch script; None if it is no submission's."""
-    found = SUBMISSION.search(script)
+    found = SCRIPT_NAME.search(script)
     return found[1] if found else None
 
 

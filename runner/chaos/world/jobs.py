@@ -352,8 +352,7 @@ class Jobs(Scenario):
             "echo": echo,
         }
         folder = Path(job.script["folder"])
-        mark = import_module("launch.requeue").mark(job.job_id, job.script["submission"])
-        sys.exit(Batch(world, self.disk, job.script["text"], folder, mark, environment, commands).run())
+        sys.exit(Batch(world, self.disk, job.script["text"], folder, _mark(job), environment, commands).run())
 
     def _rank(self, job: Job) -> None:
         """What srun starts: submitit loads its file, and calls the function that was submitted."""
@@ -637,7 +636,7 @@ class Jobs(Scenario):
         if run.path in self._locked:  # waited five minutes for a live process, and said so in its log
             return
         with suppress(OSError):
-            name = f"/{jobs[-1].job_id}.{jobs[-1].script['submission']}.starts"
+            name = f"/{_mark(jobs[-1])}.starts"
             notes = [data for path, data in self.disk.tree().items() if path.endswith(name)]
             if any(b"not requeued" in note for note in notes):
                 return
@@ -689,6 +688,12 @@ class Jobs(Scenario):
                     cause not in named or truth & named[cause],
                     f"attempt {line['attempt']} of {run.path.name} is recorded as {cause!r}: what happened is {truth}",
                 )
+
+
+def _mark(job: Job) -> str:
+    """How the names of the marker files of a job begin."""
+    mark: str = import_module("launch.requeue").mark(job.job_id, job.script["submission"])
+    return mark
 
 
 def _lag(rest: Random) -> float:
