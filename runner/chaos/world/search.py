@@ -176,10 +176,14 @@ class _Report:
 def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> Generator[_Report]:
     told = clock.monotonic()
     report = _Report()
+    settled = False
     while (until is None or explorer.played < until) and (deadline is None or clock.monotonic() < deadline):
         story, new = explorer.play()
         if explorer.played % COLLECT == 0:
             gc.collect()
+            if not settled:
+                gc.freeze()  # what was imported by now stays: the collector need not look at it again and again
+                settled = True
         report.schedules += 1
         report.features += new
         if story.broken is not None:
@@ -193,8 +197,6 @@ def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> G
 def _work(pipe: Connection, explorer: Explorer, until: int, seconds: float | None) -> None:
     """What a process does: it plays, reports, and hands its explorer back."""
     signals.set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
-    gc.collect()
-    gc.freeze()  # what was imported stays: the collector need not look at it after every few stories
     try:
         for report in _reports(explorer, until, None if seconds is None else clock.monotonic() + seconds):
             pipe.send(report)
