@@ -523,7 +523,7 @@ def branched(trunk: Path) -> Path:
 
 
 def unpacked(file: Path, folder: Path) -> Path:
-    """The run in an archive, as the tool unpacks it that a user has at hand."""
+    """The run in an archive, unpacked with `tar` as a user would."""
     folder.mkdir(exist_ok=True)
     subprocess.run(["tar", "-xf", file, "-C", folder], check=True)
     (path,) = folder.iterdir()

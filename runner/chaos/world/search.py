@@ -176,14 +176,12 @@ class _Report:
 def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> Generator[_Report]:
     told = clock.monotonic()
     report = _Report()
-    settled = False
     while (until is None or explorer.played < until) and (deadline is None or clock.monotonic() < deadline):
         story, new = explorer.play()
         if explorer.played % COLLECT == 0:
             gc.collect()
-            if not settled:
+            if not gc.get_freeze_count():
                 gc.freeze()  # what was imported by now stays: the collector need not look at it again and again
-                settled = True
         report.schedules += 1
         report.features += new
         if story.broken is not None:
