@@ -4,7 +4,8 @@ Between the moment in which Slurm accepts a job and the moment in which its id i
 killed, the disk may be full, or sbatch's answer may be lost. The note in each run directory names the batch script, and
 Slurm tells which jobs have that script: the next command that submits the run cancels a job that nobody recorded. A job
 that it could not see yet, because a command was suspended between its note and sbatch, finds at its start that the run
-has another job (see `is_named`).
+has another job (see `is_named`); where a command was killed and its request was still on its way, the job has no files
+to start with.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ def remove_rest(aside: Path) -> None:
         FileError: the file system refused; the rest is still there.
     """
     try:
+        # Who renamed it may have been killed before that was durable: a power loss would bring back a part of the run.
+        files.fsync_dir(aside.parent)
         with suppress(FileNotFoundError):  # another command does the same
             files.remove_tree(aside)
     except OSError as error:

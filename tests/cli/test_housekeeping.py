@@ -496,6 +496,30 @@ class TestRemove:
             assert list(source.parent.iterdir()) == [], number
         assert states == {True, False}
 
+    @pytest.mark.parametrize("words", [("rm", "--yes"), ("archive", "x.tar", "--remove")])
+    def test_the_name_of_what_a_killed_one_has_left_is_durable_before_that_is_deleted(
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    ) -> None:
+        """It was killed after it had renamed the run: a power loss would undo that, but not the deletions."""
+        done: list[str] = []
+        sync, remove = files.fsync_dir, files.remove_tree
+
+        def synced(directory: Path) -> None:
+            done.extend(["synced"] * (Path(directory) == made.parent))
+            sync(directory)
+
+        def removed(path: Path) -> None:
+            done.append("removed")
+            remove(path)
+
+        assert command("archive", str(made), "x.tar") == 0
+        made.rename(hidden(made, "archived"))
+        monkeypatch.setattr(files, "fsync_dir", synced)
+        monkeypatch.setattr(files, "remove_tree", removed)
+        assert command(words[0], str(made), *words[1:]) == 0
+        assert done == ["synced", "removed"]
+        assert run_dirs() == []
+
     def test_what_a_disk_refuses_to_remove_is_removed_later(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
