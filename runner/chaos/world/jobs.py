@@ -178,7 +178,7 @@ class Jobs(Scenario):
             put(frozen, "load", partial(_load, frozen.load))
             put(launchers, "make_launcher", lambda node: _launcher(node["retry_failed"]))
             put(lease, "MIN_INTERVAL_S", 2.0)
-            put(lease, "POLL_S", 5.0)
+            put(lease, "POLL_S", 1.0)  # a job that waits has to hear of a signal in the shortest grace time
             put(checkpoint_dir, "_COUNT", count())  # it is in names, and these are to be the same in every process
             before = sys.modules.get(session.__name__)
             sys.modules[session.__name__] = session

@@ -422,7 +422,7 @@ class Slurm:
         self.world.tell("is cancelled", f"job {job.job_id}")
         if lag_s and job.is_running:
             self._send(job, signal.SIGTERM)
-            self._later(lag_s, partial(self._cancel, job))
+            self.world.at(lag_s, partial(self._cancel, job))  # accepted, and so carried out also if it is away by then
         else:
             self._cancel(job)
 
@@ -431,7 +431,7 @@ class Slurm:
             if job.after == "PENDING":
                 job.after = "CANCELLED"
             elif job.after != "CANCELLED":
-                # It came to another end while the controller was away: nobody knows of the scancel any more.
+                # It came to another end meanwhile: nobody knows of the scancel any more.
                 job.cancelled = False
         elif job.state in SLURM_WAITING:
             job.state, job.end = "CANCELLED", self.now
