@@ -559,6 +559,9 @@ class Jobs(Scenario):
             line for line in ended if is_same_job(line, record) and line["restart_count"] > record["restart_count"]
         ]
         self.must(not later, f"{run.path.name} is trained by {record}, an earlier start than {later}")
+        # The files of such a job never got their names: nothing that it could train.
+        orphans = [job.job_id for job in self.slurm.all_jobs if job.script["orphan"] and _is_of(job, record)]
+        self.must(not orphans, f"{run.path.name} is trained by the job of a command that was gone: {orphans}")
         self.must(len(stuck) < 3, f"{run.path.name} is tried again after three attempts without progress: {stuck}")
 
     def _watch(self, what: str, path: str, to: str) -> None:
@@ -676,11 +679,7 @@ class Jobs(Scenario):
         for run in self.runs:
             for line in ended_attempts(run):
                 cause = line["cause"]
-                (job,) = (
-                    job
-                    for job in self.slurm.all_jobs
-                    if (job.job_id, job.script["submission"]) == (line.get("job_id"), line.get("submission"))
-                )
+                (job,) = (job for job in self.slurm.all_jobs if _is_of(job, line))
                 restarts = int(line.get("restart_count") or 0)
                 truth = job.truth.get(restarts, set())
                 rank = self._ranks.get((job, restarts))
@@ -692,6 +691,11 @@ class Jobs(Scenario):
                     cause not in named or truth & named[cause],
                     f"attempt {line['attempt']} of {run.path.name} is recorded as {cause!r}: what happened is {truth}",
                 )
+
+
+def _is_of(job: Job, attempt: dict[str, Any]) -> bool:
+    """Whether an attempt was one of this job, which its id alone does not say: ids come again."""
+    return (job.job_id, job.script["submission"]) == (attempt.get("job_id"), attempt.get("submission"))
 
 
 def _mark(job: Job) -> str:
