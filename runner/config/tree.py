@@ -5,7 +5,6 @@ Hydra is called here and in `targets.bind` only; `explain` knows its errors.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,8 +29,7 @@ from runner.config.variations import is_single
 from runner.errors import UserError
 
 CONFIG_NAME = "config"
-# The config store keeps what it is given: each composition over a frozen config needs its own name.
-FROZEN_NAMES = (f"frozen_config_{number}" for number in itertools.count())
+FROZEN_NAME = "frozen_config"
 # Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Dictionaries whose keys are names that users choose: a new key needs no `+`.
@@ -103,13 +101,17 @@ class ConfigTree:
         """
         name = self.config_name
         if frozen is not None:
-            name = next(FROZEN_NAMES)
+            name = FROZEN_NAME
             chosen = {self.group_of(override) for override in overrides}
             values = {key: value for key, value in frozen.items() if key not in chosen}
             defaults = ["schema", "_self_", *({group: None} for group in self.groups)]
             ConfigStore.instance().store(name=name, node={"defaults": defaults, **escaped(values)})
-        with self._hydra():
-            config = hydra.compose(name, [opened(text) for text in overrides], return_hydra_config=True)
+        try:
+            with self._hydra():
+                config = hydra.compose(name, [opened(text) for text in overrides], return_hydra_config=True)
+        finally:
+            if frozen is not None:  # Hydra copies the whole store at each composition
+                ConfigStore.instance().store(name=name, node={})
         HydraConfig.instance().set_config(config)
         return config
 

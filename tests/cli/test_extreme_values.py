@@ -60,7 +60,7 @@ def preloaded() -> None:
         "train.loss._target_=os.getcwd",
         "+train.loss.bogus=3",
         "model.bias=no",
-        "train.batch_size=500000 data.num_workers=0",
+        "train.batch_size=60000 data.num_workers=0",
         "launcher._target_=os.system",
         "run.name='a\\nb'",
         "model._target_=os.getcwd",

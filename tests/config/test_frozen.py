@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hydra.core.config_store import ConfigStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -15,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.composition import Composer
 from runner.config.frozen import holds, load_plain, plain_values, schema, to_yaml
 from runner.config.plain_yaml import Loader, escaped, read_plain
-from runner.errors import RunDirError
+from runner.errors import RunDirError, UserError
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(exclude_categories=["Cs", "Cc"]))
@@ -113,3 +115,19 @@ def test_values_of_another_type_are_not_what_is_frozen(tmp_path: Path, composed:
     for other in (False, 0.0, 1, "0"):
         assert not holds(tmp_path, {**composed, "seed": other})
     assert not holds(tmp_path / "missing", composed)
+
+
+def test_what_a_composition_over_a_run_leaves_does_not_grow(tmp_path: Path) -> None:
+    """Hydra copies its store at each composition: after a thousand runs one would take seconds."""
+    composer = Composer()
+    made = composer.compose(["run.dir=run"], tmp_path)
+    made.run_dir.mkdir()
+    (made.run_dir / "config.yaml").write_text(made.text)
+
+    def left() -> int:
+        composer.recompose(made.run_dir, ["seed=1"])
+        with pytest.raises(UserError, match="did you mean 'seed'"):
+            composer.recompose(made.run_dir, ["sed=1"])
+        return len(pickle.dumps(ConfigStore.instance()))
+
+    assert left() == left()
