@@ -83,9 +83,10 @@ def main(arguments: Sequence[str]) -> int:
             checkpoint_dir.sweep(run.checkpoints, fence)
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
-            held.check()  # what was packed is the run only if nobody else has changed it meanwhile
             _refuse_new_pins(run, content)
-            if options.remove and _holds(target, content):  # a killed command has come so far already
+            named = options.remove and _holds(target, content)  # a killed command has come so far already
+            held.check()  # last: what was packed is the run only if nobody else has changed it meanwhile
+            if named:
                 _sync(target)
             else:
                 _name(temporary, target)

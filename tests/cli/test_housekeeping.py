@@ -927,6 +927,30 @@ def test_who_was_superseded_meanwhile_changes_nothing(
     assert not {name for name in left if name in ("elsewhere", "x.tar") or ".removed-" in name or ".tmp-" in name}
 
 
+@pytest.mark.parametrize(("words", "last_look"), [([], "_refuse_new_pins"), (["--remove"], "_holds")])
+def test_an_archive_gets_no_name_once_the_run_was_taken_over(
+    made: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    last_look: str,
+) -> None:
+    """The machine was suspended after all other looks: whoever took the run over has changed what was packed."""
+    real = getattr(archive_command, last_look)
+
+    def look(*arguments: object) -> object:
+        found, holder = real(*arguments), lease.read_holder(RunDir(made).lease)
+        assert holder is not None
+        (RunDir(made).lease / f"{holder[0] + 1:08d}.json").write_text('{"host": "elsewhere", "pid": 7}')
+        return found
+
+    monkeypatch.setattr(archive_command, last_look, look)
+    assert command("archive", str(made), "x.tar", *words) == ExitStatus.SUPERSEDED
+    assert "is now held by process 7 on elsewhere" in error(capsys)
+    assert [path.name for path in Path.cwd().iterdir() if "x.tar" in path.name] == []
+
+
 @pytest.mark.parametrize("sweep", [False, True])
 def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
     made: Path,

@@ -221,6 +221,7 @@ class Custodies(Scenario):
         self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
         self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
+        self._frozen_looking: set[Process] = set()  # in its last look at the leases
         self._traps: list[Trap] = []
         self._blackout = False
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
@@ -250,6 +251,8 @@ class Custodies(Scenario):
         }
         for module in (mv, rm, archive):
             stand_ins[module, "refuse_waited_for"] = partial(self._look_for_waiting, module.refuse_waited_for)
+        check = custody.Custody.check
+        stand_ins[custody.Custody, "check"] = lambda held: self._look_at_leases(check, held)
         made = [mock.patch.object(module, name, value) for (module, name), value in stand_ins.items()]
         for each in made:
             each.start()
@@ -468,6 +471,14 @@ class Custodies(Scenario):
     def _look_for_waiting(self, look: Callable[[RunDir], None], run: RunDir) -> None:
         self._looked[self._own()] = self.world.now
         look(run)
+
+    def _look_at_leases(self, check: Callable[[custody.Custody], None], held: custody.Custody) -> None:
+        process = self._own()
+        freezes = process.freezes
+        self._frozen_looking.discard(process)
+        check(held)
+        if process.freezes > freezes:
+            self._frozen_looking.add(process)
 
     def _move(self) -> int:
         return self._carry_out("mv", str(self._place()), str(RUNS / f"b{self._own().pid}"))
@@ -731,8 +742,8 @@ class Custodies(Scenario):
                 self.must(self._packed is not None, f"{process.name} removes {source.name} before it was packed")
 
     def _may_not(self, process: Process, what: str) -> None:
-        """Somebody did what he may not: who was frozen between his last look at the leases and that very call may."""
-        self.must(process.just_thawed, f"{process.name} {what}")
+        """Somebody did what he may not: who was frozen in his last look at the leases, or in that very call, may."""
+        self.must(process.just_thawed or process in self._frozen_looking, f"{process.name} {what}")
 
     def _check_fence(self, process: Process, path: Path) -> None:
         """Once a newer attempt works on a run, an older one changes none of its names."""

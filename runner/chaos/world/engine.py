@@ -144,6 +144,7 @@ class Process:
         self.main: Task | None = None
         self.dead = False
         self.just_thawed = False  # it was frozen in the call that it is in
+        self.freezes = 0
         self.stopped = False
         self.status: int | None = None
         self.killed_by: str | None = None
@@ -415,6 +416,7 @@ class World:
         """Freeze a process (SIGSTOP, a suspended job)."""
         if not process.dead and not process.stopped:
             process.stopped = True
+            process.freezes += 1
             process.held += [task for task in self._ready if task.process is process]
             self._ready = [task for task in self._ready if task.process is not process]
             self.tell("is frozen", process.name)
