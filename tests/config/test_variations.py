@@ -97,11 +97,11 @@ SWEEPS = st.tuples(
 
 
 def jobs_of(keys: tuple[list[str], ...]) -> list[list[str]]:
-    """The combinations of the overrides, four at most."""
+    """The combinations of the overrides, six at most."""
     jobs: list[list[str]] = [[]]
     for overrides in keys:
         jobs = [[*job, override] for job in jobs for override in overrides]
-    return jobs[:4]
+    return jobs[:6]
 
 
 def outcome(composer: Composer, job: list[str], where: Path) -> tuple[object, ...]:
@@ -117,7 +117,7 @@ def shown(made: Composed) -> tuple[object, ...]:
     return made.text, made.run_dir, made.overrides, made.config, repr(made.plain)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(keys=SWEEPS)
 @pytest.mark.slow
 def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
