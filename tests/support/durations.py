@@ -45,11 +45,12 @@ class Durations:
 
     def shard(self, names: Sequence[str], number: int, count: int) -> list[bool]:
         """Which of `names` belong to shard `number` of `count`. Neighbours stay together: they share fixtures."""
-        whole, before, found = sum(map(self.of, names)), 0.0, []
-        for name in names:
-            middle = before + self.of(name) / 2
-            found.append(number - 1 <= middle * count / whole < number)
-            before += self.of(name)
+        seconds = [max(self.of(name), 0.001) for name in names]
+        whole, before, found = sum(seconds), 0.0, []
+        for each in seconds:
+            middle = before + each / 2
+            found.append(min(int(middle * count / whole), count - 1) == number - 1)
+            before += each
         return found
 
 
