@@ -13,7 +13,7 @@ from new_seeds import new_seed
 from progress import Progress
 
 # Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs.
-pytest_plugins = ["cli_fixtures", "jobs"]
+pytest_plugins = ["cli_fixtures", "isolation", "jobs"]
 
 settings.register_profile(
     "runner",
@@ -26,8 +26,11 @@ settings.load_profile("runner")
 
 # Children inherit it: two busy processes on two cores, and the same bits whatever else runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(name, None)
+# Not theirs: the environment of a job, or of a Git hook, that runs the tests.
+FOREIGN = "RANK WORLD_SIZE LOCAL_ MASTER_ TORCHELASTIC_ SLURM_ SBATCH_ GIT_DIR GIT_INDEX_FILE GIT_WORK_TREE"
+FOREIGN += " RUNNER_TRUST HYDRA_FULL_ERROR COLUMNS"
+for name in [name for name in os.environ if name.startswith(tuple(FOREIGN.split()))]:
+    del os.environ[name]
 
 # In the background of a script Ctrl-C is ignored, and children would inherit that: tests interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -37,11 +37,10 @@ def test_the_command_works(command: str, slurm: FakeSlurm, tmp_path: Path) -> No
         words += ["experiment=smoke", f"run.root={tmp_path}"]
     elif "=" in words[3] or words[3].startswith("-"):
         words += ["launcher.dry_run=true", f"run.root={tmp_path}"]
+    Path("outputs").mkdir()
     # As on a terminal, where what is watched shows at once.
     terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
-    with subprocess.Popen(
-        words, cwd=ROOT, env=terminal, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with subprocess.Popen(words, env=terminal, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         if "--watch" in words:  # it refreshes until Ctrl-C
             assert process.stdout is not None
             assert process.stdout.read(1)
