@@ -25,8 +25,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST = 1 << 20  # bytes
 END_S = 30.0  # how long ranks may take to end when one of them has failed
@@ -119,11 +117,6 @@ class _Zygote:
         assert answer, "the process that forks the runs has ended"
         return int(answer)
 
-    def children_s(self) -> float:
-        """CPU seconds of the processes that it forked and that have ended."""
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.children_user + times.children_system)
-
     def close(self) -> None:
         self._socket.close()
         self._process.wait()
@@ -132,11 +125,6 @@ class _Zygote:
 @functools.cache
 def _zygote() -> _Zygote:
     return _Zygote()
-
-
-def children_s() -> float:
-    """CPU seconds of the forked processes that have ended; 0 if there was none."""
-    return _zygote().children_s() if _zygote.cache_info().currsize else 0.0
 
 
 def start(words: Sequence[str], environment: Mapping[str, str], cwd: Path = ROOT, ranks: int = 1) -> Forked:
