@@ -1,15 +1,20 @@
-"""Hooks of mkdocs: the pages that live at the top of the repository become pages of the site, and links follow them."""
+"""Hooks of mkdocs: pages from the top of the repository, links between them, and a check of what a reader will see."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[2]
+LOG = logging.getLogger("mkdocs.hooks")  # with --strict, a warning of it ends the build
 TOP = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -17,10 +22,16 @@ TOP = {
     "SECURITY.md": "security.md",
     "LICENSE": "license.md",
 }
+SNIPPET = re.compile(r'^ *-+8<-+ "(.+)"$', re.MULTILINE)
+MARKER = re.compile(r"-{2,} ?8 ?< ?-{2,}")
+# Markdown at the beginning of a line, or a link: outside of code, no reader should see it.
+RAW = re.compile(r"^\s*(?:```|~~~|:::|!!!|\?\?\?|===\s|\|.*\|\s*$|<!--|#+ )|\]\(", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages at the top of the repository."""
+    from mkdocs.structure.files import File
+
     for source, target in TOP.items():
         text = (ROOT / source).read_text()
         if source == "LICENSE":
@@ -39,3 +50,56 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(source)}(?=[)#])", f"]({target}", markdown)
     markdown = re.sub(r"\]\((?:\./)?examples/(?:plugin/?)?\)", "](gallery.md)", markdown)
     return re.sub(r"\]\(\.\./conf/", "](conf/", markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Warn of every page that does not show what it should."""
+    site = Path(config.site_dir)
+    for path in sorted(site.rglob("*.html")):
+        source = Path(config.docs_dir, path.relative_to(site)).with_suffix(".md")
+        for fault in faults(path, source.read_text() if source.exists() else ""):
+            LOG.warning("%s: %s", path.relative_to(site), fault)
+
+
+def faults(path: Path, source: str) -> Iterator[str]:
+    """What a reader of the built page at `path`, written as the Markdown `source`, would stumble over."""
+    page = Shown()
+    page.feed(path.read_text())
+    code = "\n".join(page.blocks)
+    for raw in MARKER.findall(page.prose + code) + RAW.findall(page.prose):
+        yield f"shows its source: {raw.strip()}"
+    for number, block in enumerate(page.blocks, start=1):
+        if not block.strip():
+            yield f"code block {number} is empty"
+    for address in page.loaded:
+        if not re.match(r"\w+:|/", address) and not (path.parent / re.split("[?#]", address)[0]).exists():
+            yield f"{address} is not there to be loaded"
+    for name in SNIPPET.findall(source):
+        if (ROOT / name).read_text().strip() not in code:
+            yield f"does not show the text of {name}"
+
+
+class Shown(HTMLParser):
+    """The text of a page: that of its code blocks, and the rest without code in sentences; and what it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prose, self.blocks, self.loaded = "", list[str](), list[str]()
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value for name, value in attrs if name == "src" and value]
+        if tag in ("pre", "code", "script", "style"):
+            self._open.append(tag)
+            if tag == "pre":
+                self.blocks.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._open:
+            self._open.remove(tag)
+
+    def handle_data(self, data: str) -> None:
+        if "pre" in self._open:
+            self.blocks[-1] += data
+        elif not self._open:
+            self.prose += data
