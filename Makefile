@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 BIN = $(VENV)/bin
 
-.PHONY: run test fast check docs bench mutants clean
+.PHONY: run test fast check docs bench simulate mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m runner $(ARGS)
@@ -31,9 +31,13 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# The runner's code on simulated machines: docs/simulation.md. ARGS="--scenario jobs --minutes 10"
+simulate: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
+
 # Small random changes of the code, each of which a test should notice: docs/mutants.md. Hours; it resumes.
 mutants: $(VENV)/.test
-	PYTHONPATH=tests/support nice -n 19 $(BIN)/python -m mutants $(ARGS)
+	PYTHONPATH=tests nice -n 19 $(BIN)/python -m mutants $(ARGS)
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
