@@ -10,7 +10,7 @@ SHOW = | sed -u -n -E '/^(Collecting|Downloading|Building|Installing)/ s/^(.{,10
 SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 
-.PHONY: run test fast test-all check docs bench mutants clean
+.PHONY: run test fast test-all check docs bench simulate mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m runner $(ARGS)
@@ -44,9 +44,13 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# The runner's code on simulated machines: docs/simulation.md. ARGS="--scenario jobs --minutes 10"
+simulate: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
+
 # Small random changes of the code, each of which a test should notice: docs/mutants.md. Hours; it resumes.
 mutants: $(VENV)/.test
-	PYTHONPATH=tests/support nice -n 19 $(BIN)/python -m mutants $(ARGS)
+	PYTHONPATH=tests nice -n 19 $(BIN)/python -m mutants $(ARGS)
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@echo "creating $(VENV) with $$($(PYTHON) --version); torch and the rest take 1 to 3 minutes and 1.1 GB"

@@ -2,7 +2,6 @@
 
 python -m runner chaos experiment=smoke
 python -m runner chaos data=mixture train.steps=200 --kills 20 --report chaos.html
-python -m runner chaos --simulate --minutes 10
 python -m runner chaos --help
 """
 
@@ -30,7 +29,6 @@ from runner.chaos.plan import PlannedFault, make_plan
 from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import BrokenError
 from runner.chaos.target import LocalTarget, Target
-from runner.cli import chaos_simulate
 from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
 from runner.cli.launcher import make_launcher
 from runner.errors import ExitStatus, UserError
@@ -46,8 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an argument or the configuration is wrong.
     """
-    if "--simulate" in arguments:
-        return chaos_simulate.main(arguments)
     signals.set_handler(signal.SIGTERM, _interrupt)
     try:
         return _run(parse(arguments))
