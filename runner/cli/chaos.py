@@ -32,7 +32,7 @@ from runner.chaos.target import LocalTarget, Target
 from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
 from runner.cli.launcher import make_launcher
 from runner.errors import ExitStatus, UserError
-from runner.system import files, signals
+from runner.system import files
 
 RANKS = range(1, 5)  # that the fault `shape` chooses from
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an argument or the configuration is wrong.
     """
-    signals.set_handler(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _run(parse(arguments))
     except KeyboardInterrupt:

@@ -1,21 +1,26 @@
-"""Puts a world in place of the system layer: the primitives of `runner.system` are replaced for as long as it runs.
+"""Puts a world in place of the system layer, for as long as it runs, and takes it away again.
 
-Nothing is added to a real run: the doors are plain names of the modules there, and these are what is replaced.
+The primitives of `runner.system` are plain names of its modules, and these are replaced. In place of the modules
+`threading`, `queue` and `signal`, each module of the project finds one that knows the world.
 """
 
 from __future__ import annotations
 
+import builtins
 import logging
-import signal
+import queue as real_queue
+import signal as real_signal
 import sys
+import threading as real_threading
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from runner.system import clock, files, processes, signals, threads
+from runner.system import clock, files, processes, signals
 from simulation.disk import Disk
 from simulation.engine import Process, Task, World
 
@@ -42,11 +47,10 @@ def installed(world: World, disk: Disk, run: Run | None = None) -> Iterator[None
     with ExitStack() as restored:
         put = partial(replace, restored)
         put(files, **{name: getattr(disk, name) for name in DISK})
-        put(files, set_umask=_umask(world), resolve=lambda path: Path(disk.resolve(path)))
+        put(files, set_umask=_umask(world), resolve=lambda path: Path(disk.resolve(path)), this_thread=_thread(world))
         put(clock, **_clock(world))
         put(processes, **_this_process(world), **_processes(world, run))
-        put(threads, **_threads(world))
-        put(signals, set_handler=_Signals(world).set_handler)
+        _replace_modules(restored, _stand_ins(world))
         put(signals.StopFlag, **_stop_flag(world))
         put(sys, stdout=_Output(world, sys.stdout), stderr=_Output(world, sys.stderr))
         logging.disable(logging.CRITICAL)
@@ -63,6 +67,40 @@ DISK = """
 """The primitives of `runner.system.files` that a disk provides under the same names."""
 
 
+PROJECT = ("runner", "launch", "simulation")
+
+
+def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -> None:
+    """Let the modules of the project find others in place of some modules of Python's, until `restored` is closed.
+
+    Modules that are imported meanwhile, too: the runner imports some when it needs them.
+    """
+    by_name = {module.__name__: stand_in for module, stand_in in stand_ins.items()}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in PROJECT and name != __name__:
+            found = vars(module)
+            for each, stand_in in by_name.items():
+                if each in found:
+                    replace(restored, module, **{each: stand_in})
+    load = builtins.__import__
+
+    def importing(name: str, names: Any = None, *rest: Any) -> Any:
+        loaded = load(name, names, *rest)
+        if name not in by_name or str((names or {}).get("__name__")).partition(".")[0] not in PROJECT:
+            return loaded
+        restored.callback(names.__setitem__, name, loaded)
+        return by_name[name]
+
+    replace(restored, builtins, __import__=importing)
+
+
+class _StandIn:
+    """In place of a module of Python's: some of its names are others."""
+
+    def __init__(self, module: ModuleType, names: dict[str, Any]) -> None:
+        self.__dict__.update(vars(module) | names)
+
+
 def _umask(world: World) -> Callable[[int], int]:
     def set_umask(mask: int) -> int:
         task = world.current
@@ -72,6 +110,14 @@ def _umask(world: World) -> Callable[[int], int]:
         return before
 
     return set_umask
+
+
+def _thread(world: World) -> Callable[[], str]:
+    def this_thread() -> str:
+        task = world.current
+        return f"{task.process.pid}-{task.ident}" if task else "1-0"
+
+    return this_thread
 
 
 def _clock(world: World) -> dict[str, Any]:
@@ -150,6 +196,7 @@ def _this_process(world: World) -> dict[str, Any]:
 
     return {
         "environment": _Environment(world),
+        "own_pid": lambda: here.pid if (here := _own(world)) else 1,
         "host_name": host_name,
         "boot_id": boot_id,
         "this_process": this_process,
@@ -226,20 +273,18 @@ class _Environment(MutableMapping[str, str]):
         return len(self._own)
 
 
-class _Signals:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def set_handler(self, signum: int, handler: Any) -> Any:
-        """`signal.signal`."""
-        assert self._world.current is not None
-        handlers = self._world.current.process.handlers
-        before = handlers.get(signum, signal.SIG_DFL)
-        if handler == signal.SIG_DFL:
+def _set_handler(world: World) -> Callable[[int, Any], Any]:
+    def set_handler(signum: int, handler: Any) -> Any:
+        assert world.current is not None
+        handlers = world.current.process.handlers
+        before = handlers.get(signum, real_signal.SIG_DFL)
+        if handler == real_signal.SIG_DFL:
             handlers.pop(signum, None)
         else:
             handlers[signum] = handler
         return before
+
+    return set_handler
 
 
 def _stop_flag(world: World) -> dict[str, Any]:
@@ -307,21 +352,23 @@ class _Output:
 # ---- threads
 
 
-def _threads(world: World) -> dict[str, Any]:
+def _stand_ins(world: World) -> dict[ModuleType, Any]:
+    """What is found in place of modules of Python's."""
+
     class Thread(_Thread):
         _world = world
 
-    return {
+    threading: dict[str, Any] = {
         "Thread": Thread,
         "Event": lambda: _Event(world),
         "Lock": lambda: _Lock(world),
         "RLock": lambda: _RLock(world),
-        "SimpleQueue": lambda: _Queue(world),
-        "Queue": lambda maxsize=0: _Queue(world, maxsize),
-        "current": lambda: getattr(world.current, "thread", None) or world.current,
-        "ident": lambda: world.current.ident if world.current else 0,
-        "own_pid": lambda: world.current.process.pid if world.current else 1,
+        "current_thread": lambda: getattr(world.current, "thread", None) or world.current,
+        "get_ident": lambda: world.current.ident if world.current else 0,
     }
+    queue: dict[str, Any] = {"SimpleQueue": partial(_Queue, world), "Queue": partial(_Queue, world)}
+    changed = {real_threading: threading, real_queue: queue, real_signal: {"signal": _set_handler(world)}}
+    return {module: _StandIn(module, names) for module, names in changed.items()}
 
 
 class _Thread:
@@ -460,7 +507,7 @@ class _Queue:
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         while self._maxsize and len(self._items) >= self._maxsize:
             if not block or not self._world.wait(self._putters, timeout):
-                raise threads.Full
+                raise real_queue.Full
         self._items.append(item)
         self._world.wake(self._getters)
 
@@ -470,7 +517,7 @@ class _Queue:
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         while not self._items:
             if not block or not self._world.wait(self._getters, timeout):
-                raise threads.Empty
+                raise real_queue.Empty
         item = self._items.popleft()
         self._world.wake(self._putters)
         return item

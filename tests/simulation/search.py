@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from random import Random
 from typing import Any, cast
 
-from runner.system import clock, signals
+from runner.system import clock
 from simulation.scenario import Scenario, Story, play
 from simulation.scenarios import find, schedule
 from simulation.shrink import promise
@@ -194,7 +194,7 @@ def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> G
 
 def _work(pipe: Connection, explorer: Explorer, until: int, seconds: float | None) -> None:
     """What a process does: it plays, reports, and hands its explorer back."""
-    signals.set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
     try:
         for report in _reports(explorer, until, None if seconds is None else clock.monotonic() + seconds):
             pipe.send(report)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import gc
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +22,8 @@ import pytest
 from new_seeds import new_seed
 
 from runner.errors import ExitStatus
-from runner.system import clock, files, threads
+from runner.rundir import lease
+from runner.system import clock, files, processes
 from simulation import story as stories
 from simulation.brought_back import FAULTS
 from simulation.brought_back.measuring import measure
@@ -126,14 +130,46 @@ def test_nothing_of_a_story_is_left() -> None:
         gc.collect()
         return sum(type(each) is World for each in gc.get_objects())
 
-    doors, before = {module: dict(vars(module)) for module in (files, clock, threads)}, worlds()
+    modules, before = {each: dict(vars(each)) for each in (files, clock, processes, lease, builtins)}, worlds()
     for seed in range(3):
         play(Leases, schedule(Leases, str(seed)))
     assert worlds() <= before  # of other tests
-    assert {module: dict(vars(module)) for module in doors} == doors
+    assert {module: dict(vars(module)) for module in modules} == modules
+
+
+def test_a_module_that_is_imported_in_a_story_finds_the_threads_of_the_story() -> None:
+    """Only for as long as the story lasts: then it is like any other."""
+    module: dict[str, Any] = {"__name__": "runner.imported_late"}
+    made: list[object] = []
+
+    def start(scenario: Small) -> None:
+        exec("import queue, threading", module)
+        made.extend((module["threading"].Lock(), module["queue"].SimpleQueue()))
+
+    assert played(start).broken is None
+    assert not any(type(each) in (queue.SimpleQueue, type(threading.Lock())) for each in made)
+    assert (module["threading"], module["queue"]) == (threading, queue)
 
 
 # ---- processes
+
+
+def test_two_processes_are_not_taken_for_one() -> None:
+    """Both are threads of one real process, and must not write the same temporary file."""
+    renamed: list[tuple[str, str]] = []
+
+    def work() -> None:
+        assert processes.own_pid() == processes.this_process()["pid"]
+        files.write_atomic(HOME / "record", b"")
+
+    def start(scenario: Small) -> None:
+        scenario.disk.watchers.append(lambda what, path, to: renamed.append((what, Path(path).name)))
+        for number in range(2):
+            scenario.spawn(scenario.hosts[0], f"worker {number}", work)
+
+    assert played(start).broken is None
+    names = {name for what, name in renamed if what == "rename"}
+    assert names == {"record.tmp-101-1000", "record.tmp-102-1000"}
 
 
 def test_a_killed_process_changes_nothing_any_more() -> None:
@@ -197,7 +233,7 @@ def test_a_frozen_process_goes_on() -> None:
 def test_a_story_that_does_not_end_is_a_broken_promise(waits: str) -> None:
     def wait() -> None:
         if waits == "for an event":
-            threads.Event().wait()
+            threading.Event().wait()
         while True:
             clock.sleep(1.0)
 
@@ -223,7 +259,7 @@ def left_by(work: Callable[[Small], None], seed: int, network: bool, loses_power
     def start(scenario: Small) -> None:
         def do() -> None:
             work(scenario)
-            threads.Event().wait()
+            threading.Event().wait()
 
         scenario.spawn(scenario.hosts[0], "worker 1", do)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import pins
 from runner.cli import archive, housekeeping, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
-from runner.system import files, processes, threads
+from runner.system import files, processes
 from simulation import custodies
 from simulation.brought_back.fault import Fault
 
@@ -56,7 +57,7 @@ def _removed_first(patch: pytest.MonkeyPatch) -> None:
     real_name, real_remove, removing = archive._name, housekeeping.remove, WeakSet[Any]()
 
     def name(temporary: Path, target: Path) -> None:
-        if threads.current() not in removing:
+        if threading.current_thread() not in removing:
             real_name(temporary, target)
 
     def remove(held: custody.Custody, way: str = "removed") -> Path:
@@ -65,7 +66,7 @@ def _removed_first(patch: pytest.MonkeyPatch) -> None:
         real_name(target.with_name(f".{target.name}.tmp-{processes.tag()}"), target)
         return aside
 
-    patch.setattr(archive, "refuse_waited_for", lambda run: removing.add(threads.current()))
+    patch.setattr(archive, "refuse_waited_for", lambda run: removing.add(threading.current_thread()))
     patch.setattr(archive, "_name", name)
     patch.setattr(archive, "remove", remove)
 
