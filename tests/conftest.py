@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from new_seeds import new_seed
 from progress import Progress
 
-# Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs.
-pytest_plugins = ["cli_fixtures", "jobs"]
+# Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs; reference
+# runs on this machine.
+pytest_plugins = ["cli_fixtures", "jobs", "references"]
 
 settings.register_profile(
     "runner",
