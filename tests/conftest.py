@@ -13,7 +13,7 @@ from new_seeds import new_seed
 from progress import Progress
 
 # Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs.
-pytest_plugins = ["cli_fixtures", "isolation", "jobs"]
+pytest_plugins = ["cli_fixtures", "isolation", "jobs", "references"]
 
 settings.register_profile(
     "runner",
