@@ -23,11 +23,12 @@ class _Directories:
     """Empty directories below one that is removed at the end of the session."""
 
     def __init__(self) -> None:
-        self._root = Path(tempfile.mkdtemp(prefix="runner-tests-"))
+        self._root: Path | None = None
         self._made = 0
 
     def empty(self) -> Path:
         """The last one again, unless a test left something in it."""
+        self._root = self._root or Path(tempfile.mkdtemp(prefix="runner-tests-"))
         path = self._root / str(self._made)
         if path.exists() and any(path.iterdir()):
             self._made += 1
@@ -36,7 +37,8 @@ class _Directories:
         return path
 
     def remove(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        if self._root:
+            shutil.rmtree(self._root, ignore_errors=True)
 
 
 def _files() -> dict[str, int]:
