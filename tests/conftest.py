@@ -9,6 +9,7 @@ import pytest
 from cost import Costs
 from durations import Durations
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from new_seeds import new_seed
 from progress import Progress
 
@@ -51,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Costs())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def table_of_characters() -> None:
+    """Let Hypothesis make its table of all characters: a second in a new clone, which is no test's own cost."""
+    st.text().validate()
 
 
 @pytest.hookimpl(trylast=True)
