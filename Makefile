@@ -1,21 +1,34 @@
-# Everything a machine needs is made on first use: `make run` trains, `make test` runs the whole suite.
+# Everything a machine needs is made on first use: `make run` trains, `make test` shows each promise once.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SHARD ?=
 BIN = $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -q -n 2
+# pip's own messages, without the lines that tell a newcomer nothing.
+SHOW = | sed -u -n -E '/^(Collecting|Downloading|Building|Installing)/ s/^(.{,100}).*/  \1/p'
+SHELL = bash
+.SHELLFLAGS = -o pipefail -c
 
-.PHONY: run test fast check docs bench mutants clean
+.PHONY: run test fast test-all check docs bench simulate mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m runner $(ARGS)
 
-# Slow tests (killing, several processes, a real Slurm where it is installed) included, on two workers.
-test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "" -n 2 $(ARGS)
-
-# About a minute: no killing, no Slurm.
+# Unmarked tests: about a minute and a half on two quiet cores.
 fast: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+	@echo "make fast: every fast test, in 90 s on two quiet cores"
+	$(PYTEST) -m "not promise and not slow" $(ARGS)
+
+# The fast tests, and each promise once for real: processes are killed, a Slurm is started where it is installed.
+test: $(VENV)/.test
+	@echo "make test: the fast tests, and each promise once for real; 8 minutes on two quiet cores"
+	$(PYTEST) --dist loadgroup -m "promise or not slow" $(ARGS)
+
+# Everything; SHARD=2/4 is the second quarter of it.
+test-all: $(VENV)/.test
+	@echo "make test-all: $(if $(SHARD),shard $(SHARD) of everything; 12 minutes,everything; 45 minutes) on two quiet cores"
+	$(PYTEST) --dist loadgroup -m "" $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -31,26 +44,34 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# The runner's code on simulated machines: docs/simulation.md. ARGS="--scenario jobs --minutes 10"
+simulate: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
+
 # Small random changes of the code, each of which a test should notice: docs/mutants.md. Hours; it resumes.
 mutants: $(VENV)/.test
-	PYTHONPATH=tests/support nice -n 19 $(BIN)/python -m mutants $(ARGS)
+	PYTHONPATH=tests nice -n 19 $(BIN)/python -m mutants $(ARGS)
 
 $(VENV)/.run: pyproject.toml constraints.txt
+	@echo "creating $(VENV) with $$($(PYTHON) --version); torch and the rest take 1 to 3 minutes and 1.1 GB"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
-	touch $@
+	$(BIN)/python -m pip install -c constraints.txt -e . $(SHOW)
+	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
-	touch $@
+	@echo "installing what the tests need into $(VENV): about a minute"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test]" $(SHOW)
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.test
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
-	touch $@
+	@echo "installing what the site needs into $(VENV): half a minute"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]" $(SHOW)
+	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
-	touch $@
+	@echo "installing the peers that are measured into $(VENV)"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]" $(SHOW)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

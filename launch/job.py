@@ -21,7 +21,7 @@ from launch import rendezvous, requeue, scheduler, submission
 from runner.contracts import is_same_job
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
-from runner.system import files, processes, signals
+from runner.system import files, processes
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHER = "launch.slurm.SlurmLauncher"  # whose jobs these are; imported there, and not here
@@ -108,8 +108,8 @@ class SlurmJob:
         SIGUSR2.
         """
         for signum in STOP_SIGNALS:
-            signals.set_handler(signum, self._on_signal)
-        signals.set_handler(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM and means nothing
+            signal.signal(signum, self._on_signal)
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM and means nothing
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.early_signal = self.early_signal or signum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -212,12 +213,12 @@ class Sweep:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Receive stop signals for the runs, which save and exit at the first, and exit at once at a second Ctrl-C."""
-        before = {signum: signals.set_handler(signum, self._receive) for signum in signals.STOP_SIGNALS}
+        before = {signum: signal.signal(signum, self._receive) for signum in signals.STOP_SIGNALS}
         try:
             yield
         finally:
             for signum, handler in before.items():
-                signals.set_handler(signum, handler)
+                signal.signal(signum, handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         """Only note the signal: it may come while a run is being started."""

@@ -7,6 +7,7 @@ They end with the command that started them, even if that is killed: the kernel 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import IO
 from launch import rendezvous
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
-from runner.system import clock, files, processes, signals, threads
+from runner.system import clock, files, processes, signals
 
 # How long ranks that are still there may take. After another one has failed, to notice that (within
 # train.peer_timeout_s, 60 s by default), to close the records and to exit.
@@ -56,7 +57,7 @@ class RankProcesses:
         self._since: dict[float, float] = {}  # a time to end within -> since when it runs
         self._interrupted = False
         self._killed: set[int] = set()
-        self._copying: list[threads.Thread] = []
+        self._copying: list[threading.Thread] = []
         self._processes: list[processes.Process[bytes]] = []
         with files.owned():
             files.make_dirs_in(run.path, run.logs)
@@ -87,7 +88,7 @@ class RankProcesses:
                 )
         self._processes.append(started)
         if started.stderr is not None:
-            copying = threads.Thread(target=self._copy_errors, args=(rank, started.stderr), daemon=True)
+            copying = threading.Thread(target=self._copy_errors, args=(rank, started.stderr), daemon=True)
             copying.start()
             self._copying.append(copying)
 

@@ -13,13 +13,14 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from launch import scheduler
 from runner.contracts import SLURM_NOT_RUNNING
-from runner.system import clock, files, processes, threads
+from runner.system import clock, files, processes
 
 # After these causes the job requeues itself: Slurm would let it end. "interrupted" is a SIGTERM to a running job
 # without a preemption (its node shuts down, say).
@@ -207,7 +208,7 @@ class Requeuer:
         self._began = utc_now()
         self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
         self._forgotten = False  # Slurm has just answered that it knows no such job
-        self._turn = threads.Lock()  # a timer and the end of the attempt ask one after the other
+        self._turn = threading.Lock()  # a timer and the end of the attempt ask one after the other
 
     def cause(self, signum: int) -> str:
         """Why the job is asked to stop. If it will be killed without being requeued, a timer requeues it before that.

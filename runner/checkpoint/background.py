@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from runner.system import processes, threads
+from runner.system import processes
 
 _log = logging.getLogger(__name__)
 
@@ -15,15 +17,15 @@ class Background:
     """Runs submitted actions in a daemon thread, which is created on first use. What an action raises is logged."""
 
     def __init__(self) -> None:
-        self._queue: threads.SimpleQueue[Callable[[], object]] = threads.SimpleQueue()
-        self._idle = threads.Event()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._idle = threading.Event()
         self._idle.set()
-        self._thread: threads.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Create the thread now rather than at the first `submit`."""
         if self._thread is None:
-            self._thread = threads.Thread(target=self._serve, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
             self._thread.start()
             # An interpreter that shuts down while a thread is inside torch's code aborts.
             processes.at_exit(self.join)

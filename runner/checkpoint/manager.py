@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from runner.checkpoint.selection import agreed, open_checkpoint, select, tensor_
 from runner.checkpoint.staging import collect
 from runner.checkpoint.state import Averaged, OptimizerLike, StateDict, TrainState
 from runner.errors import SupersededError, UserError
-from runner.system import clock, threads
+from runner.system import clock
 from runner.system.distributed import World, current_ranks
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class TrainStateManager:
         self._superseded: SupersededError | None = None
         self._committed: set[int] = set()
         self._copying: PendingSave | None = None  # may not be complete yet
-        self._copied = threads.Event()
+        self._copied = threading.Event()
 
     def warm_up(self) -> None:
         """Import what the first save needs; best called in a background thread after the first step."""

@@ -6,6 +6,7 @@ written twice). Importing it takes a second or two, so this module does it in `w
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,10 +19,9 @@ from runner.checkpoint.layout import Part
 from runner.checkpoint.manifest import FileRecord
 from runner.checkpoint.staging import Collected, Tensors, local
 from runner.errors import CheckpointError
-from runner.system import threads
 from runner.system.distributed import World
 
-_IMPORTING = threads.Lock()
+_IMPORTING = threading.Lock()
 
 
 def warm_up() -> None:

@@ -2,7 +2,6 @@
 
 python -m runner chaos experiment=smoke
 python -m runner chaos data=mixture train.steps=200 --kills 20 --report chaos.html
-python -m runner chaos --simulate --minutes 10
 python -m runner chaos --help
 """
 
@@ -30,11 +29,10 @@ from runner.chaos.plan import PlannedFault, make_plan
 from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import BrokenError
 from runner.chaos.target import LocalTarget, Target
-from runner.cli import chaos_simulate
 from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
 from runner.cli.launcher import make_launcher
 from runner.errors import ExitStatus, UserError
-from runner.system import files, signals
+from runner.system import files
 
 RANKS = range(1, 5)  # that the fault `shape` chooses from
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
@@ -46,9 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an argument or the configuration is wrong.
     """
-    if "--simulate" in arguments:
-        return chaos_simulate.main(arguments)
-    signals.set_handler(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _run(parse(arguments))
     except KeyboardInterrupt:

@@ -30,7 +30,6 @@ Faults
 
 Examples
   python -m runner chaos experiment=smoke data=mixture --kills 12 --report chaos.html
-  python -m runner chaos --simulate --minutes 10     the runner's own code in a simulated world (--simulate --help)
 
 Exit status: 0 identical, every fault was injected, and the run did what each requires; 1 otherwise; 2 an error in the
 command; 75 interrupted: rerun the command to continue the drill.
@@ -108,7 +107,6 @@ def _parser() -> Parser:
     add("--report", type=Path, metavar="FILE", help="write a report with plots: .md, .html or .json")
     add("--root", type=Path, metavar="DIR", help="directory of the runs; default: <run.root>/chaos/<run>")
     add("--json", action="store_true", help="print the result as JSON")
-    add("--simulate", action="store_true", help="no run, but simulated machines: see --simulate --help")
     add("--config-dir", metavar="DIR", help="an additional directory of config groups and experiments")
     add("--config-name", metavar="NAME", help="another primary config")
     return parser

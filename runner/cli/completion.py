@@ -76,7 +76,7 @@ def candidates(line: str) -> list[str]:
     words = words[start:]
     command = words[0] if words and words[0] in COMMANDS else None
     if current.startswith("-"):
-        found = _flags(command, words)
+        found = _flags(command)
     elif command is None:
         found = [*([] if words else [*COMMANDS, "help"]), *_settings(words, current)]
         found = list(COMMANDS) if words[:1] == ["help"] else found
@@ -86,15 +86,14 @@ def candidates(line: str) -> list[str]:
     return sorted({word for word in found if word and word.startswith(current)})
 
 
-def _flags(command: str | None, words: list[str]) -> list[str]:
+def _flags(command: str | None) -> list[str]:
     """The flags of a command, from its usage text; those of training for None."""
     if command is None:
         usage = parser().format_help()
     else:
         printed = io.StringIO()
-        mode = [word for word in words if word == "--simulate"]  # of chaos: it has flags of its own
         with redirect_stdout(printed), suppress(SystemExit):
-            import_module(f"runner.cli.{command}").main([*mode, "--help"])
+            import_module(f"runner.cli.{command}").main(["--help"])
         usage = printed.getvalue().partition("\n\n")[0] + " --help"
     return re.findall(r"(?<![\w-])--[a-z][\w-]*", usage)
 

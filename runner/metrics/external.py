@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import queue
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -13,7 +15,7 @@ from runner.errors import SupersededError, UserError
 from runner.metrics.lineage import FAILED, Lineage, Summary
 from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
-from runner.system import files, threads
+from runner.system import files
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +69,8 @@ class ExternalWriter(ABC):
         self.lineage = Lineage()
         self.ended = FAILED
         self.is_new = False
-        self._queue: threads.Queue[dict[str, Any] | Media | None] = threads.Queue(QUEUE_RECORDS)
-        self._thread: threads.Thread | None = None
+        self._queue: queue.Queue[dict[str, Any] | Media | None] = queue.Queue(QUEUE_RECORDS)
+        self._thread: threading.Thread | None = None
         self._broken = False
 
     @abstractmethod
@@ -114,7 +116,7 @@ class ExternalWriter(ABC):
         if self._broken:
             return
         if self._thread is None:
-            self._thread = threads.Thread(target=self._work, name=f"logger-{self.name}", daemon=True)
+            self._thread = threading.Thread(target=self._work, name=f"logger-{self.name}", daemon=True)
             self._thread.start()
         self._put(record)
 
@@ -137,7 +139,7 @@ class ExternalWriter(ABC):
     def _put(self, record: dict[str, Any] | Media | None) -> None:
         try:
             self._queue.put_nowait(record)
-        except threads.Full:
+        except queue.Full:
             self._fail(f"{QUEUE_RECORDS} records are waiting")
 
     def _work(self) -> None:

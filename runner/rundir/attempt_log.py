@@ -6,6 +6,7 @@ An attempt that is killed cannot record how it ended; the next one does it. Noth
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError
 from runner.rundir.lease import end_of_earlier_start, is_later_start
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, closed, latest
-from runner.system import clock, files, processes, threads
+from runner.system import clock, files, processes
 
 T = TypeVar("T")
 
@@ -196,9 +197,11 @@ class AttemptLog:
     _kept: bytes = b""  # the lines of earlier attempts, as they were found
     _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
     _unwritten: set[Path] = field(default_factory=set)
-    # `note` and `warn` are called from threads as well: what they replace and write, one of them does at a time.
-    _lock: threads.RLock = field(default_factory=lambda: threads.RLock())  # noqa: PLW0108 looked up when it is called
     _updated: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        # `note` and `warn` are called from threads as well: what they replace and write, one of them does at a time.
+        self._lock = threading.RLock()
 
     @staticmethod
     def begin(

@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 from runner.contracts import Job, is_same_job
 from runner.errors import LockedError, RunDirError, StoppedError, SupersededError, UserError
 from runner.rundir.paths import RunDir
-from runner.system import clock, files, processes, threads
+from runner.system import clock, files, processes
 from runner.system.signals import STOP
 
 MAX_INTERVAL_S = 2.0
@@ -193,9 +194,9 @@ class Lease:
     directory: Path
     fence: int
     holder: dict[str, Any]
-    _stop: threads.Event
+    _stop: threading.Event
     carried: Callable[[], dict[str, Any]] = dict
-    _thread: threads.Thread | None = None
+    _thread: threading.Thread | None = None
     _heart: Heart | None = None
 
     @classmethod
@@ -279,13 +280,13 @@ class Lease:
         while True:
             fence, holder = read_holder(directory) or (0, {"released": True})
             _wait_until_gone(directory, fence, holder, own, timeout_s, asked_to_stop, report)
-            lease = cls(directory, fence + 1, own, threads.Event())
+            lease = cls(directory, fence + 1, own, threading.Event())
             if lease._claim():
                 break
         inherited = read_carried(directory)
         lease.carried = lambda: inherited
         if heart is None:
-            lease._thread = threads.Thread(target=lease._beat, name="lease", daemon=True)
+            lease._thread = threading.Thread(target=lease._beat, name="lease", daemon=True)
             lease._thread.start()
         else:
             lease._heart = heart
@@ -327,12 +328,12 @@ class Lease:
             pass
         except OSError:
             if self._heart is None:  # a process that lives on would block everybody, itself included
-                threads.Thread(target=self._release_later, name="release", daemon=True).start()
+                threading.Thread(target=self._release_later, name="release", daemon=True).start()
 
     def end_heartbeat(self) -> None:
         """Leave no file of the lease open; it is held until its heartbeat was missed."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threads.current():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         if self._heart is not None:
             self._heart.remove(self)
@@ -463,9 +464,9 @@ class Heart:
 
     def __init__(self) -> None:
         self._leases: dict[Path, Lease] = {}
-        self._lock = threads.Lock()
-        self._stop = threads.Event()
-        self._thread = threads.Thread(target=self._run, name="leases", daemon=True)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
 
     def __enter__(self) -> Heart:
         self._thread.start()

@@ -13,14 +13,13 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IFDIR, S_IFMT, S_IFREG, S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, BinaryIO
-
-from runner.system import threads
 
 COPY_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
@@ -44,6 +43,12 @@ PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, err
 AnyPath = str | os.PathLike[str]
 
 # The primitives. A simulated file system replaces exactly these names.
+
+
+def this_thread() -> str:
+    """`PID-thread`, in names of files that no other thread of this machine writes meanwhile."""
+    return f"{os.getpid()}-{threading.get_ident()}"
+
 
 open_file = open
 """Open a file as the built-in `open` does."""
@@ -600,7 +605,7 @@ def _copy(source: int, target: int, size: int, by_kernel: bool) -> None:
 
 def _replace(path: Path, fill: Callable[[int], None], durable: bool, guard: Guard | None) -> int:
     tag = f"{guard.tag}-" if guard else ""
-    temporary = path.with_name(f"{path.name}.tmp-{tag}{threads.own_pid()}-{threads.ident()}")
+    temporary = path.with_name(f"{path.name}.tmp-{tag}{this_thread()}")
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = open_fd(temporary, flags, 0o644)
     try:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from runner.system import clock, files, threads
+from runner.system import clock, files
 
 Process = subprocess.Popen
 """A process that was started, for type hints."""
@@ -39,6 +39,9 @@ send_signal = os.kill
 environment = os.environ
 """The environment variables of this process: `processes.environment.get(...)`."""
 
+own_pid = os.getpid
+"""The number of this process."""
+
 host_name = socket.gethostname
 """The name of this machine."""
 
@@ -56,11 +59,6 @@ _PR_SET_PDEATHSIG = 1
 _PARENT = "RUNNER_PARENT"
 
 PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
-
-
-def own_pid() -> int:
-    """The number of this process."""
-    return threads.own_pid()
 
 
 def state_of(pid: int) -> tuple[str, str] | None:

@@ -10,16 +10,12 @@ import atexit
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from runner.system import threads
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-
-set_handler = signal.signal
-"""Install a handler for a signal to this process; returns the one before it. Only the main thread may call this."""
 
 
 @contextmanager
@@ -38,9 +34,9 @@ class StopFlag:
     def __init__(self) -> None:
         self.signum: int | None = None
         self._interrupts = 0
-        self._pid = threads.own_pid()
-        self._thread: threads.Thread | None = None
-        self._heard = threads.Event()  # the listener of the first signal has returned
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._heard = threading.Event()  # the listener of the first signal has returned
         self._sockets: tuple[socket.socket, socket.socket] | None = None  # referenced, so that they stay open
 
     def __bool__(self) -> bool:
@@ -53,7 +49,7 @@ class StopFlag:
 
     def install(self) -> None:
         """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this."""
-        self._pid = threads.own_pid()  # one that was forked from the process that imported this, perhaps
+        self._pid = os.getpid()  # one that was forked from the process that imported this, perhaps
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
             # Registered first, so it runs last. The interpreter then restores the default handlers while it shuts
@@ -75,7 +71,7 @@ class StopFlag:
         """
         self._sockets = received, sent = socket.socketpair()
         sent.setblocking(False)
-        self._heard = heard = threads.Event()
+        self._heard = heard = threading.Event()
 
         def run() -> None:
             listener = first
@@ -92,7 +88,7 @@ class StopFlag:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         if self.signum is not None:  # it came before the listener
             sent.send(bytes([self.signum]))
-        self._thread = threads.Thread(target=run, name="signals", daemon=True)
+        self._thread = threading.Thread(target=run, name="signals", daemon=True)
         self._thread.start()
 
     def wait_for_listener(self) -> None:
@@ -101,7 +97,7 @@ class StopFlag:
             self._heard.wait()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if threads.own_pid() != self._pid:
+        if os.getpid() != self._pid:
             return  # a forked child (a loader worker) that has not installed its own handlers yet
         # Slurm sends SIGUSR2 near the time limit and may send SIGTERM after it; the first one reveals the cause.
         if self.signum is None:

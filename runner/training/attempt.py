@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
 from runner.rundir.time_account import TimeAccount
 from runner.rundir.trust import check_trusted
-from runner.system import files, processes, threads
+from runner.system import files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.system.terminal import printable_lines
@@ -189,10 +190,9 @@ class _Attempt:
     session: Session | None = None
     requeued: bool = False
     """Whether the session could not be opened for a reason that may pass, and the job is restarted."""
-    # Held by the watch that ends this process.
-    _ends: threads.Lock = field(default_factory=lambda: threads.Lock())  # noqa: PLW0108 looked up when it is called
 
     def __post_init__(self) -> None:
+        self._ends = threading.Lock()  # held by the watch that ends this process
         self.account = TimeAccount(self.job.began())
         train = self.config.train
         self.watch = PeerWatch(
@@ -280,7 +280,7 @@ class _Attempt:
         self.log = log
         self.job.on_started()
         if self.job.auto_restarts:  # in a thread: the scheduler may take long to answer
-            threads.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()
+            threading.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()
         if log.earlier or self.job.auto_restarts:  # a job may wait in the queue for days
             self._compare_code(log)
         return False

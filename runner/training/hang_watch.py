@@ -15,6 +15,7 @@ interpreter's lock stops the watching thread as well: with several ranks `PeerWa
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import Any
 
 from runner.errors import ExitStatus
 from runner.rundir.time_account import Laps, TimeAccount
-from runner.system import clock, processes, stacks, threads
+from runner.system import clock, processes, stacks
 from runner.system.distributed import World
 from runner.training.peer_watch import PeerWatch
 from runner.training.peers import LEAVE_S, leave_stacks, left_stacks
@@ -121,15 +122,15 @@ class HangWatch:
         self._looked = clock.monotonic()
         self._watched = 0  # the ident of the thread
         self._found: dict[str, Any] | None = None  # what this rank was doing, once a hang is noticed
-        self._stop = threads.Event()
-        self._deciding = threads.Lock()
+        self._stop = threading.Event()
+        self._deciding = threading.Lock()
 
     def __enter__(self) -> HangWatch:
         if self._timeout_s:
-            self._watched = threads.ident()
+            self._watched = threading.get_ident()
             self._peers.more = self._sign
             self._looked = clock.monotonic()
-            threads.Thread(target=self._watch, name="hang watch", daemon=True).start()
+            threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -16,12 +16,13 @@ ignores it), so the attempt is ended by the watching thread; with NCCL that is u
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.system import clock, processes, threads
+from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World
 from runner.training.peers import connect, in_group, read_report, serves_store, store_is_gone
 
@@ -81,17 +82,17 @@ class PeerWatch:
         self._store_silent_s = 0.0
         self._answers = 0  # of the store
         self._gone = False  # the store, with the process that served it: that is no silence
-        self._stop = threads.Event()
-        self._due = threads.Event()  # a sign is wanted at once
-        self._shown_open = threads.Event()
-        self._deciding = threads.Lock()
-        self._threads: list[threads.Thread] = []
+        self._stop = threading.Event()
+        self._due = threading.Event()  # a sign is wanted at once
+        self._shown_open = threading.Event()
+        self._deciding = threading.Lock()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin; before the ranks first wait for each other. Nothing to do with one rank."""
         if self._world.size > 1:
             for action in (self._exchange, self._judge):
-                thread = threads.Thread(target=action, name="peer watch", daemon=True)
+                thread = threading.Thread(target=action, name="peer watch", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 

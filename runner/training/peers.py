@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from runner.system import clock, processes, threads
+from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World, current_ranks, lost_peer
 
 REPORT_S = 2.0
@@ -201,7 +202,7 @@ def _with_store(world: World, action: Callable[[Any], Any], within_s: float = 0.
             if not store_is_gone(REPORT_S):  # else the connection would be tried for longer than this is waited for
                 results.append(action(connect(REPORT_S)))
 
-    thread = threads.Thread(target=run, name="peers", daemon=True)
+    thread = threading.Thread(target=run, name="peers", daemon=True)
     thread.start()
     thread.join(max(within_s, TRIES * REPORT_S))
     return results[0] if results else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +32,7 @@ from runner.rundir.attempt_log import AttemptLog, insist
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, lived_s
-from runner.system import clock, files, processes, threads
+from runner.system import clock, files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
@@ -102,7 +103,7 @@ class Session:
     trainer: Trainer
     steps: int  # of the run, now that the data are open
     recorder: RunRecorder | SilentRecorder
-    warm_up: threads.Thread
+    warm_up: threading.Thread
     handler: WarningHandler | None = None
 
     @property
@@ -292,7 +293,7 @@ class _Opening:
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         train_step = self._train_step(of, consumption.names)
         # What the first save imports takes a second: meanwhile, but not before the first step.
-        warm_up = threads.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
+        warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
         forward = train_step.forward
         evaluation = self._evaluation(replace(forward, model=of.average.module) if of.average else forward)

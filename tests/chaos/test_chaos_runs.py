@@ -17,7 +17,7 @@ from runs import PACED, PATIENCE_S, ROOT, TINY
 from runner.chaos.faults import KINDS
 
 # Many runs in sequence: a busy machine may take long.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 # Its own generator starts afresh in every attempt, and is in no checkpoint.
 DATASET = """
@@ -58,6 +58,7 @@ def drill(*arguments: str, cwd: Path = ROOT, **env: str) -> tuple[int, dict[str,
     return process.returncode, json.loads(output) if output else {}, shown
 
 
+@pytest.mark.promise("chaos injects every kind of fault: all survived, bit for bit the same")
 def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
     """All kinds are injected and survived, and the run ends bit-identical."""
     status, result, shown = drill(
@@ -80,14 +81,10 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
     assert "data:image/png" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "faults", "kills"),
-    [(1, "shape", 4), (2, "shape,sigkill,sigterm,sigkill-save,flip,frozen,disk-full,twice", 9)],
-)
-def test_a_run_that_comes_back_with_other_numbers_of_ranks_stays_bit_identical(
-    tmp_path: Path, ranks: int, faults: str, kills: int
-) -> None:
+@pytest.mark.slow
+def test_a_run_that_comes_back_with_other_numbers_of_ranks_stays_bit_identical(tmp_path: Path) -> None:
     """The result does not depend on how many ranks there were when; every fault strikes all ranks of an attempt."""
+    ranks, faults = 2, "shape,sigkill,sigterm,sigkill-save,flip,frozen,disk-full,twice"
     status, result, shown = drill(
         "data=mixture",
         "sampler=elastic",
@@ -99,7 +96,7 @@ def test_a_run_that_comes_back_with_other_numbers_of_ranks_stays_bit_identical(
         "eval.every_steps=15",
         f"launcher.ranks={ranks}",
         f"--faults={faults}",
-        f"--kills={kills}",
+        "--kills=9",
         f"--root={tmp_path / 'root'}",
         CUDA_VISIBLE_DEVICES="",
     )
@@ -117,6 +114,7 @@ def test_a_run_that_comes_back_with_other_numbers_of_ranks_stays_bit_identical(
     assert all((Path(run) / "metrics.jsonl").read_bytes() == reference for run in result["killed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "explanation"),
     [("0", "the difference comes from resuming after a fault"), ("", "the configuration itself is not reproducible")],
@@ -145,6 +143,7 @@ def test_a_run_that_is_not_reproducible_is_caught(tmp_path: Path, seed: str, exp
     assert any(explanation in line for line in result["lines"]), result["lines"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_drill_stops_its_runs_and_can_be_continued(tmp_path: Path) -> None:
     """Ctrl-C: nothing is left running; rerunning the command injects no fault twice."""
     root = tmp_path / "root"
@@ -168,6 +167,7 @@ def test_an_interrupted_drill_stops_its_runs_and_can_be_continued(tmp_path: Path
     assert [fault["number"] for fault in result["faults"]] in ([1, 2], [2, 1])
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_without_faults_is_reported_as_such(tmp_path: Path) -> None:
     process = start("optimizer.lr=1e15", "train.clip_norm=null", "train.steps=20", f"--root={tmp_path / 'root'}")
     _, shown = process.communicate(timeout=PATIENCE_S)

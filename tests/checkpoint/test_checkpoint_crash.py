@@ -207,11 +207,11 @@ def test_the_order_of_a_commit_survives_a_power_loss(scene: Scene, fast: Path) -
     assert len(deleted) == (0 if scene.fresh else 1)
 
 
-def resume_from_kills(scene: Scene, fast: Path, stride: int) -> None:
+def resume_from_kills(scene: Scene, fast: Path) -> None:
     recording, acknowledged = scene.record(fast / "run")
     runs = each(fast / "states")
     (fast / "states").mkdir()
-    for number in range(0, len(recording.changes) + 1, stride):
+    for number in range(len(recording.changes) + 1):
         change = recording.changes[number] if number < len(recording.changes) else None
         step = scene.check(write_tree(next(runs), recording.after_kill(number)), ("killed", number, change))
         assert step == 3 or number < acknowledged, (number, change)
@@ -219,12 +219,12 @@ def resume_from_kills(scene: Scene, fast: Path, stride: int) -> None:
             scene.check(write_tree(next(runs), recording.after_kill(number, torn=True)), ("torn", number, change))
 
 
-def resume_from_power_failures(scene: Scene, fast: Path, stride: int) -> int:
+def resume_from_power_failures(scene: Scene, fast: Path) -> int:
     recording, acknowledged = scene.record(fast / "run")
     runs = each(fast / "states")
     (fast / "states").mkdir()
     seen = set()
-    for number in range(0, len(recording.changes) + 1, stride):
+    for number in range(len(recording.changes) + 1):
         for tree in recording.after_power_failure(number):
             key = (digest(tree), number >= acknowledged)
             if key in seen:
@@ -236,23 +236,18 @@ def resume_from_power_failures(scene: Scene, fast: Path, stride: int) -> int:
     return len(seen)
 
 
-def test_after_a_kill_or_a_power_failure_at_some_changes(scene: Scene, fast: Path) -> None:
-    """A part of the two tests below, for the fast suite."""
-    resume_from_kills(scene, fast, 16)
-    shutil.rmtree(fast / "run")
-    shutil.rmtree(fast / "states")
-    resume_from_power_failures(scene, fast, 23)
-
-
-@pytest.mark.slow
 def test_killed_before_in_and_after_each_change(scene: Scene, fast: Path) -> None:
-    resume_from_kills(scene, fast, 1)
+    resume_from_kills(scene, fast)
 
 
-@pytest.mark.slow
-def test_the_worst_that_a_power_failure_leaves_at_each_change(scene: Scene, fast: Path) -> None:
-    """The newest checkpoint that was committed is loaded bit for bit, whatever else was lost."""
-    assert resume_from_power_failures(scene, fast, 1) > (20 if scene.fresh else 80)
+@pytest.mark.promise("power lost at each write of a save: the newest checkpoint loads bit for bit")
+def test_the_worst_that_a_power_failure_leaves_at_each_change(tmp_path: Path, fast: Path) -> None:
+    """The newest one that was committed, whatever else was lost."""
+    for kind, more_than in ((Scene, 80), (FreshScene, 20)):
+        made, kept = tmp_path / kind.__name__, fast / kind.__name__
+        made.mkdir()
+        kept.mkdir()
+        assert resume_from_power_failures(kind(made), kept) > more_than
 
 
 @pytest.mark.slow
@@ -277,7 +272,7 @@ def test_the_model_notices_a_sync_that_is_forgotten(
     if forgotten == "files":
         monkeypatch.setattr(files, "fsync_fd", fsync_fd)
     with pytest.raises((AssertionError, CheckpointError)):
-        resume_from_power_failures(scene, fast, 1)
+        resume_from_power_failures(scene, fast)
 
 
 @pytest.mark.slow

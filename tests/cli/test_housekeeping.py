@@ -39,6 +39,7 @@ from runner.rundir.paths import RunDir
 from runner.system import files
 
 LEASES = ("lease", "submission", "evaluation")
+SOME_CHANGES = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +169,14 @@ class TestMove:
         assert "cannot be moved to" in error(capsys)
         assert made.is_dir()
 
-    def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
+    @SOME_CHANGES
+    def test_killed_before_a_change(self, made: Path, tmp_path: Path, quick: None, stride: int) -> None:
         """The whole run is at one of the two places; if at the first, the same command moves it."""
         from runner.cli.mv import main
 
         before = contents(made)
-        for number in range(changes(made, tmp_path, lambda source, target: main([str(source), str(target)]))):
+        count = changes(made, tmp_path, lambda source, target: main([str(source), str(target)]))
+        for number in range(0, count, stride):
             source, target = scene(made, tmp_path, number)
             kill_at(number, lambda source=source, target=target: main([str(source), str(target)]))  # type: ignore[misc]
             assert source.exists() != target.exists(), number
@@ -481,12 +484,13 @@ class TestRemove:
         (run.evaluation_work / f"{evaluations.PREFIX}notes").write_text("")
         assert command("rm", str(made), "--yes") == 0
 
-    def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
+    @SOME_CHANGES
+    def test_killed_before_a_change(self, made: Path, tmp_path: Path, quick: None, stride: int) -> None:
         """The whole run or, under its name, nothing; the same command then leaves nothing at all."""
         from runner.cli.rm import main
 
         before, states = contents(made), set()
-        for number in range(changes(made, tmp_path, lambda source, _: main([str(source), "--yes"]))):
+        for number in range(0, changes(made, tmp_path, lambda source, _: main([str(source), "--yes"])), stride):
             source, _ = scene(made, tmp_path, number)
             kill_at(number, lambda source=source: main([str(source), "--yes"]))  # type: ignore[misc]
             assert not source.exists() or contents(source) == before, number

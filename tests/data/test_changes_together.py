@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 
 from runner.data.order.exclusion_texts import Selection, parse_selections
 from runner.data.order.interleave import Interleave
@@ -54,7 +55,7 @@ def test_texts_of_several_sources_in_any_order() -> None:
     assert sum(map(len, found.values())) == 10_000
 
 
-@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**32))
+@given_in_tiers(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**32), few=15, many=200)
 def test_mixtures_looked_up_together_are_those_by_themselves(sources: int, mixtures: int, seed: int) -> None:
     """Shares that swap the lighter child, and any number of sources."""
     draw = np.random.default_rng(seed)

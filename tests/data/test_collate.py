@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from padded import Sentences, pad
 from torch.utils.data import Dataset
 
 from runner.config.composition import compose
+from runner.config.schema import Config
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.data.datasets import DataError
 from runner.data.loading.collation import CollationError
@@ -139,28 +142,43 @@ def test_an_evaluation_draws_and_collates_the_same_every_time() -> None:
     assert [batch["dataset_idx"].tolist() for batch in first] == [[0, 1, 0], [1]]
 
 
+@cache
+def composed() -> Config:
+    return compose(["data.collate._target_=padded.pad", "data.collate.to=3"]).config
+
+
+def config_of(node: dict[str, Any]) -> Config:
+    """What a composition with another `data.collate` gives."""
+    return replace(composed(), data=replace(composed().data, collate=node))
+
+
 @pytest.mark.parametrize("target", ["padded.pad", "padded.Padding"])
 def test_a_function_or_a_class_is_bound_to_its_options(target: str) -> None:
-    config = compose([f"data.collate._target_={target}", "data.collate.to=3"]).config
-    made = build.collate(config)
+    node = composed().data.collate
+    assert node == {"_target_": "padded.pad", "to": 3}
+    made = build.collate(config_of({**node, "_target_": target}))
     assert made is not None
     assert made([{"tokens": torch.arange(9)}])["labels"].tolist() == [[1, 2]]
-    assert build.collate(compose([]).config) is None
+    assert build.collate(config_of({})) is None
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("node", "words"),
     [
-        (["data.collate.to=3"], "data.collate has no _target_"),
-        (["data.collate._target_=padded.pda"], "data.collate._target_=padded.pda"),
-        (["data.collate._target_=padded.pad", "data.collate.too=3"], "'too'"),
-        (["data.collate._target_=padded.Padding", "data.collate.too=3"], "'too'"),
-        (["data.collate._target_=padded.takes_nothing"], "cannot be called as collate(samples)"),
-        (["data.collate._target_=padded.Sentences", "data.collate.size=3", "data.collate.longest=3"], "__call__"),
+        ({"_target_": "padded.pda"}, "data.collate._target_=padded.pda"),
+        ({"_target_": "padded.pad", "too": 3}, "'too'"),
+        ({"_target_": "padded.Padding", "too": 3}, "'too'"),
+        ({"_target_": "padded.takes_nothing"}, "cannot be called as collate(samples)"),
+        ({"_target_": "padded.Sentences", "size": 3, "longest": 3}, "__call__"),
     ],
 )
-def test_a_mistake_in_data_collate_is_one_line(overrides: list[str], words: str) -> None:
+def test_a_mistake_in_data_collate_is_one_line(node: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
-        build.collate(compose(overrides).config)
+        build.collate(config_of(node))
     assert len(str(error.value).splitlines()) == 1
     assert words in str(error.value)
+
+
+def test_options_without_a_function_are_one_line() -> None:
+    with pytest.raises(UserError, match=r"\A.*data\.collate has no _target_.*\Z"):
+        compose(["data.collate.to=3"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +205,24 @@ def test_there_may_be_more_shards_than_files_may_be_open_at_first(tmp_path: Path
     """Many systems begin with a limit of 1,024, which a process may raise; 10^12 tokens are more shards."""
     for number in range(200):
         np.save(tmp_path / f"{number:03}.npy", np.arange(20, dtype=np.uint16))
-    code = (
-        "import resource, sys; from runner.data.shards import TokenShards\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
-        "print(len(TokenShards(sys.argv[1], 8)))"
-    )
 
-    def opened(limit: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, str(tmp_path), str(limit)]
-        return subprocess.run(command, check=False, capture_output=True, text=True)
+    def opened(limit: int) -> str:
+        """What a process with this hard limit finds."""
+        found = tmp_path / "found"
+        if (child := os.fork()) == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit))
+            with suppress(Exception):
+                try:
+                    result = str(len(TokenShards(tmp_path, 8)))
+                except DataError as error:
+                    result = str(error)
+                found.write_text(result)
+            os._exit(0)
+        os.waitpid(child, 0)
+        return found.read_text()
 
-    assert opened(1000).stdout == "400\n"
-    assert "a process may have 150 files open, and each shard is one: raise the limit" in opened(150).stderr
+    assert opened(1000) == "400"
+    assert "a process may have 150 files open, and each shard is one: raise the limit" in opened(150)
 
 
 def test_shards_by_folder_glob_and_list_in_a_fixed_order(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 
 from runner.data.elastic import ElasticSampler
 from runner.data.order.batch_shape import BatchShape
@@ -68,7 +69,9 @@ def whole(arguments: dict[str, Any], count: int) -> list[int]:
     return list(itertools.islice(sampler(arguments), count))
 
 
-@given(mixtures(), st.lists(st.tuples(st.integers(1, 7), st.integers(0, 40)), min_size=1, max_size=5))
+@given_in_tiers(
+    mixtures(), st.lists(st.tuples(st.integers(1, 7), st.integers(0, 40)), min_size=1, max_size=5), few=8, many=200
+)
 def test_any_ranks_and_any_interruptions_give_the_same_sequence(
     arguments: dict[str, Any], attempts: list[tuple[int, int]]
 ) -> None:
@@ -112,10 +115,12 @@ class MinimalLoader:
         return states[0]
 
 
-@given(
+@given_in_tiers(
     mixtures(),
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.integers(0, 9)), min_size=2, max_size=6),
     st.booleans(),
+    few=8,
+    many=200,
 )
 def test_a_minimal_loader_resumes_with_the_state_alone_or_with_an_additional_skip(
     arguments: dict[str, Any], attempts: list[tuple[int, int, int]], skips: bool
@@ -161,7 +166,7 @@ def test_an_older_iteration_can_be_continued() -> None:
     assert mine.state_dict()["position"] == 12
 
 
-@given(mixtures(), st.integers(1, 5), st.integers(1, 9))
+@given_in_tiers(mixtures(), st.integers(1, 5), st.integers(1, 9), few=15, many=200)
 def test_batches_have_the_same_sequence_as_iteration(arguments: dict[str, Any], world: int, batch: int) -> None:
     expected = whole(arguments, 40 * world)
     for rank in range(world):
@@ -173,7 +178,7 @@ def test_batches_have_the_same_sequence_as_iteration(arguments: dict[str, Any], 
         assert mine.indices_at(mine.positions(0, len(indices))).tolist() == indices
 
 
-@given(mixtures())
+@given_in_tiers(mixtures(), few=20, many=200)
 def test_every_epoch_of_a_source_is_a_permutation(arguments: dict[str, Any]) -> None:
     """Also across segments: a source neither repeats nor skips a sample within an epoch."""
     arguments = {**arguments, "exclude": []}
@@ -190,14 +195,14 @@ def test_every_epoch_of_a_source_is_a_permutation(arguments: dict[str, Any]) -> 
             assert len({i for _, i in part}) == len(part)
 
 
-@given(mixtures())
+@given_in_tiers(mixtures(), few=15, many=200)
 def test_positions_round_trip(arguments: dict[str, Any]) -> None:
     mine = sampler(arguments)
     positions = np.arange(700)
     assert np.array_equal(mine.find(*mine.locate(positions)), positions)
 
 
-@given(mixtures(cap=True))
+@given_in_tiers(mixtures(cap=True), few=20, many=200)
 def test_epoch_caps_are_exact_to_the_sample(arguments: dict[str, Any]) -> None:
     mine = sampler(arguments)
     total = mine.order.total
@@ -223,7 +228,7 @@ def test_a_capped_source_completes_its_epochs_and_the_others_continue() -> None:
         len(mine)
 
 
-@given(mixtures())
+@given_in_tiers(mixtures(), few=20, many=200)
 def test_counts_at_any_position_match_the_sequence(arguments: dict[str, Any]) -> None:
     mine = sampler(arguments)
     names, _, _ = mine.locate(np.arange(400))
@@ -232,7 +237,9 @@ def test_counts_at_any_position_match_the_sequence(arguments: dict[str, Any]) ->
         assert mine.order.consumed_at(position) == expected
 
 
-@given(st.lists(st.floats(0.001, 100), min_size=1, max_size=9), temperature, st.integers(0, 9))
+@given_in_tiers(
+    st.lists(st.floats(0.001, 100), min_size=1, max_size=9), temperature, st.integers(0, 9), few=20, many=200
+)
 def test_shares_are_within_the_bound_at_every_prefix(weights: list[float], heat: float, seed: int) -> None:
     sizes = {f"s{i}": 1000 for i in range(len(weights))}
     mine = ElasticSampler(sizes, weights, global_batch_size=8, num_replicas=1, seed=seed, temperature=heat)
@@ -319,10 +326,12 @@ def test_every_rank_has_the_shares(weights: tuple[float, ...], ranks: int) -> No
     assert np.array_equal(of_rank, np.arange(len(ids)) % ranks), "a micro-batch is dealt out like all positions"
 
 
-@given(
+@given_in_tiers(
     st.lists(st.one_of(st.floats(0.02, 1), st.integers(1, 8)), min_size=2, max_size=7),
     st.integers(2, 12),
     st.integers(0, 10**12),
+    few=20,
+    many=200,
 )
 def test_every_rank_has_the_shares_of_any_mixture(weights: list[float], ranks: int, first: int) -> None:
     check_shares_of_ranks(drawn_sources(weights, 3000 * ranks, first), weights, ranks)
@@ -357,7 +366,13 @@ def test_sources_have_no_period(weights: tuple[float, ...], ranks: int) -> None:
 # --- changes during a run ---------------------------------------------------------------------------------------
 
 
-@given(mixtures(), st.lists(st.tuples(st.integers(1, 60), weight, temperature), max_size=4), st.integers(1, 3))
+@given_in_tiers(
+    mixtures(),
+    st.lists(st.tuples(st.integers(1, 60), weight, temperature), max_size=4),
+    st.integers(1, 3),
+    few=15,
+    many=200,
+)
 def test_changes_during_a_run_repeat_and_skip_nothing(
     arguments: dict[str, Any], edits: list[tuple[int, float, float]], world: int
 ) -> None:
@@ -385,13 +400,13 @@ def test_changes_during_a_run_repeat_and_skip_nothing(
     assert np.array_equal(again.indices_at(np.arange(len(seen))), seen)
 
 
-@pytest.mark.parametrize("caps", [None, {"a": 20, "b": 40.5}])
+@pytest.mark.parametrize("caps", [None, {"a": 10, "b": 20.5}])
 def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, float] | None) -> None:
     """A run may change its weights at every step; its state is written in another form then."""
     sizes = {"a": 40, "b": 30}
     arguments: dict[str, Any] = {"sizes": sizes, "weights": [1, 1], "max_epochs": caps}
-    arguments["segments"] = [(3 * change, {"a": 1 + change % 7}) for change in range(1, 600)]
-    mine, positions = sampler(arguments), np.arange(1900)
+    arguments["segments"] = [(3 * change, {"a": 1 + change % 7}) for change in range(1, 300)]
+    mine, positions = sampler(arguments), np.arange(950)
     names, index, epochs = mine.locate(positions)
     for name, size in sizes.items():
         drawn = index[names == name]
@@ -400,8 +415,8 @@ def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, 
     other = sampler(arguments)  # which has looked up nothing yet
     assert np.array_equal(other.find(names, index, epochs), positions)
     again = sampler(arguments, 2, 1)
-    again.load_state_dict(json.loads(json.dumps(mine.state_dict_at(1000))))
-    assert list(itertools.islice(again, 400)) == mine.indices_at(np.arange(1001, 1800, 2)).tolist()
+    again.load_state_dict(json.loads(json.dumps(mine.state_dict_at(500))))
+    assert list(itertools.islice(again, 200)) == mine.indices_at(np.arange(501, 900, 2)).tolist()
 
 
 def test_equal_weights_do_not_change_the_order() -> None:
@@ -445,7 +460,13 @@ def by_source(mine: ElasticSampler, count: int) -> dict[str, list[tuple[int, int
     return given
 
 
-@given(mixtures(), st.lists(st.tuples(st.integers(0, 250), st.integers(0, 30)), min_size=1, max_size=4), st.randoms())
+@given_in_tiers(
+    mixtures(),
+    st.lists(st.tuples(st.integers(0, 250), st.integers(0, 30)), min_size=1, max_size=4),
+    st.randoms(),
+    few=12,
+    many=200,
+)
 def test_positions_excluded_together_leave_out_exactly_what_stood_there(
     arguments: dict[str, Any], ranges: list[tuple[int, int]], random: Any
 ) -> None:
@@ -576,8 +597,7 @@ def test_positions_that_a_call_excluded_are_other_samples_when_the_configuration
     assert at(again) == at(configured)
 
 
-@settings(max_examples=30)
-@given(
+@given_in_tiers(
     changed=st.sampled_from(
         [
             {"max_epochs": {"a": 50}},
@@ -592,6 +612,8 @@ def test_positions_that_a_call_excluded_are_other_samples_when_the_configuration
     ),
     position=st.integers(100, 160),
     cuts=st.lists(st.integers(1, 69), min_size=1, max_size=2, unique=True).map(sorted),
+    few=20,
+    many=100,
 )
 def test_a_pending_change_of_weights_survives_every_other_change(
     changed: dict[str, Any], position: int, cuts: list[int]
@@ -643,7 +665,14 @@ def test_what_is_no_longer_excluded_returns_from_there_on() -> None:
     assert new.indices_at(np.arange(95)).tolist() == expected.tolist()
 
 
-@given(st.integers(0, 19), st.lists(st.integers(0, 9), unique=True, max_size=9), st.integers(0, 12), st.booleans())
+@given_in_tiers(
+    st.integers(0, 19),
+    st.lists(st.integers(0, 9), unique=True, max_size=9),
+    st.integers(0, 12),
+    st.booleans(),
+    few=20,
+    many=200,
+)
 def test_excluding_what_is_left_of_a_capped_source_ends_it(at: int, samples: list[int], jump: int, alone: bool) -> None:
     """Nothing of the past is drawn anew, and no other source is disturbed."""
     sizes = {"a": 10} if alone else {"a": 10, "b": 30}
@@ -878,10 +907,11 @@ def test_changes_that_make_no_sense_are_errors() -> None:
     again.load_state_dict(mine.state_dict())  # the largest position of a state is the largest that can be given
 
 
-@settings(max_examples=60)
-@given(
+@given_in_tiers(
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1.0, 2.0, 5.0])), max_size=6),
     st.randoms(),
+    few=20,
+    many=200,
 )
 def test_changes_of_weights_ahead_do_not_depend_on_the_order_of_the_calls(
     changes: list[tuple[int, float]], shuffler: random.Random

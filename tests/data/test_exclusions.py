@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 
 from runner.data.elastic import ElasticSampler
 from runner.data.order import kept_samples
@@ -260,8 +261,7 @@ def test_numbers_may_be_written_in_any_digits() -> None:
     assert Selections.parse(["a:\u0663", "a:007"]) == Selections.parse(["a:3", "a:7"])
 
 
-@settings(max_examples=200)
-@given(st.data())
+@given_in_tiers(st.data(), few=60, many=1000)
 def test_exclusions_of_a_record_that_was_edited_are_refused_or_usable(data: st.DataObject) -> None:
     """Whatever numbers they hold, reading them gives exclusions, or one ValueError."""
     number = st.integers(-3, 5) | st.integers(-(2**62), 2**62)

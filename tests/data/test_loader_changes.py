@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Augmented, Gathered, Noisy, Squares, identity, take_batches
+from properties import given_in_tiers
 from resume import assert_same
 
 from runner.data import ElasticSampler, StatefulDataLoader
@@ -66,8 +67,14 @@ resumes = st.tuples(st.just("resume"), st.just(0))
 histories = st.lists(st.tuples(st.integers(0, 6), weights | exclusions | resumes), min_size=1, max_size=4)
 
 
-@settings(max_examples=12)
-@given(steps=histories, depth=st.sampled_from([1, 2, 40]), workers=st.sampled_from([1, 2]), capped=st.booleans())
+@given_in_tiers(
+    steps=histories,
+    depth=st.sampled_from([1, 2, 40]),
+    workers=st.sampled_from([1, 2]),
+    capped=st.booleans(),
+    few=6,
+    many=60,
+)
 def test_with_a_thread_as_without(steps: Any, depth: int, workers: int, capped: bool) -> None:
     expected = history(Run(Gathered(TOTAL), capped=capped), steps)
     config = {"num_workers": workers, "prefetch_factor": depth}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Gathered, Squares, identity, take_batches
+from properties import given_in_tiers
 from resume import assert_same
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
@@ -26,7 +27,7 @@ def loader(rank: int = 0, of: int = 1, batch_size: int = 4, drop_last: bool = Fa
     return StatefulDataLoader(Gathered(TOTAL), batch_size, sampler=sampler(rank, of, **more), drop_last=drop_last)
 
 
-@given(samples=st.integers(0, 200), ranks=st.integers(1, 5), batch_size=st.integers(1, 7))
+@given_in_tiers(samples=st.integers(0, 200), ranks=st.integers(1, 5), batch_size=st.integers(1, 7), few=15, many=150)
 def test_every_rank_ends_after_its_part_of_the_samples(samples: int, ranks: int, batch_size: int) -> None:
     endless = sampler()
     order = [index for index, _ in zip(endless, range(samples), strict=False)]
@@ -46,8 +47,12 @@ def test_epochs_count_the_sources_that_are_drawn() -> None:
     assert len(sampler(epochs=3, max_epochs=1)) == 50  # whichever ends first
 
 
-@settings(max_examples=20)
-@given(cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4), ranks=st.lists(st.integers(1, 3), min_size=4))
+@given_in_tiers(
+    cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    ranks=st.lists(st.integers(1, 3), min_size=4),
+    few=10,
+    many=100,
+)
 def test_a_run_that_is_resumed_on_other_ranks_ends_at_the_same_sample(cuts: list[int], ranks: list[int]) -> None:
     order = [index for index, _ in zip(sampler(), range(96), strict=False)]
     state, found = None, []

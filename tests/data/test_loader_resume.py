@@ -30,6 +30,7 @@ from loading import (
     identity,
     take_batches,
 )
+from properties import given_in_tiers
 from resume import assert_resumes_exactly, assert_same
 from torch.utils.data import RandomSampler, SubsetRandomSampler
 
@@ -127,8 +128,7 @@ IN_PROCESS = [name for name in KINDS if name != "random cursor"]  # it draws fro
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-@settings(max_examples=15)
-@given(data=st.data())
+@given_in_tiers(data=st.data(), few=5, many=60)
 def test_resume_in_this_process(name: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5), label="cuts")
     batch_size = data.draw(st.sampled_from([1, 4, 5, 23]), label="batch size")
@@ -146,26 +146,17 @@ def test_the_check_shared_by_all_stateful_things_agrees() -> None:
     assert_resumes_exactly(make, [2, 0, 4, 5], total=20, take=take_batches)
 
 
-WORKER_KINDS = ["shuffled", "a sampler with a state", "distributed", "random cursor", "generated", "stateless"]
-
-
-@pytest.mark.parametrize("name", WORKER_KINDS)
-@pytest.mark.slow
-def test_resume_in_worker_processes(name: str) -> None:
-    check(KINDS[name], [0, 2, 6], 14, batch_size=4, num_workers=2, snapshot_every_n_steps=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=6)
 @given(data=st.data())
-def test_resume_in_worker_processes_with_any_options(name: str, data: st.DataObject) -> None:
+def test_resume_in_worker_processes(name: str, data: st.DataObject) -> None:
     options = {
         "num_workers": data.draw(st.sampled_from([1, 2]), label="workers"),
         "batch_size": data.draw(st.sampled_from([1, 4]), label="batch size"),
         "prefetch_factor": data.draw(st.sampled_from([1, 2, 5]), label="prefetch"),
         "persistent_workers": data.draw(st.booleans(), label="persistent"),
-        "snapshot_every_n_steps": data.draw(st.sampled_from([0, 1, 3]), label="snapshots"),
+        "snapshot_every_n_steps": data.draw(st.sampled_from([0, 1, 2, 3]), label="snapshots"),
     }
     if name == "with config":
         options = {key: options[key] for key in ("num_workers", "batch_size")}
@@ -218,10 +209,9 @@ def test_sample_rng_does_not_depend_on_workers_or_batch_size() -> None:
     assert len({value for _, value in expected}) == len(expected)
 
 
-def test_states_of_a_dataset_in_workers_are_restored() -> None:
-    for persistent in (False, True):
-        more: Any = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
-        check(mapped(Noisy(SIZE)), [3, 4], 15, **more)
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_states_of_a_dataset_in_workers_are_restored(persistent: bool) -> None:
+    check(mapped(Noisy(SIZE)), [3, 4], 12, batch_size=3, num_workers=2, persistent_workers=persistent)
 
 
 def test_a_dataset_that_is_its_own_iterator_has_one_epoch() -> None:
@@ -336,10 +326,10 @@ def test_a_second_iter_in_the_middle_of_an_epoch_begins_it_again() -> None:
 
 
 def test_the_state_does_not_grow_with_the_position() -> None:
-    loader = StatefulDataLoader(Squares(10_000), batch_size=5, shuffle=True)
+    loader = StatefulDataLoader(Squares(2000), batch_size=5, shuffle=True)
     iterator = iter(loader)
     sizes = []
-    for _ in range(1999):
+    for _ in range(399):
         next(iterator)
         sizes.append(len(json.dumps(loader.state_dict())))
     assert max(sizes) - min(sizes) < 20

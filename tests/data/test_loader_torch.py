@@ -282,8 +282,10 @@ def test_workers_that_each_yield_the_whole_stream_are_logged_in_torchs_words(cap
     with pytest.warns(UserWarning, match="samples have been fetched") as warned:
         iterate(DataLoader)
     iterate(StatefulDataLoader)
-    assert len(warned) == 10
-    assert [passage(message) for message in caplog.messages] == [passage(warning.message) for warning in warned]
+    # Without Python's own about a fork beside threads, which from 3.12 on comes where pytest has started some.
+    torchs = [passage(warning.message) for warning in warned if warning.category is UserWarning]
+    assert len(torchs) == 10
+    assert [passage(message) for message in caplog.messages] == torchs
 
 
 def test_pinning_without_an_accelerator_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

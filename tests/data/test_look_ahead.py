@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.data.micro_batches import MicroBatchSampler
@@ -32,14 +32,14 @@ def boundaries() -> dict[str, Any]:
     }
 
 
-changes = st.dictionaries(st.integers(0, 90), st.sampled_from(["weights", "exclude", "ahead"]), max_size=4)
+changes = st.dictionaries(st.integers(0, 55), st.sampled_from(["weights", "exclude", "ahead"]), max_size=4)
 
 
-@given(world=st.integers(1, 3), batch=st.sampled_from([1, 16, 97, 300]), changes=changes)
+@given_in_tiers(world=st.integers(1, 3), batch=st.sampled_from([1, 16, 97, 300]), changes=changes, few=5, many=60)
 def test_batches_keys_and_states_are_those_of_single_lookups(world: int, batch: int, changes: dict[int, str]) -> None:
     """Also when weights change, samples are excluded, or a change further ahead is planned, after any batch."""
     mine = elastic(world, world - 1, batch, **boundaries())
-    for number, found in enumerate(itertools.islice(mine.iter_batches(batch, drop_last=True), 100)):
+    for number, found in enumerate(itertools.islice(mine.iter_batches(batch, drop_last=True), 60)):
         positions = mine.positions(number * batch, batch)
         assert (
             positions.tolist() == list(range(number * batch * world, (number + 1) * batch * world))[world - 1 :: world]
@@ -57,7 +57,7 @@ def test_batches_keys_and_states_are_those_of_single_lookups(world: int, batch: 
             mine.update_weights([1, 0, 0], position=(number + 2) * batch * world)
 
 
-@given(cut=st.integers(0, 40), batch=st.sampled_from([16, 33]), ahead=st.integers(1, 9))
+@given_in_tiers(cut=st.integers(0, 40), batch=st.sampled_from([16, 33]), ahead=st.integers(1, 9), few=10, many=100)
 def test_a_state_is_of_what_was_handed_out_and_resumes_there(cut: int, batch: int, ahead: int) -> None:
     """With a loader that has prefetched, too, and with another number of ranks."""
     data: Any = range(sum(SIZES.values()))
@@ -80,11 +80,11 @@ def test_a_state_is_of_what_was_handed_out_and_resumes_there(cut: int, batch: in
     assert [index for two in zip(*both, strict=True) for index in two] == whole[cut * batch : (cut + 2) * batch]
 
 
-@given(ranks=st.integers(1, 3), change=st.integers(0, 60))
+@given_in_tiers(ranks=st.integers(1, 3), change=st.integers(0, 30), few=6, many=60)
 def test_micro_batches_are_those_of_single_lookups(ranks: int, change: int) -> None:
     for rank in range(ranks):
         mine = MicroBatchSampler(elastic(batch=20, **boundaries()), BatchShape.dealt(0, ranks, 5, 4), rank)
-        for number, found in enumerate(itertools.islice(mine.iter_batches(5, drop_last=True), 120)):
+        for number, found in enumerate(itertools.islice(mine.iter_batches(5, drop_last=True), 60)):
             positions = mine.positions(5 * number, 5)
             assert found.tolist() == mine.sampler.order.indices_at(positions).tolist()
             assert mine.sample_keys(5 * number, 5).tolist() == mine.sampler.order.sample_keys(positions).tolist()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 
 from runner.data import ElasticSampler
 from runner.data.micro_batches import MicroBatchSampler
@@ -35,7 +36,14 @@ def test_every_micro_batch_has_one_rank_and_no_rank_has_two_more_than_another(mi
     assert all(number in shares[rank] for rank, number in zip(owners.tolist(), numbers.tolist(), strict=True))
 
 
-@given(micro_batches=st.integers(1, 9), ranks=st.integers(1, 6), steps=st.integers(1, 5), before=st.integers(0, 3))
+@given_in_tiers(
+    micro_batches=st.integers(1, 9),
+    ranks=st.integers(1, 6),
+    steps=st.integers(1, 5),
+    before=st.integers(0, 3),
+    few=15,
+    many=200,
+)
 def test_the_ranks_together_consume_each_position_once(micro_batches: int, ranks: int, steps: int, before: int) -> None:
     """Their batches, in the order of the micro-batches, are the sequence itself, also after a resume."""
     size = 3

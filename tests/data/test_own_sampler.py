@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -27,14 +28,21 @@ SIZES = {"a": 14, "b": 11}
 SIZE = sum(SIZES.values())
 
 
-def sampler_of(target: Any, num_replicas: int = 1, rank: int = 0) -> Any:
+def sampler_of(target: str, num_replicas: int = 1, rank: int = 0, **options: Any) -> Any:
     """As `sampler._target_` and its options make it."""
-    return build.own_sampler(config_of(target), range(SIZE), SIZES, num_replicas, rank)
+    return build.own_sampler(config_of(target, **options), range(SIZE), SIZES, num_replicas, rank)
 
 
 @cache
-def config_of(target: str) -> Config:
-    return compose(["sampler=own", *f"sampler._target_={target}".split()]).config
+def composed() -> Config:
+    return compose(["sampler=own", "sampler._target_=orders.Shuffled"]).config
+
+
+def config_of(target: str, **options: Any) -> Config:
+    """What a composition with another `sampler._target_` gives."""
+    sampler = replace(composed().sampler, _target_=target)
+    sampler.options = options
+    return replace(composed(), sampler=sampler)
 
 
 def loader_of(target: str, workers: int = 0, num_replicas: int = 1, rank: int = 0) -> Any:
@@ -140,12 +148,13 @@ def test_samples_are_counted_and_verified_after_a_resume() -> None:
         ("builtins.object", "check the options under sampler"),
         ("padded.Padding", "has no __iter__"),
         ("orders.Short", "yields 24 indices in epoch 0, but its __len__ is 25"),
-        ("orders.Shuffled sampler.bogus=3", "'bogus'"),
+        ("orders.Shuffled", "'bogus'"),
     ],
 )
 def test_a_mistake_in_a_sampler_is_one_line(target: str, words: str) -> None:
+    options = {"bogus": 3} if "bogus" in words else {}
     with pytest.raises(UserError) as error:
-        list(sampler_of(target))
+        list(sampler_of(target, **options))
     assert words in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 

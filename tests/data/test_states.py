@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from loading import Augmented, CursorSampler, Gathered, Generated, Squares, Stateless, take_batches
+from properties import given_in_tiers
 from resume import assert_same
 from torch.utils.data import DistributedSampler as TorchSampler
 from torch.utils.data import Sampler
@@ -119,8 +120,7 @@ RESTS = {name: take_batches(loaded(made(name), state), 5) for name, state in STA
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@settings(max_examples=60)
-@given(data=st.data())
+@given_in_tiers(data=st.data(), few=20, many=300)
 def test_a_damaged_state_of_a_loader_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
     state, _ = data.draw(damaged(STATES[name]))
     loader = made(name)
@@ -129,8 +129,7 @@ def test_a_damaged_state_of_a_loader_is_refused_or_makes_no_difference(name: str
 
 
 @pytest.mark.parametrize("name", ["distributed", "elastic", "stream"])
-@settings(max_examples=25)
-@given(data=st.data())
+@given_in_tiers(data=st.data(), few=15, many=200)
 def test_a_damaged_state_of_all_ranks_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
     loader = made(name)
     state, _ = data.draw(damaged(loader.aggregate_state_dict([STATES[name]])))
@@ -142,8 +141,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {"distributed": distributed, "mixture":
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@settings(max_examples=80)
-@given(data=st.data())
+@given_in_tiers(data=st.data(), few=30, many=300)
 def test_a_damaged_state_of_a_sampler_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
     def rest(sampler: Any) -> list[int]:
         return [index for index, _ in zip(sampler, range(9), strict=False)]
@@ -158,8 +156,7 @@ def test_a_damaged_state_of_a_sampler_is_refused_or_makes_no_difference(name: st
         assert rest(other) == rest(loaded(SAMPLERS[name](), valid))
 
 
-@settings(max_examples=80)
-@given(data=st.data())
+@given_in_tiers(data=st.data(), few=40, many=400)
 def test_a_damaged_ledger_is_refused(data: st.DataObject) -> None:
     mine = ledger()
     for first in (0, 8):
@@ -174,8 +171,7 @@ SHORT = ("epoch", "batches_yielded", "samples_yielded", "batch_size", "sampler")
 
 
 @pytest.mark.parametrize("name", ["distributed", "mixture", "elastic", "torch's sampler"])
-@settings(max_examples=60)
-@given(data=st.data())
+@given_in_tiers(data=st.data(), few=20, many=300)
 def test_a_damaged_state_of_another_loader_is_refused_or_is_a_place_in_the_epoch(
     name: str, data: st.DataObject
 ) -> None:
@@ -386,8 +382,9 @@ def states_at(name: str, stops: list[int], **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@settings(max_examples=12)
-@given(stops=st.lists(st.integers(1, 20), min_size=1, max_size=4), every=st.sampled_from([0, 1, 3]))
+@given_in_tiers(
+    stops=st.lists(st.integers(1, 20), min_size=1, max_size=4), every=st.sampled_from([0, 1, 3]), few=6, many=60
+)
 def test_a_state_depends_on_the_place_alone(name: str, stops: list[int], every: int) -> None:
     end = max(stops)
     expected = states_at(name, [end], snapshot_every_n_steps=every)

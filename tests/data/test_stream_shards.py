@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Blocks, identity
+from properties import given_in_tiers
 from shards import played
 from torch.utils.data import IterableDataset
 
@@ -165,12 +165,13 @@ REFUSED = "the ranks were saved at different places|the states of the ranks are 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("stream", STREAMS)
-@settings(max_examples=20, deadline=None)
-@given(
+@given_in_tiers(
     sizes=st.lists(st.integers(0, 6), max_size=8),
     epochs=st.integers(0, 2),
     resumes=st.lists(st.tuples(shapes(), CUTS), min_size=1, max_size=4),
     last=shapes(),
+    few=8,
+    many=100,
 )
 def test_every_item_comes_once_per_epoch(
     stream: str, sizes: list[int], epochs: int, resumes: list[tuple[dict[str, Any], int | None]], last: dict[str, Any]

@@ -119,7 +119,6 @@ def test_commands_compose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         with monkeypatch.context() as patch:
             patch.syspath_prepend(tmp_path)
             patch.syspath_prepend(folder)  # as `python -m` has it
-            patch.chdir(folder)
             errors = errors_of(command, folder)
         expected = [shown.removesuffix("...") for shown in command.errors]
         if len(errors) != len(expected) or not all(map(str.startswith, errors, expected)):
@@ -130,10 +129,9 @@ def test_commands_compose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "page", ["README.md", "docs/data-order.md", "docs/data.md", "docs/loader.md", "docs/streaming.md"]
 )
-def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(page: str) -> None:
     """What these pages show in Python, as one program; other pages' needs a run."""
-    monkeypatch.chdir(tmp_path)
-    exec(compile(docs_pages.python(ROOT / "docs" / page), page, "exec"), {"__name__": "example"})
+    exec(compile(docs_pages.python(ROOT / page), page, "exec"), {"__name__": "example"})
 
 
 def test_the_python_of_logging(tmp_path: Path) -> None:

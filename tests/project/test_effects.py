@@ -1,4 +1,4 @@
-"""Effects go through `runner.system`, so that one patch there replaces the clock, the file system or the threads.
+"""Effects go through `runner.system`, so that one patch there replaces the clock, the file system or the processes.
 
 The rule is held for whole packages, and looking at a path is an effect, too. Not among them is what only asks for the
 current directory or the home directory (`absolute`, `abspath`, `cwd`, `expanduser`).
@@ -26,7 +26,7 @@ PACKAGES = (
 """Packages that keep the rule. data, chaos, report and models are exempt; `runner/system` is the layer itself."""
 
 EXCEPTIONS = {
-    "runner/checkpoint/writer.py: threads.Lock at import": "held during an import alone, which goes through no door",
+    "runner/checkpoint/writer.py: threading.Lock at import": "held during an import alone, which goes through no door",
     "runner/cli/console.py: os.dup2": "the standard output of this process is no file of a run",
     "runner/cli/show.py: .resolve": "an option of the command",
     "runner/config/composition.py: os.environ": "a variable of Hydra's, which reads it itself",
@@ -53,17 +53,17 @@ EFFECTS = {
     "fcntl": "fcntl flock ioctl lockf".split(),
     "platform": "node uname".split(),
     "tempfile": "NamedTemporaryFile TemporaryDirectory TemporaryFile mkdtemp mkstemp".split(),
-    "signal": "alarm pthread_kill raise_signal set_wakeup_fd setitimer signal".split(),
+    "signal": "alarm pthread_kill raise_signal set_wakeup_fd setitimer".split(),
 }
 PATH_METHODS = """
     chmod exists glob hardlink_to is_block_device is_char_device is_dir is_fifo is_file is_mount is_socket is_symlink
     iterdir lstat mkdir read_bytes read_text readlink rename resolve rglob rmdir samefile stat symlink_to touch unlink
     write_bytes write_text
 """.split()
-WHOLE = ("threading", "queue")
-"""Modules of which nothing is used outside of the system layer."""
-DOORS = ("files", "clock", "processes", "threads", "signals")
+DOORS = ("files", "clock", "processes")
 SYSTEM = (*DOORS, "scheduler")
+REPLACED = (*DOORS, "threading", "queue")
+"""Modules in place of which a simulated world puts its own."""
 
 
 def effects(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -76,7 +76,7 @@ def effects(tree: ast.AST) -> Iterator[tuple[int, str]]:
             names = [alias.name for alias in node.names]
             module = node.module or ""
             yield from ((node.lineno, f"{module}.{name}") for name in names if _is_effect(module, name))
-            if module in [f"runner.system.{name}" for name in DOORS if name != "signals"]:
+            if module in [f"runner.system.{name}" for name in DOORS]:
                 yield node.lineno, f"from {module}"  # a patch of the module would not reach these names
         elif isinstance(node, ast.Attribute) and node not in hints:
             owner = _dotted(node.value)
@@ -99,13 +99,13 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _is_effect(module: str, name: str) -> bool:
-    return module in WHOLE or name in EFFECTS.get(module, ())
+    return name in EFFECTS.get(module, ())
 
 
 def captured(node: ast.AST, *, importing: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, what) for each function or class of a door that is looked up when the module is imported.
+    """(line, what) for each function or class that a world replaces and that is looked up when the module is imported.
 
-    A patch of the door would not reach it: it is the default of an argument or of a field, or a name of the module.
+    What is replaced later would not reach it: it is the default of an argument or of a field, or a name of the module.
     """
     evaluated = list(ast.iter_child_nodes(node))
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -118,7 +118,7 @@ def captured(node: ast.AST, *, importing: bool = True) -> Iterator[tuple[int, st
         evaluated = [node.value] if node.value else []
     elif importing and isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         is_constant = node.attr.isupper()
-        if node.value.id in DOORS and not is_constant:
+        if node.value.id in REPLACED and not is_constant:
             yield node.lineno, f"{node.value.id}.{node.attr} at import"
     for each in evaluated:
         yield from captured(each, importing=importing)
@@ -154,7 +154,7 @@ def test_every_exception_is_still_needed(found: dict[str, int]) -> None:
     assert EXCEPTIONS.keys() <= found.keys()
 
 
-PRIMITIVES = ("begin_writeback", "append_from_now_on", "resolve", "has_access_list")
+PRIMITIVES = ("this_thread", "begin_writeback", "append_from_now_on", "resolve", "has_access_list")
 """Those of `files` that are more than another name for a function of Python's."""
 
 
@@ -183,7 +183,6 @@ def test_all_of_files_is_built_on_its_primitives() -> None:
         ("path.open('wb')", "open"),
         ("os.kill(1, 2)", "os.kill"),
         ("move = os.replace", "os.replace"),
-        ("signal.signal(1, f)", "signal.signal"),
         ("(path / 'x').mkdir()", ".mkdir"),
         ("path.exists()", ".exists"),
         ("(path / 'x').is_symlink()", ".is_symlink"),
@@ -193,10 +192,6 @@ def test_all_of_files_is_built_on_its_primitives() -> None:
         ("os.getpid()", "os.getpid"),
         ("socket.gethostname()", "socket.gethostname"),
         ("shutil.which('git')", "shutil.which"),
-        ("threading.Thread(target=f)", "threading.Thread"),
-        ("def f(thread: threading.Thread): ...", "threading.Thread"),
-        ("from queue import Empty", "queue.Empty"),
-        ("from runner.system.threads import Lock", "from runner.system.threads"),
     ],
 )
 def test_an_effect_is_found(source: str, what: str) -> None:
@@ -208,7 +203,7 @@ def test_an_effect_is_found(source: str, what: str) -> None:
     [
         "from runner.system import clock, files\nfiles.rename(a, b)\nfiles.touch(p)\nclock.sleep(1)",
         "files.exists(path) and files.stat(path) and os.path.join(a, b)",
-        "threads.Thread(target=f)",
+        "threading.Thread(target=f)",
         "path.absolute()",
         "text.replace('a', 'b')",
         "Session.open(run, config)",
@@ -224,12 +219,12 @@ def test_what_is_allowed_is_not_found(source: str) -> None:
     ("source", "what"),
     [
         ("def f(sleep=clock.sleep): ...", ["clock.sleep at import"]),
-        ("class A:\n    lock: object = field(default_factory=threads.RLock)", ["threads.RLock at import"]),
-        ("class A:\n    lock: object = field(default_factory=lambda: threads.RLock())", []),
-        ("class A:\n    lock: threads.RLock", []),
+        ("class A:\n    lock: object = field(default_factory=threading.RLock)", ["threading.RLock at import"]),
+        ("class A:\n    lock: object = field(default_factory=lambda: threading.RLock())", []),
+        ("class A:\n    lock: threading.RLock", []),
         ("class A:\n    def f(self, now=clock.monotonic): ...", ["clock.monotonic at import"]),
         ("rename = files.rename", ["files.rename at import"]),
-        ("class A(threads.Thread): ...", ["threads.Thread at import"]),
+        ("class A(threading.Thread): ...", ["threading.Thread at import"]),
         ("mode = files.OWNED", []),
         ("def f():\n    return lambda now=clock.monotonic: now()", []),
         ("def f():\n    clock.sleep(1)", []),

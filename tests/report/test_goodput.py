@@ -13,6 +13,7 @@ import pytest
 import timed
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 from runs import TINY, Run
 
 from runner.cli import report
@@ -60,7 +61,7 @@ def test_the_buckets_of_an_attempt_are_its_whole_time_on_all_its_nodes(
     assert not set(shares) & set(goodput.WAITING)
 
 
-@given(attempts=st.lists(DAMAGED, max_size=4))
+@given_in_tiers(attempts=st.lists(DAMAGED, max_size=4), few=15, many=300)
 def test_damaged_records_give_finite_buckets_and_no_traceback(attempts: list[dict[str, Any]]) -> None:
     seconds = goodput.of_run(goodput.resumed(attempts))
     shares, weeks = goodput.shares(seconds), goodput.by_week(attempts)

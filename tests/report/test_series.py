@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import given_in_tiers
 
 from runner.report import blocks, series
 from runner.report.runs import is_shown
@@ -51,7 +52,7 @@ def assert_reads(path: Path, lines: list[dict[str, Any]]) -> None:
         assert sorted(map(repr, found)) == sorted(map(repr, points))
 
 
-@given(shapes=st.lists(records, min_size=1, max_size=4), cut=st.booleans(), data=st.data())
+@given_in_tiers(shapes=st.lists(records, min_size=1, max_size=4), cut=st.booleans(), data=st.data(), few=15, many=200)
 def test_any_lines_are_read_as_one_by_one(
     tmp_path: Path, shapes: list[dict[str, Any]], cut: bool, data: st.DataObject
 ) -> None:
@@ -62,7 +63,7 @@ def test_any_lines_are_read_as_one_by_one(
     assert_reads(path, lines)
 
 
-@given(st.lists(numbers, min_size=40, max_size=60))
+@given_in_tiers(st.lists(numbers, min_size=40, max_size=60), few=15, many=100)
 def test_numbers_are_read_to_the_last_bit(tmp_path: Path, column: list[float | None]) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": step, "loss": value, "by": {"a": value}} for step, value in enumerate(column)]

@@ -490,19 +490,18 @@ def test_an_attempt_of_the_wrong_shape_is_ignored(tmp_path: Path, line: dict[str
     assert ended_attempts(run) == []
 
 
-@pytest.mark.parametrize("times", [{}, {"started": 5.0}, {"started": 5.0, "ended": "later"}])
-def test_an_attempt_without_its_times_does_not_keep_the_next_from_choosing_its_cadence(
-    tmp_path: Path, times: dict[str, Any]
-) -> None:
-    run = RunDir(tmp_path)
+def test_an_attempt_without_its_times_does_not_keep_the_next_from_choosing_its_cadence(tmp_path: Path) -> None:
     whole = {"attempt": 1, "cause": "crash", "started": 0.0, "ended": 50.0}
-    run.attempts.write_text(
-        "".join(json.dumps(line) + "\n" for line in (whole, {"attempt": 2, "cause": "crash", **times}))
-    )
     config = compose(["checkpoint=adaptive"]).config
-    cadence = _Opening(run, config, World(), begin(run), None, None)._cadence(0)
-    assert cadence.adaptive is not None
-    assert cadence.adaptive._ran_s == 50.0
+    broken: list[dict[str, object]] = [{}, {"started": 5.0}, {"started": 5.0, "ended": "later"}]
+    for number, times in enumerate(broken):
+        run = RunDir(tmp_path / str(number))
+        run.path.mkdir()
+        lines = whole, {"attempt": 2, "cause": "crash", **times}
+        run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        cadence = _Opening(run, config, World(), begin(run), None, None)._cadence(0)
+        assert cadence.adaptive is not None
+        assert cadence.adaptive._ran_s == 50.0, times
 
 
 def test_the_last_record_is_that_of_the_last_complete_step(tmp_path: Path) -> None:

@@ -153,9 +153,9 @@ def test_a_superseded_command_does_not_call_a_run_finished(tmp_path: Path, monke
     job = compose([f"run.dir={tmp_path / 'run'}"])
     run = RunDir(tmp_path / "run")
 
-    def stopped(job: object, *options: object, **more: object) -> PlannedRun:
+    def stopped(*arguments: object, **options: object) -> PlannedRun:
         (run.lease / "00000009.json").write_text("{}")
-        return PlannedRun(compose([f"run.dir={tmp_path / 'run'}"]), "finished", "finished, all 5 steps")
+        return PlannedRun(job, "finished", "finished, all 5 steps")
 
     monkeypatch.setattr(start, "plan_run", stopped)
     with pytest.raises(SupersededError):

@@ -6,7 +6,7 @@ command that runs:
     <!-- test: skip, REASON -->        never run (it needs the network, or an hour)
     <!-- test: status 137 -->          the block ends with this exit status instead of 0
     <!-- test: after COMMAND -->       COMMAND is run before the block (it makes the run that the block looks at)
-    <!-- test: with WORD... -->        its commands of the runner get these words, too (a run that takes long is shortened)
+    <!-- test: with WORD... -->        its commands of the runner get these words, too (to shorten a run)
 
 and `<!-- test: in FOLDER -->` anywhere in a page says that its commands are given in that folder of the clone.
 """

@@ -37,14 +37,20 @@ _calls = {"training": itertools.count(1), "evaluation": itertools.count(1)}
 
 def loss(model: nn.Module, batch: Mapping[str, torch.Tensor], fail_at: int = 0) -> Any:
     """`next_token_loss`, with the pauses and failures that the environment asks for (see the module)."""
+    call = pause(model)
+    if fail_at and model.training and call >= fail_at:
+        _fail()
+    return next_token_loss(model, batch)
+
+
+def pause(model: nn.Module) -> int:
+    """Only the pauses, for a task of its own; which call it is."""
     where = "training" if model.training else "evaluation"
     call = next(_calls[where])
     time.sleep(_slow_down_s(where))
     if where == os.environ.get("HELD_IN", "training"):
         _hold(call)
-    if fail_at and model.training and call >= fail_at:
-        _fail()
-    return next_token_loss(model, batch)
+    return call
 
 
 def _hold_file() -> Path:

@@ -133,6 +133,22 @@ class Run:
         self.send(signum)
         return True
 
+    def interrupt(self, *moments: tuple[int, int], calls: int = 1) -> list[int]:
+        """Make attempts that a signal ends, each somewhere in the step after the one given; their exit statuses.
+
+        Args:
+            moments: step and signal of each attempt, at least three steps apart.
+            calls: how often a step calls the loss.
+        """
+        statuses = []
+        for step, signum in moments:
+            self.hold_at(step + 1, calls)
+            self.start()
+            assert self.kill_when(reached(step), signum), self.wait()[1]
+            self.release()
+            statuses.append(self.wait()[0])
+        return statuses
+
     def send(self, signum: int) -> None:
         """Signal the process; with several ranks each of them, as when a node is lost or a job is preempted."""
         assert self.process is not None
@@ -173,6 +189,10 @@ class Run:
         """Those of metrics.jsonl, each with all sources; not one that is written in part."""
         return list(read_records(self.path / "metrics.jsonl"))
 
+    def step(self) -> int:
+        """The last step in metrics.jsonl."""
+        return max((record["step"] for record in self.records() if "loss" in record), default=0)
+
     def attempts(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "attempts.jsonl").read_text().splitlines()]
 
@@ -189,6 +209,11 @@ class Run:
 
         newest = self.checkpoints()[-1]
         return dict(tensors(newest, manifest.read(newest)))
+
+
+def reached(step: int) -> Callable[[Run], bool]:
+    """The moment when a run has made so many steps."""
+    return lambda run: run.step() >= step
 
 
 def assert_same_run(one: Run, other: Run) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import signal
@@ -57,6 +59,14 @@ class Shapes:
 
     def close(self) -> None:
         self._process.communicate()
+
+
+@functools.cache
+def the_shapes() -> Shapes:
+    """One for all tests of this process, with which it ends."""
+    made = Shapes()
+    atexit.register(made.close)
+    return made
 
 
 def make(folder: Path, words: list[str], parts: list[Part]) -> list[Any]:

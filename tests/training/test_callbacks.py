@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import hooks
 import numpy as np
 import pytest
 import torch
+import yaml
 from resume import assert_same
 from runs import PACED, TINY, Run, assert_same_run
 from torch import nn
 
 from runner.checkpoint import get_rng_state
 from runner.config.composition import compose
+from runner.config.schema import CallbackFailure, Config
 from runner.errors import CallbackError, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
@@ -52,31 +55,37 @@ def without_callbacks(run: Run) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in OWN} for record in run.records()]
 
 
-def reached(step: int) -> Any:
-    return lambda run: any(record["step"] >= step for record in run.records())
+STEP_LR = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.StepLR", "scheduler.step_size=5"]
+GROUPS = 'optimizer.groups=[{match: "blocks.*", lr: 1e-4}, {match: "positions*", freeze: true}]'
+STREAM = "data.loader={_target_: custom.stream_loader, length: 50, sequence_length: 16, batch_size: 2}"
+KILLED = {
+    "float16, groups, an average and a schedule of torch's": (
+        1,
+        [*STEP_LR, GROUPS, "train.precision=float16", "train.ema_decay=0.8"],
+    ),
+    "two ranks with fsdp, on one of which a callback raises, and a user's loader": (
+        2,
+        ["strategy=fsdp", "+callbacks.raises.rank=1", STREAM],
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
-def test_a_killed_run_with_callbacks_is_bit_identical(ranks: int, strategy: str, tmp_path: Path) -> None:
-    """They draw from all generators, seed them, keep a state and log; one raises, on one rank with fsdp."""
-    only = ["+callbacks.raises.rank=1"] if strategy == "fsdp" else []
-    common = [*COMMON, f"strategy={strategy}"]
-    plain = Run(tmp_path / "plain", common, ranks=ranks)
+@pytest.mark.parametrize("kind", KILLED)
+def test_a_killed_run_with_callbacks_is_bit_identical(kind: str, tmp_path: Path) -> None:
+    """They draw from all generators, seed them, keep a state and log; one raises."""
+    ranks, added = KILLED[kind]
+    plain = Run(tmp_path / "plain", [*COMMON, *(word for word in added if "callbacks" not in word)], ranks=ranks)
     plain.finish()
-    whole = Run(tmp_path / "whole", [*common, *CALLBACKS, *only], ranks=ranks)
+    words = [*COMMON, *CALLBACKS, *added]
+    whole = Run(tmp_path / "whole", words, ranks=ranks)
     output = whole.finish()
     assert output.count("callbacks.raises.on_step_end: ValueError: no luck (") == 1
     assert "Traceback" not in output
     assert without_callbacks(whole) == plain.records()
-    killed = Run(tmp_path / "killed", [*common, *CALLBACKS, *only], ranks=ranks)
-    for until, signum in ((11, signal.SIGKILL), (18, signal.SIGTERM)):
-        killed.hold_at(until + 1)
-        killed.start()
-        assert killed.kill_when(reached(until), signum), killed.wait()[1]
-        killed.release()
-        killed.wait()
+    killed = Run(tmp_path / "killed", words, ranks=ranks)
+    killed.interrupt((11, signal.SIGKILL), (18, signal.SIGTERM))
     assert "callbacks.raises is left out: it raised in this run" in killed.finish()
     assert_same_run(killed, whole)
     assert [record["calls"] for record in whole.records() if "calls" in record][-1] == STEPS + 200
@@ -107,9 +116,15 @@ def test_one_that_raises_stops_the_run_if_the_config_says_so(tmp_path: Path) -> 
 # ---- Mistakes
 
 
+@cache
+def config_of_all() -> Config:
+    return compose(TINY).config
+
+
 def opened(path: Path, *nodes: str, saved: RunState | None = None, stop: bool = False) -> Callbacks:
-    overrides = [f"+callbacks.{chr(ord('a') + i)}={node}" for i, node in enumerate(nodes)]
-    config = compose([*TINY, *overrides, f"train.on_callback_error={'stop' if stop else 'drop'}"]).config
+    callbacks = {name: yaml.safe_load(node) for name, node in zip("ab", nodes, strict=False)}
+    train = replace(config_of_all().train, on_callback_error=CallbackFailure.stop if stop else CallbackFailure.drop)
+    config = replace(config_of_all(), callbacks=callbacks, train=train)
     return Callbacks.open(config, World(), RunDir(path), nn.Linear(2, 2), torch.device("cpu"), saved)
 
 

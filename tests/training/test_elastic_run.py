@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import PACED, TINY, Run
-
-# Many attempts in sequence: a busy machine may take long.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 COMMON = [
     *TINY,
@@ -30,32 +26,26 @@ def records(run: Run) -> list[dict[str, Any]]:
     return [record for record in run.records() if "loss" in record]
 
 
-def reached(step: int) -> Callable[[Run], bool]:
-    return lambda run: len(records(run)) >= step
-
-
+@pytest.mark.timeout(1800)
+@pytest.mark.promise("killed on 4 ranks, then on 2 and 1, ended on 3: every sample exactly once")
 def test_four_ranks_then_two_one_and_three_see_the_same_samples(tmp_path: Path) -> None:
-    """Killed on 4 ranks and resumed on 2, 1 and 3 with the same global batch: same ledger, same loss up to rounding."""
-    whole = Run(tmp_path / "whole", [*COMMON, "train.batch_size=3"], ranks=4)
+    """With another batch of each rank, and the same global batch: same ledger, same loss up to rounding."""
+    whole = Run(tmp_path / "whole", [*COMMON, "train.batch_size=12"])
     whole.finish()
-    shapes = [(4, 3, 9), (2, 6, 16), (1, 4, 25), (3, 2, None)]
-    for ranks, batch, until in shapes:
+    for ranks, batch, until in ((4, 3, 9), (2, 6, 16), (1, 4, 25)):
         run = Run(tmp_path / "run", [*COMMON, f"train.batch_size={batch}"], ranks=ranks)
-        if until is None:
-            run.finish()
-            break
-        run.hold_at(until + 1, calls=12 // (ranks * batch))
-        run.start()
-        assert run.kill_when(reached(until))
-        run.wait()
+        run.interrupt((until, signal.SIGKILL), calls=12 // (ranks * batch))
+    Run(tmp_path / "run", [*COMMON, "train.batch_size=2"], ranks=3).finish()
     assert [r["step"] for r in records(run)] == list(range(1, 41))
     for ours, theirs in zip(records(run), records(whole), strict=True):
         for exact in ("step", "digest", "sources", "lr", "tokens_seen"):
             assert ours[exact] == theirs[exact]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert [attempt["cause"] for attempt in run.attempts()] == ["killed"] * 3 + ["finished"]
+    assert [attempt["ranks"] for attempt in run.attempts()] == [4, 2, 1, 3]
 
 
+@pytest.mark.slow
 def test_another_global_batch_resumes_at_the_same_position(tmp_path: Path) -> None:
     """With another global batch the same sequence of samples continues: none repeated, none lost."""
     common = [*COMMON, "phases.late.start_step=1000"]  # a phase would begin at another position
@@ -71,6 +61,7 @@ def test_another_global_batch_resumes_at_the_same_position(tmp_path: Path) -> No
     assert records(second)[-1]["digest"] == records(whole)[-1]["digest"]
 
 
+@pytest.mark.slow
 def test_weights_edited_between_attempts_need_consent_and_repeat_nothing(tmp_path: Path) -> None:
     """Changed weights are refused, naming the change; if allowed, every source continues at its key."""
     run = Run(tmp_path / "run", [*COMMON, "train.batch_size=6", "train.steps=12"])
@@ -88,34 +79,3 @@ def test_weights_edited_between_attempts_need_consent_and_repeat_nothing(tmp_pat
     after = records(edited)[-1]["sources"]
     assert after["code"] == before["code"]
     assert sum(after[s]["samples"] for s in after) == 16 * 12
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_ranks_killed_are_bit_identical_in_the_same_shape(strategy: str, tmp_path: Path) -> None:
-    """Two and three ranks with dropout and accumulation, after SIGKILL and SIGTERM."""
-    ranks = 3 if strategy == "ddp" else 2
-    common = [
-        *TINY,
-        PACED,
-        f"strategy={strategy}",
-        "train.steps=24",
-        "eval.every_steps=10",
-        "checkpoint.every_steps=5",
-        "model.dropout=0.2",
-        "train.grad_accum_steps=2",
-        "train.batch_size=2",
-    ]
-    whole = Run(tmp_path / "whole", common, ranks=ranks)
-    whole.finish()
-    run = Run(tmp_path / "run", common, ranks=ranks)
-    for until, signum in ((7, signal.SIGKILL), (13, signal.SIGTERM), (18, signal.SIGKILL)):
-        run.hold_at(until + 1, calls=2)
-        run.start()
-        assert run.kill_when(reached(until), signum)
-        run.release()
-        run.wait()
-    run.finish()
-    assert run.lines() == whole.lines()
-    mine, theirs = run.weights(), whole.weights()
-    assert mine.keys() == theirs.keys()
-    assert all((mine[name] == theirs[name]).all() for name in theirs)

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from references import Reference
 from runs import PACED, ROOT, TINY, Run, assert_same_run
 
 from runner.rundir.time_account import TimeAccount
@@ -205,27 +206,14 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
-    """The run on so many ranks without a hang."""
-    made: dict[int, Run] = {}
-
-    def reference(ranks: int) -> Run:
-        if ranks not in made:
-            made[ranks] = Run(tmp_path_factory.mktemp("reference") / "run", COMMON, ranks=ranks)
-            made[ranks].finish()
-        return made[ranks]
-
-    return reference
-
-
 @pytest.mark.slow
+@pytest.mark.xdist_group("hang")
 @pytest.mark.parametrize(
     ("where", "ranks", "rank"),
     [("data", 1, 0), ("worker", 1, 0), ("callback", 2, 0), ("loop", 2, 1), ("collective", 2, 1)],
 )
 def test_a_hang_is_found_and_explained_and_the_run_continues(
-    where: str, ranks: int, rank: int, tmp_path: Path, references: Callable[[int], Run]
+    where: str, ranks: int, rank: int, tmp_path: Path, reference: Reference
 ) -> None:
     workers = ["data.num_workers=1"] if where == "worker" else []
     run = Run(tmp_path / "run", [*COMMON, *workers], ranks=ranks)
@@ -248,7 +236,7 @@ def test_a_hang_is_found_and_explained_and_the_run_continues(
     assert [NAMES[where] in text for text in texts] == [number == rank for number in range(ranks)]
     assert all("Trainer.advance" in text for text in texts)
     run.finish()
-    assert_same_run(run, references(ranks))
+    assert_same_run(run, reference(COMMON, ranks))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Whole runs, killed and resumed: other groups, float16, an average of the weights, buffers on several ranks."""
+"""Whole runs in float16: what overflows is skipped, what is not a number stops them."""
 
 from __future__ import annotations
 
@@ -6,43 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-from runs import PACED, TINY, Run, assert_same_run
+from runs import TINY, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SHORT = [*TINY, "train.steps=12", "eval.every_steps=4", "checkpoint.every_steps=3"]
-STEP_LR = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.StepLR", "scheduler.step_size=3"]
-GROUPS = 'optimizer.groups=[{match: "blocks.*", lr: 1e-4}, {match: "positions*", freeze: true}]'
-KINDS = {
-    "all": [*STEP_LR, GROUPS, PACED, "train.precision=float16", "train.ema_decay=0.8", "model.dropout=0.1"],
-    "normed": ["model._target_=custom.Normed", PACED],
-    "normed and averaged": ["model._target_=custom.Normed", PACED, "train.ema_decay=0.8", "train.grad_accum_steps=2"],
-}
-
-
-def killed_and_resumed(path: Path, overrides: list[str], ranks: int, calls: int = 1) -> None:
-    """Kill a run twice; its records and its last checkpoint are those of one that was not."""
-    whole = Run(path / "whole", overrides, ranks=ranks)
-    whole.finish()
-    run = Run(path / "run", overrides, ranks=ranks)
-    for until in (5, 9):
-        run.hold_at(until, calls)
-        run.start()
-        assert run.kill_when(Run.idles)
-        run.wait()
-        run.release()
-    run.finish()
-    assert_same_run(run, whole)
-
-
-def test_groups_float16_an_average_and_a_schedule_of_torch_resume_exactly(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path, [*SHORT, *KINDS["all"]], ranks=1)
-
-
-@pytest.mark.parametrize("kind", ["normed", "normed and averaged"])
-def test_a_model_with_running_statistics_resumes_exactly_on_two_ranks(tmp_path: Path, kind: str) -> None:
-    """An evaluation uses them on every rank, and a checkpoint holds those of rank 0."""
-    killed_and_resumed(tmp_path, [*SHORT, *KINDS[kind]], ranks=2, calls=2 if "averaged" in kind else 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

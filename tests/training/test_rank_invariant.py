@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import custom
+import custom_tasks
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import TINY, Run, assert_same_run
-from shapes import Part, Shapes
+from shapes import Part, Shapes, the_shapes
+from torch import nn
 
+from runner.data.order.batch_shape import BatchShape
+from runner.errors import UserError
+from runner.system.distributed import World
+from runner.training.invariant import FixedMicroBatches
+from runner.training.optim import LearningRateScheduler
+from runner.training.optimizers import Optimizers
+from runner.training.step import Drawn, Forward, TrainStep
+from runner.training.tasks import Task
+
+CPU = torch.device("cpu")
 GPT = [*TINY, "data=mixture", "sampler=elastic", "model.dropout=0.1", "train.batch_size=2"]
 PHASES = ["+phases.late={start_step: 5, weights: {code: 3.0}, temperature: 2.0, lr_scale: 0.5}"]
 POINTS = [
@@ -50,27 +66,32 @@ STEPS = 8
 LINES = STEPS + 2
 
 
-@pytest.fixture(scope="module")
-def shapes() -> Iterator[Shapes]:
-    process = Shapes()
-    yield process
-    process.close()
+One = Callable[[str], Run]
+
+
+@pytest.fixture(scope="session")
+def shapes() -> Shapes:
+    return the_shapes()
 
 
 def words_of(kind: str, every: int) -> list[str]:
     return [*RUNS[kind], f"train.steps={STEPS}", "eval.every_steps=4", f"checkpoint.every_steps={every}"]
 
 
-@pytest.fixture(scope="module")
-def references(shapes: Shapes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Each run on one rank, from its beginning to its end."""
-    made = {}
-    for number, kind in enumerate(RUNS):
-        path = tmp_path_factory.mktemp("reference") / str(number)
-        assert shapes.run(path, words_of(kind, 3), [Part(1)]) == [0]
-        made[kind] = Run(path, [])
-        assert len(made[kind].lines()) == LINES
-    return made
+@pytest.fixture(scope="session")
+def one(shapes: Shapes, tmp_path_factory: pytest.TempPathFactory) -> One:
+    """Make a kind of run on one rank, from its beginning to its end, when a test asks for it."""
+    made: dict[str, Run] = {}
+
+    def one(kind: str) -> Run:
+        if kind not in made:
+            path = tmp_path_factory.mktemp("reference") / "run"
+            assert shapes.run(path, words_of(kind, 3), [Part(1)]) == [0]
+            made[kind] = Run(path, [])
+            assert len(made[kind].lines()) == LINES
+        return made[kind]
+
+    return one
 
 
 PARTS = st.builds(
@@ -82,14 +103,15 @@ PARTS = st.builds(
 )
 
 
-def check(kind: str, every: int, parts: list[Part], last: int, one: dict[str, Run], shapes: Shapes, path: Path) -> None:
+def check(kind: str, every: int, parts: list[Part], last: int, one: One, shapes: Shapes, path: Path) -> None:
     shapes.run(path, words_of(kind, every), [*parts, Part(last)])
-    assert_same_run(one[kind], Run(path, []))
+    assert_same_run(one(kind), Run(path, []))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.xdist_group("rank-invariant")
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(list(RUNS)),
     every=st.integers(1, 5),
@@ -101,23 +123,30 @@ def test_a_run_that_comes_back_with_other_ranks_is_bit_identical(
     every: int,
     parts: list[Part],
     last: int,
-    references: dict[str, Run],
+    one: One,
     shapes: Shapes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Killed or stopped anywhere, saved at any boundary, continued on any number of ranks: metrics and weights."""
-    check(kind, every, parts, last, references, shapes, tmp_path_factory.mktemp("shapes") / "run")
+    check(kind, every, parts, last, one, shapes, tmp_path_factory.mktemp("shapes") / "run")
 
 
-@pytest.mark.slow
+FIRST, *OTHERS = RUNS
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", RUNS)
-def test_three_and_then_four_ranks_give_what_one_gives(
-    kind: str, references: dict[str, Run], shapes: Shapes, tmp_path: Path
-) -> None:
+@pytest.mark.xdist_group("rank-invariant")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(FIRST, marks=pytest.mark.promise("stopped on 3 ranks, ended on 2: bit for bit the run on 1 rank")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS),
+    ],
+)
+def test_three_and_then_other_ranks_give_what_one_gives(kind: str, one: One, shapes: Shapes, tmp_path: Path) -> None:
     """Also where some ranks have one micro-batch more, or none."""
     last = 2 if "one micro" not in kind else 4
-    check(kind, 2, [Part(3, 5, 0, signal.SIGTERM)], last, references, shapes, tmp_path / "run")
+    check(kind, 2, [Part(3, 5, 0, signal.SIGTERM)], last, one, shapes, tmp_path / "run")
     ranks = [attempt["ranks"] for attempt in Run(tmp_path / "run", []).attempts()]
     assert ranks == [3, last]
 
@@ -125,6 +154,7 @@ def test_three_and_then_four_ranks_give_what_one_gives(
 CARELESS = [*PAIR, "train.global_batch_size=12", "train.steps=2"]
 
 
+@pytest.mark.slow
 def test_what_a_task_logs_outside_of_its_micro_batches_does_not_depend_on_ranks_either(
     shapes: Shapes, tmp_path: Path
 ) -> None:
@@ -141,62 +171,121 @@ def test_what_a_task_logs_outside_of_its_micro_batches_does_not_depend_on_ranks_
     assert last["index"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("mean", "step.mean is called while step.batches is iterated"),
-        ("update", "step.update is called while step.batches is iterated"),
-        ("backward", "call step.backward only while step.batches is iterated"),
-        ("leave", "iterate all of it"),
-    ],
-)
-def test_a_step_that_depends_on_the_ranks_is_refused_on_any_number_of_them(
-    mistake: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
-) -> None:
+def step_of(task: Any, model: nn.Module, world: World | None = None) -> TrainStep:
+    """Rank-invariant steps of three micro-batches of a task, in this process."""
+    world = world or World()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizers = Optimizers.of_one(model, optimizer, LearningRateScheduler(optimizer, lambda step: 1.0))
+    takes, computes = getattr(task, "take_step", None), getattr(task, "training_step", None)
+    made = Task("task (my.Task)", computes, None, takes)
+    division = FixedMicroBatches(world, model, made, optimizers, BatchShape.dealt(0, world.size, 4, 3), 0, CPU)
+    return TrainStep(Forward(world, CPU, model, made, nullcontext), optimizers, [], shared=division)
+
+
+class Tokens:
+    """Trains a model of tokens."""
+
+    def training_step(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        return model((batch.abs() * 100).long()).square().mean((1, 2))
+
+
+MISTAKES: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
+    **{
+        mistake: (custom_tasks.Careless(mistake), custom_tasks.Pair, said)
+        for mistake, said in {
+            "mean": "step.mean is called while step.batches is iterated",
+            "update": "step.update is called while step.batches is iterated",
+            "backward": "call step.backward only while step.batches is iterated",
+            "leave": "iterate all of it",
+        }.items()
+    },
+    "value": (custom_tasks.Moody(False), custom_tasks.Pair, "gave positive in some micro-batches of a step and not"),
+    "leaves": (custom_tasks.Moody(True), custom_tasks.Pair, "iterate all of it"),
+    "parameter": (
+        custom_tasks.Fine(),
+        lambda: custom_tasks.Columns("parameter"),
+        "the model's parameter centre changes",
+    ),
+    "extra state": (custom_tasks.Fine(), lambda: custom_tasks.Columns("extra state"), "extra state of Columns changes"),
+    "statistics": (Tokens(), lambda: custom.Normed(500, 3), "buffer norm.running_mean changes in the forward pass"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_step_that_would_depend_on_the_ranks_is_refused_on_one_rank(mistake: str) -> None:
     """In the first step, in one line, with the way out."""
-    refused(
-        [*CARELESS, "+task._target_=custom_tasks.Careless", f"+task.mistake={mistake}"], said, ranks, shapes, tmp_path
-    )
+    task, model, said = MISTAKES[mistake]
+    points = iter(custom_tasks.Points().points.split(4))
+    with pytest.raises(UserError) as error:
+        step_of(task, model())(lambda: Drawn(next(points)))
+    assert said in str(error.value)
+    assert "train.rank_invariant=false" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_more_ranks_than_micro_batches_are_refused_where_each_needs_one() -> None:
+    with pytest.raises(UserError, match=r"which needs a micro-batch on each rank, and a step has 3 for 4 ranks"):
+        step_of(custom_tasks.Careless("none"), custom_tasks.Pair(), World(0, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["+task._target_=custom_tasks.Careless", "+task.mistake=update"],
+            "step.update is called while step.batches is",
+        ),
+        (["+task._target_=custom_tasks.Careless", "+task.mistake=leave"], "iterate all of it"),
+        (["+task._target_=custom_tasks.Careless", "+task.mistake=state"], "its state differs from rank to rank"),
+        (
+            ["+task._target_=custom_tasks.Moody", "+task.leaves=false"],
+            "gave positive in some micro-batches of a step and",
+        ),
+        (["+task._target_=custom_tasks.Moody", "+task.leaves=true"], "iterate all of it"),
+    ],
+    ids=["update", "leave", "state", "value", "leaves"],
+)
+def test_a_step_that_depends_on_the_ranks_is_refused_on_several(
+    words: list[str], said: str, shapes: Shapes, tmp_path: Path
+) -> None:
+    """Also where one rank makes the mistake and the others wait for it elsewhere in the step."""
+    refused([*CARELESS, "train.batch_size=2", "eval.every_steps=0", *words], said, shapes, tmp_path)
+
+
+@pytest.mark.slow
+def test_weights_must_not_change_in_a_forward_pass_of_any_rank(shapes: Shapes, tmp_path: Path) -> None:
+    """A checkpoint holds them, so that a run that changes them would otherwise continue as if they were the same."""
+    words = [*POINTS, "train.global_batch_size=12", "train.steps=2", "eval.every_steps=0"]
+    words += ["+task._target_=custom_tasks.Fine", "+model._target_=custom_tasks.Columns", "+model.keeps=parameter"]
+    refused(words, "the model's parameter centre changes in the forward pass", shapes, tmp_path)
+
+
+def refused(words: list[str], said: str, shapes: Shapes, folder: Path) -> None:
+    """On two ranks a run ends in its first step, with one line."""
+    with pytest.raises(AssertionError) as raised:
+        shapes.run(folder / "run", words, [Part(2)])
+    lines = [line for line in str(raised.value).splitlines() if line.startswith("error")]
+    assert 1 <= len(lines) <= 2
+    assert said in lines[0]
+    assert "train.rank_invariant=false" in lines[0]
+    assert "Traceback" not in str(raised.value)
+    assert not Run(folder / "run", []).lines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sum_over_several_passes_does_not_depend_on_ranks(ranks: int, shapes: Shapes, tmp_path: Path) -> None:
     """Though each rank has the values of a pass of its own together, and in float64, where every order shows."""
     words = [*CARELESS, "train.steps=6", "+task._target_=custom_tasks.Twice", "eval.every_steps=0"]
     runs: list[Run] = []
     for each in (1, ranks):
-        assert shapes.run(tmp_path / f"{len(runs)}-{each}", words, [Part(each)]) == [0]
-        runs.append(Run(tmp_path / f"{len(runs)}-{each}", []))
+        assert shapes.run(tmp_path / str(each), words, [Part(each)]) == [0]
+        runs.append(Run(tmp_path / str(each), []))
     assert_same_run(*runs)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("leaves", "said"),
-    [("false", "gave positive in some micro-batches of a step and not in others"), ("true", "iterate all of it")],
-)
-def test_what_only_some_micro_batches_do_is_refused(
-    leaves: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
-) -> None:
-    """Also where one rank does it and the others wait for it elsewhere in the step."""
-    words = [*CARELESS, "train.batch_size=2", "eval.every_steps=0", "+task._target_=custom_tasks.Moody"]
-    refused([*words, f"+task.leaves={leaves}"], said, ranks, shapes, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("keeps", "said"), [("parameter", "parameter centre"), ("extra state", "extra state of Columns")]
-)
-def test_weights_and_extra_state_must_not_change_in_a_forward_pass_either(
-    keeps: str, said: str, ranks: int, shapes: Shapes, tmp_path: Path
-) -> None:
-    """A checkpoint holds them, so that a run that changes them would otherwise continue as if they were the same."""
-    words = [*POINTS, "train.global_batch_size=12", "train.steps=2", "eval.every_steps=0"]
-    words += ["+task._target_=custom_tasks.Fine", "+model._target_=custom_tasks.Columns", f"+model.keeps='{keeps}'"]
-    refused(words, f"the model's {said} changes in the forward pass", ranks, shapes, tmp_path)
-
-
+@pytest.mark.slow
 def test_an_overflow_of_one_optimizer_does_not_change_the_gradients_of_another(shapes: Shapes, tmp_path: Path) -> None:
     """They wait with the scale that they were computed with; so they do without rank-invariant training."""
     words = [*PAIR, "train.global_batch_size=16", "train.steps=4", "eval.every_steps=0", "train.precision=float16"]
@@ -209,36 +298,7 @@ def test_an_overflow_of_one_optimizer_does_not_change_the_gradients_of_another(s
     assert norms[0] == pytest.approx(norms[1], rel=1e-3, nan_ok=True)
 
 
-def test_a_state_that_differs_from_rank_to_rank_is_refused(shapes: Shapes, tmp_path: Path) -> None:
-    words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=state"]
-    refused(words, "its state differs from rank to rank", 3, shapes, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_running_statistics_are_refused(ranks: int, shapes: Shapes, tmp_path: Path) -> None:
-    """They depend on which samples a rank sees."""
-    tiny = [word for word in TINY if not word.startswith("model.")]
-    words = [*tiny, "sampler=elastic", "train.global_batch_size=32", "model=own", "+model._target_=custom.Normed"]
-    words += ["+model.vocab_size=256", "+model.width=8"]
-    refused(words, "buffer norm.running_mean changes in the forward pass", ranks, shapes, tmp_path)
-
-
-def refused(words: list[str], said: str, ranks: int, shapes: Shapes, folder: Path) -> None:
-    with pytest.raises(AssertionError) as raised:
-        shapes.run(folder / "run", words, [Part(ranks)])
-    lines = [line for line in str(raised.value).splitlines() if line.startswith("error")]
-    assert 1 <= len(lines) <= ranks
-    assert said in lines[0]
-    assert "train.rank_invariant=false" in lines[0]
-    assert "Traceback" not in str(raised.value)
-    assert not Run(folder / "run", []).lines()
-
-
-def test_more_ranks_than_micro_batches_are_refused_where_each_needs_one(shapes: Shapes, tmp_path: Path) -> None:
-    words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=none"]
-    refused(words, "which needs a micro-batch on each rank, and a step has 3 for 4 ranks", 4, shapes, tmp_path)
-
-
+@pytest.mark.slow
 def test_without_it_the_ranks_decide_the_last_bits(shapes: Shapes, tmp_path: Path) -> None:
     """So that what the other tests compare can differ at all."""
     words = [*GPT, "train.global_batch_size=12", "train.steps=4", "train.rank_invariant=false", "eval.every_steps=0"]
@@ -249,6 +309,7 @@ def test_without_it_the_ranks_decide_the_last_bits(shapes: Shapes, tmp_path: Pat
     assert [record["loss"] for record in one] != [record["loss"] for record in two]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_data_is_an_error_on_every_rank(shapes: Shapes, tmp_path: Path) -> None:
     """At the same step whatever the number of ranks: a step is complete or it is not made."""
     words = [*CARELESS, "train.steps=50", "+task._target_=custom_tasks.Choosy", "sampler.max_epochs={points: 0.3}"]

@@ -1,4 +1,4 @@
-"""Edge cases of training: non-finite losses, signals at awkward moments, a user's own loader."""
+"""Edge cases of training: non-finite losses, signals at awkward moments, changes between attempts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,6 @@ SHORT = [*TINY, "train.steps=20", "eval.every_steps=10", "checkpoint.every_steps
 
 def steps(run: Run) -> list[int]:
     return [record["step"] for record in run.records() if "loss" in record]
-
-
-def reached(step: int) -> Callable[[Run], bool]:
-    return lambda run: len(steps(run)) >= step
 
 
 def nan(call: int) -> list[str]:
@@ -103,37 +98,6 @@ def test_a_second_interrupt_exits_at_once(tmp_path: Path) -> None:
     assert "second Ctrl-C" in output
     run.finish()
     assert steps(run) == list(range(1, 21))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_users_own_loader_resumes_exactly(ranks: int, tmp_path: Path) -> None:
-    """`data.loader`: any RestartableDataLoader; the checkpoint holds its state of every rank."""
-    own = "data.loader={_target_: custom.stream_loader, length: 50, sequence_length: 16, batch_size: 4}"
-    overrides = [*SHORT, PACED, own, "eval.every_steps=0", "model.dropout=0.1"]
-    whole = Run(tmp_path / "whole", overrides, ranks=ranks)
-    whole.finish()
-    run = Run(tmp_path / "run", overrides, ranks=ranks)
-    for until, signum in ((7, signal.SIGKILL), (13, signal.SIGTERM)):
-        run.hold_at(until + 1)
-        run.start()
-        assert run.kill_when(reached(until), signum)
-        run.release()
-        run.wait()
-    run.finish()
-    assert_same_run(run, whole)
-
-
-def test_low_precision_resumes_exactly(tmp_path: Path) -> None:
-    overrides = [*SHORT, PACED, "train.precision=bfloat16"]
-    whole = Run(tmp_path / "whole", overrides)
-    whole.finish()
-    run = Run(tmp_path / "run", overrides)
-    run.hold_at(13)
-    run.start()
-    assert run.kill_when(reached(12))
-    run.wait()
-    run.finish()
-    assert_same_run(run, whole)
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -290,13 +290,10 @@ def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path, source: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("at", ["", "@best"])
-def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(
-    source: Path, tmp_path: Path, at: str
-) -> None:
+def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(source: Path, tmp_path: Path) -> None:
     """Although the source has gone on meanwhile, and another checkpoint of it is the best."""
     copy = Path(shutil.copytree(source, tmp_path / "source"))
-    words = [*here.SHORT, f"init_from={copy}{at}", PACED, "seed=5", "checkpoint.every_steps=100"]
+    words = [*here.SHORT, f"init_from={copy}@best", PACED, "seed=5", "checkpoint.every_steps=100"]
     whole = Run(tmp_path / "whole", words)
     whole.finish()
     run = Run(tmp_path / "run", words)
@@ -308,7 +305,7 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(
     here.trained(copy, "train.steps=10", "checkpoint.keep_best=1", "checkpoint.best.mode=min", "checkpoint.keep_last=9")
     expected = init(run.path)
     output = run.finish()
-    assert f"initial weights from {copy} at step {2 if at else 6}:" in output
+    assert f"initial weights from {copy} at step 2:" in output
     assert init(run.path) == expected
     assert_same_run(run, whole)
 

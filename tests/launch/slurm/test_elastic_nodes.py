@@ -14,7 +14,7 @@ from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, Job, environment, preempt, runner
 from runs import ROOT, Run, assert_same_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 GLOBAL_BATCH, MICRO_BATCH = 16, 2
 OVERRIDES = [

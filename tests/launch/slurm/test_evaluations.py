@@ -11,7 +11,7 @@ from cluster import Cluster
 from jobs import COMMON, Job, environment, preempt, runner
 from runs import Run, assert_same_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def results(run: Run) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 from cluster import Cluster
 from jobs import COMMON, Job, runner
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 STEPS = 12
 WORDS = [

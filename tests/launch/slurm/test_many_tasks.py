@@ -22,7 +22,7 @@ from jobs import (
 )
 from runs import ROOT, Run, assert_same_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: Path, reference_of_two: Run) -> None:

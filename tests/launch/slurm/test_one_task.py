@@ -15,7 +15,7 @@ from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, STEPS, Job, environment, preempt, runner, statuses
 from runs import ROOT, TINY, Run, assert_same_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 @pytest.fixture

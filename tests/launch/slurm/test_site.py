@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster
 from jobs import COMMON, SLURM, Job, runner, statuses
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 SHORT = [*COMMON, "train.steps=5", "eval.every_steps=0"]
 

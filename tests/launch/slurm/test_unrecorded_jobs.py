@@ -15,7 +15,7 @@ from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, Job, environment, runner
 from runs import ROOT, Run, assert_same_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 KILLING = """\
 #!/bin/sh

@@ -16,7 +16,7 @@ from jobs import COMMON, Job, preempt
 from runner.report.runs import read_run
 from runner.rundir.paths import RunDir
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROUNDING_S = 1.0  # each of two times of Slurm's is a second too early at most
 
 

@@ -1,0 +1,196 @@
+"""A scenario: which processes run, what may befall them, what must hold; and one story of it from a schedule."""
+
+from __future__ import annotations
+
+import errno
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, ClassVar
+
+from simulation.disk import Disk
+from simulation.doors import installed
+from simulation.engine import BrokenPromiseError, Event, Host, Process, World
+from simulation.schedule import Schedule
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EDQUOT)
+ERROR_CALLS = (
+    frozenset({"create", "write", "append", "mkdir", "link", "truncate"}),
+    frozenset({"fsync", "close"}),
+    frozenset({"rename", "unlink", "rmdir"}),
+    frozenset({"listdir", "open", "read", "stat", "utime"}),
+)
+FULL_S = (1.0, 30.0)
+FROZEN_S = (0.5, 3.0, 20.0, 90.0, 400.0)
+"""How long a process is frozen: shorter and longer than anybody waits for it."""
+
+COMMON = {
+    "kill": "a process is killed",
+    "freeze": "a process is frozen, and continues later",
+    "error": "a call fails with EIO, ENOSPC, ESTALE or EDQUOT",
+    "full": "the disk is full for a while",
+    "power": "a machine loses power",
+    "suspend": "a machine is suspended, and wakes up later",
+}
+"""What may befall any process."""
+
+
+class Scenario:
+    """What a story is made of. Subclasses start processes in `begin` and say in `finish` what must hold at the end.
+
+    Args:
+        world: where it happens.
+        schedule: what befalls whom.
+    """
+
+    name: ClassVar[str] = ""
+    kinds: ClassVar[Mapping[str, str]] = COMMON
+    horizon: ClassVar[int] = 400
+    """About how many steps a story takes when nothing befalls anybody."""
+    network: ClassVar[bool | None] = None
+    """Whether the files are on a network file system; None: in every other story."""
+    host_names: ClassVar[tuple[str, ...]] = ("node1", "node2")
+
+    def __init__(self, world: World, seed: str) -> None:
+        self.world = world
+        self.random = Random(f"scenario {seed}")
+        network = self.random.random() < 0.5 if self.network is None else self.network
+        self.disk = Disk(world, network)
+        names = self.host_names if network else self.host_names[:1]
+        self.hosts = [
+            Host(name, self.random.uniform(-500.0, 500.0), self.random.uniform(-0.01, 0.01)) for name in names
+        ]
+
+    def run(self, *command: Any, **options: Any) -> Any:
+        """Run a command such as scontrol (see `subprocess.run`)."""
+        raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
+
+    def around(self) -> AbstractContextManager[None]:
+        """Entered before the story and left after it: what the scenario changes in the interpreter is put back."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Start the processes that the story begins with."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Check what must hold once nothing happens any more.
+
+        Raises:
+            BrokenPromiseError: it does not.
+        """
+        raise NotImplementedError
+
+    def spawn(self, host: Host, name: str, function: Callable[[], object], **environment: str) -> Process:
+        """Start a process."""
+        process = self.world.spawn(host, name, function, environment)
+        process.on_end.append(self.disk.close_all)
+        process.on_end.append(self.on_end)
+        return process
+
+    def on_end(self, process: Process) -> None:
+        """A process has ended."""
+
+    def choose(self, choice: float) -> Process | None:
+        """The process that a strike befalls."""
+        alive = [process for process in self.world.processes if process.alive]
+        return alive[int(choice * len(alive))] if alive else None
+
+    def strike(self, kind: str, choice: float) -> None:
+        """Let something befall somebody."""
+        process, world = self.choose(choice), self.world
+        rest = Random(f"strike {choice}")
+        if kind == "full":
+            if not self.disk.full:
+                self.disk.full = True
+                world.tell("is full", "disk")
+                world.at(rest.uniform(*FULL_S), self._free)
+        elif process is None:
+            return
+        elif kind == "kill":
+            world.kill(process)
+        elif kind == "freeze":
+            world.freeze(process)
+            world.at(rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5), partial(world.thaw, process))
+        elif kind == "error":
+            number = rest.choice(ERRORS)
+            process.fails += [(rest.choice(ERROR_CALLS), number)] * rest.choice((1, 1, 1, 2, 5))
+        elif kind == "suspend":
+            world.suspend(process.host, rest.choice(FROZEN_S) * rest.uniform(0.5, 1.5))
+        elif kind == "power":
+            self.power_loss(process.host)
+        else:
+            raise AssertionError(f"no such strike: {kind}")
+
+    def power_loss(self, host: Host) -> None:
+        """A machine loses power and starts again."""
+        self.world.power_loss(host)
+        self.disk.power_loss(host)
+
+    def _free(self) -> None:
+        self.disk.full = False
+        self.world.tell("has room again", "disk")
+
+    def must(self, holds: object, text: str) -> None:
+        """Check something.
+
+        Raises:
+            BrokenPromiseError: it does not hold.
+        """
+        if not holds:
+            error = BrokenPromiseError(text)
+            self.world.broken = self.world.broken or error  # the real code may catch what is raised in it
+            raise error
+
+
+@dataclass(frozen=True)
+class Story:
+    """How a schedule went.
+
+    Attributes:
+        schedule: which one.
+        broken: what did not hold; None if everything did.
+        events: what happened.
+        features: what kinds of things happened in it.
+        steps: calls of the real code.
+        seconds: of real time that it took.
+    """
+
+    schedule: Schedule
+    broken: str | None
+    events: list[Event]
+    features: frozenset[Any]
+    steps: int
+    seconds: float
+
+
+def play(kind: type[Scenario], schedule: Schedule) -> Story:
+    """Let one story happen."""
+    began = time.perf_counter()
+    world = World(f"{kind.name} {schedule.seed}", schedule.switching)
+    scenario = kind(world, schedule.seed)
+    broken = None
+    with installed(world, scenario.disk, scenario.run), scenario.around():
+        try:
+            for strike in schedule.carried_out:
+                world.strike_at(strike.at, partial(scenario.strike, strike.kind, strike.choice))
+            scenario.begin()
+            world.run()
+            scenario.finish()
+            _check_end(world)
+        except BrokenPromiseError as error:
+            broken = str(error)
+        except Exception:  # noqa: BLE001 whatever it is, the search has to name the schedule
+            broken = f"the simulation itself failed:\n{traceback.format_exc()}"
+    return Story(schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began)
+
+
+def _check_end(world: World) -> None:
+    """Nothing is left to happen: whoever is still alive waits for something that never comes."""
+    waiting = [process.name for process in world.processes if process.alive]
+    if waiting:
+        raise BrokenPromiseError(f"the story does not end: these wait for ever: {', '.join(waiting)}")

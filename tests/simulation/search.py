@@ -1,0 +1,244 @@
+"""Plays many schedules of a scenario and looks for one whose story breaks a promise.
+
+Seeds are played in order. A story in which something happened that has happened in none before is remembered, and every
+other schedule is a mutation of such a one: rare things are found in the neighbourhood of rare things.
+
+What is kept does not grow with the number of stories: numbers for the kinds of things that have happened, of which
+there are some thousands, and a bounded list of names of schedules.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from random import Random
+from typing import Any, cast
+
+from runner.system import clock
+from simulation.scenario import Scenario, Story, play
+from simulation.scenarios import find, schedule
+from simulation.shrink import promise
+
+REMEMBERED = 500
+"""How many schedules are remembered to be mutated."""
+MUTATED = 0.5
+"""The share of mutations among the schedules."""
+DEPTH = 10
+"""How many mutations follow each other at most."""
+REPORT_S = 0.5
+COLLECT = 50
+"""After so many stories the collector is called: a story's threads and closures refer to each other in circles."""
+SHIFT = 2000
+"""After so many stories a new process takes over: the memory of one that has run thousands of threads is in pieces."""
+LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A story that broke a promise.
+
+    Attributes:
+        scenario: its name.
+        seed: the name of the schedule.
+        broken: what did not hold.
+    """
+
+    scenario: str
+    seed: str
+    broken: str
+
+
+@dataclass
+class Found:
+    """What a search has found so far.
+
+    Attributes:
+        schedules: how many were played.
+        seconds: how long that took.
+        features: how many kinds of things have happened, see `Story.features`.
+        broken: how many stories broke a promise.
+        failures: one of them for each promise, by its first words.
+    """
+
+    schedules: int = 0
+    seconds: float = 0.0
+    features: int = 0
+    broken: int = 0
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def per_second(self) -> float:
+        """Schedules per second."""
+        return self.schedules / self.seconds if self.seconds else 0.0
+
+
+class Explorer:
+    """Chooses schedules and plays them in this process. The same arguments play the same ones.
+
+    Args:
+        kind: the scenario.
+        start: the first seed.
+        stride: from one fresh seed to the next, so that several explorers share them.
+    """
+
+    def __init__(self, kind: type[Scenario], start: int, stride: int = 1) -> None:
+        self.kind = kind
+        self._seed, self._stride = start, stride
+        self._random = Random(f"search {kind.name} {start} {stride}")
+        self._features: set[int] = set()
+        self._remembered: deque[str] = deque(maxlen=REMEMBERED)
+        self.played = 0
+
+    def play(self) -> tuple[Story, list[Any]]:
+        """The next story, and what happened in it that has happened in none before."""
+        self.played += 1
+        text = self._choose()
+        story = play(self.kind, schedule(self.kind, text))
+        new = [feature for feature in story.features if hash(feature) not in self._features]
+        if new:
+            self._features.update(map(hash, new))
+            if story.broken is None and text.count(".") < DEPTH:
+                self._remembered.append(text)
+        return story, new
+
+    def _choose(self) -> str:
+        if self._remembered and self._random.random() < MUTATED:
+            return f"{self._random.choice(self._remembered)}.{self._random.randrange(1, 10**6)}"
+        seed, self._seed = self._seed, self._seed + self._stride
+        return str(seed)
+
+
+def search(
+    name: str,
+    start: int,
+    *,
+    schedules: int | None = None,
+    seconds: float | None = None,
+    workers: int = 1,
+    keep_going: bool = False,
+    tell: Callable[[Found], object] = lambda found: None,
+) -> Found:
+    """Play schedules of a scenario until one breaks a promise.
+
+    Args:
+        name: of the scenario.
+        start: the first seed.
+        schedules: how many to play at most.
+        seconds: how long to play at most.
+        workers: processes that play; 1: only this one.
+        keep_going: do not stop at the first story that breaks a promise.
+        tell: called now and then with what has been found so far.
+
+    Raises:
+        UserError: there is no such scenario.
+        RuntimeError: one of the processes has died.
+    """
+    began = clock.monotonic()
+    found, features = Found(), set[int]()
+    quotas = [None if schedules is None else len(range(number, schedules, workers)) for number in range(workers)]
+    explorers = [Explorer(find(name), start + number, workers) for number in range(workers)]
+    deadline = None if seconds is None else began + seconds
+    if workers == 1 and schedules is not None and schedules <= SHIFT:
+        reports = _reports(explorers[0], schedules, deadline)
+    else:
+        reports = _from_workers(explorers, quotas, deadline)
+    try:
+        for report in reports:
+            found.schedules += report.schedules
+            found.broken += len(report.failures)
+            for failure in report.failures:
+                found.failures.setdefault(promise(failure.broken), failure)
+            features.update(map(hash, report.features))
+            found.features = len(features)
+            found.seconds = clock.monotonic() - began
+            tell(found)
+            if found.broken and not keep_going:
+                break
+    finally:
+        reports.close()
+    return found
+
+
+@dataclass
+class _Report:
+    """What an explorer has done since its last report."""
+
+    schedules: int = 0
+    features: list[Any] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> Generator[_Report]:
+    told = clock.monotonic()
+    report = _Report()
+    while (until is None or explorer.played < until) and (deadline is None or clock.monotonic() < deadline):
+        story, new = explorer.play()
+        if explorer.played % COLLECT == 0:
+            gc.collect()
+            if not gc.get_freeze_count():
+                gc.freeze()  # what was imported by now stays: the collector need not look at it again and again
+        report.schedules += 1
+        report.features += new
+        if story.broken is not None:
+            report.failures.append(Failure(explorer.kind.name, story.schedule.text, story.broken))
+        if report.failures or clock.monotonic() - told >= REPORT_S:
+            yield report
+            report, told = _Report(), clock.monotonic()
+    yield report
+
+
+def _work(pipe: Connection, explorer: Explorer, until: int, seconds: float | None) -> None:
+    """What a process does: it plays, reports, and hands its explorer back."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
+    try:
+        for report in _reports(explorer, until, None if seconds is None else clock.monotonic() + seconds):
+            pipe.send(report)
+        pipe.send(explorer)
+    except BrokenPipeError:  # the parent is gone
+        pass
+
+
+def _from_workers(explorers: list[Explorer], quotas: list[int | None], deadline: float | None) -> Generator[_Report]:
+    context = multiprocessing.get_context("spawn")
+    at_work: dict[Connection, tuple[multiprocessing.process.BaseProcess, int | None]] = {}
+
+    def begin(explorer: Explorer, until: int | None) -> None:
+        left = None if deadline is None else deadline - clock.monotonic()
+        if (until is not None and explorer.played >= until) or (left is not None and left <= 0):
+            return
+        shift = explorer.played + SHIFT
+        pipe, far_end = context.Pipe(duplex=False)
+        arguments = (far_end, explorer, shift if until is None else min(shift, until), left)
+        worker = context.Process(target=_work, args=arguments, daemon=True)
+        worker.start()
+        far_end.close()
+        at_work[pipe] = worker, until
+
+    try:
+        for explorer, until in zip(explorers, quotas, strict=True):
+            begin(explorer, until)
+        while at_work:
+            for pipe in cast(list[Connection], wait(list(at_work))):
+                worker, until = at_work[pipe]
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    raise RuntimeError(
+                        f"a process that played schedules of {explorers[0].kind.name} has died"
+                    ) from None
+                if isinstance(message, Explorer):
+                    del at_work[pipe]
+                    worker.join(LEAVE_S)
+                    begin(message, until)
+                else:
+                    yield message
+    finally:
+        for worker, _ in at_work.values():
+            worker.terminate()
+        for worker, _ in at_work.values():
+            worker.join(LEAVE_S)

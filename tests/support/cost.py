@@ -1,0 +1,133 @@
+"""Measure the CPU time of each test, and hold the tests of `make fast` to a limit.
+
+A test costs its own CPU seconds and those of its children, without imports and without fixtures that several tests
+share. CPU time and not wall time, so that a busy machine makes no difference; a slow processor raises the limit.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import resource
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WARN_S, FAIL_S = 0.75, 1.5
+REFERENCE_S = 0.02
+"""What `_loop` may take before the limits grow: a processor of 2026 takes 0.012 s."""
+
+
+def marked(item: pytest.Item) -> bool:
+    """Whether a test is left out of `make fast`."""
+    return any(item.get_closest_marker(name) for name in ("promise", "slow"))
+
+
+def _loop() -> float:
+    begun, number = time.process_time(), 0
+    for step in range(300_000):
+        number = (number * 31 + step) % 1_000_003
+    return time.process_time() - begun
+
+
+def slowness() -> float:
+    """How many times slower than the reference this processor is; at least 1."""
+    return max(1.0, min(_loop() for _ in range(3)) / REFERENCE_S)
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, of its children that have ended, and of what its living children have forked."""
+    spent = _forked_s()
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        spent += usage.ru_utime + usage.ru_stime
+    return spent
+
+
+def _forked_s() -> float:
+    """CPU seconds of the processes that servers such as the zygote have forked for a test, and that have ended."""
+    ticks = 0
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread or a process that ends meanwhile
+            for pid in children.read_text().split():
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[13]) + int(fields[14])  # of its children: see proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Costs:
+    """Measures each test in the process that runs it."""
+
+    def __init__(self) -> None:
+        self.slowness = slowness()
+        self._shared = 0.0  # spent for others than the test since it began
+        self._importing = False
+        self._import = builtins.__import__
+        self._begun = self._wall = 0.0
+
+    @contextmanager
+    def _for_all(self) -> Iterator[None]:
+        """Do not count the block."""
+        begun, before = cpu_s(), self._shared
+        try:
+            yield
+        finally:
+            self._shared = before + cpu_s() - begun
+
+    def _timed_import(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Import as the built-in function does, and do not count what that takes."""
+        if self._importing or name in sys.modules:
+            return self._import(name, *arguments, **named)
+        self._importing = True
+        try:
+            with self._for_all():
+                return self._import(name, *arguments, **named)
+        finally:
+            self._importing = False
+
+    def pytest_sessionstart(self) -> None:
+        builtins.__import__ = self._timed_import
+
+    def pytest_sessionfinish(self) -> None:
+        builtins.__import__ = self._import
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """Leave out what several tests share."""
+        if fixturedef.scope == "function":
+            return (yield)
+        with self._for_all():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._shared, self._begun, self._wall = 0.0, cpu_s(), time.monotonic()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the cost into the last report of a test; an unmarked test that costs too much fails."""
+        report = yield
+        if call.when == "teardown":
+            spent = cpu_s() - self._begun - self._shared
+            report.user_properties = [
+                ("cpu_s", round(spent, 3)),
+                ("wall_s", round(time.monotonic() - self._wall, 3)),
+                ("fast", not marked(item)),
+                ("promises", [mark.args[0] for mark in item.iter_markers("promise")]),
+            ]
+            limit = FAIL_S * self.slowness
+            if report.passed and not marked(item) and spent > limit:
+                report.outcome = "failed"
+                report.longrepr = (
+                    f"{item.nodeid} took {spent:.2f} s of CPU; a test of `make fast` may take {limit:.2f} s: "
+                    "make it cheaper, or mark it promise or slow (CONTRIBUTING.md)"
+                )
+        return report
