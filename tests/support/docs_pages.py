@@ -37,18 +37,12 @@ BLOCK = re.compile(r"((?:^<!-- test: .*? -->\n)*)^```(\w*)\n(.*?)^```$", re.DOTA
 class Block:
     """One fenced block."""
 
-    page: Path
-    number: int
     language: str
     text: str
     skip: str | None
     status: int
     setup: str
     extra: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.page.name}-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -72,12 +66,12 @@ class Command:
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     found = []
-    for number, (marks, language, text) in enumerate(BLOCK.findall(page.read_text()), start=1):
+    for marks, language, text in BLOCK.findall(page.read_text()):
         told = dict(re.findall(r"<!-- test: (skip|status|after|with)[, ]+(.*?) -->", marks))
         assert len(told) == marks.count("<!--"), f"{page.name}: cannot read {marks}"
         status = int(told.get("status", 0))
         setup, extra = told.get("after", ""), told.get("with", "")
-        found.append(Block(page, number, language, text, told.get("skip"), status, setup, extra))
+        found.append(Block(language, text, told.get("skip"), status, setup, extra))
     return found
 
 
