@@ -37,8 +37,6 @@ def modules() -> dict[str, Path]:
     """Every module of the project by its dotted name."""
     found = {}
     for path in sorted(path for top in OWN for path in (ROOT / top).rglob("*.py")):
-        if "world" in path.parts:  # the simulation is about to move out of the package
-            continue
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -20,12 +20,6 @@ def measured(name: str = "load", **values: float) -> Table:
     return table
 
 
-def test_the_docs_have_the_figures_that_were_measured() -> None:
-    text = results.PAGE.read_text()
-    assert results.with_figures(text, results.kept()) == text
-    assert {name for _, name, _ in results.PLACE.findall(text)} == set(results.kept())
-
-
 def test_a_table_says_its_goals_and_which_are_missed() -> None:
     table = Table("a", "size")
     table.add("10 MB", "stall", 1.31, at_most=1.3)

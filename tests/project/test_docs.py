@@ -1,152 +1,80 @@
-"""What the pages say is so: their commands run, their settings exist, their links lead somewhere."""
+"""What the pages say is so: their links lead somewhere, their settings and flags exist, their Python runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import docs_pages
 import pytest
+import yaml
 from docs_pages import PAGES, ROOT, Command
 
 from runner.config.composition import Composer
 from runner.config.identity import flatten
+from runner.config.schema import Config
 from runner.errors import ExitStatus, UserError
+from runner.rundir.paths import RunDir
 
-# Pages whose commands other tests run, with what those need (a faked Slurm, prepared runs).
-ELSEWHERE = {
-    "slurm.md": "test_docs_slurm.py",
-    "status.md": "test_docs_slurm.py",
-    "logging.md": "test_docs_data.py",
-    "callbacks.md": "test_docs_callbacks.py",
-    "forks.md": "test_docs_forks.py",
-    "report.md": "test_docs_report.py",
-    "goodput.md": "test_docs_goodput.py",
-    "warm-start.md": "test_docs_weights.py",
-    "evaluate.md": "test_docs_weights.py",
-    "load.md": "test_docs_weights.py",
-    "housekeeping.md": "test_docs_housekeeping.py",
-}
-BASH = {page: [block for block in docs_pages.blocks(page) if block.language == "bash"] for page in PAGES}
 # Dictionaries of a user's own names.
-OPEN = (
-    "sampler.weights",
-    "sampler.max_epochs",
-    "data.sources",
-    "data.eval_sources",
-    "phases",
-    "train.loss",
-    "data.loader",
-    "callbacks",
-    "task",
-    "eval.metrics",
-    "eval.sets",
-    "optimizers",
-    "scheduler",
-)
+OPEN = """
+    sampler.weights sampler.max_epochs data.sources data.eval_sources phases train.loss data.loader callbacks task
+    eval.metrics eval.sets optimizers scheduler
+""".split()
+GROUPS = "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizers?|model|logger|callbacks|task"
 
 
-def named(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for target in docs_pages.links(page):
+            name, _, anchor = target.partition("#")
+            linked = (page.parent / name).resolve() if name else page
+            if not linked.exists() or (anchor and anchor not in docs_pages.anchors(linked)):
+                wrong.append(f"{docs_pages.named(page)} links to {target}")
+    assert not wrong, "\n".join(wrong)
 
 
-@cache
-def settings() -> frozenset[str]:
-    """Every key that some choice of groups has."""
-    choices: tuple[list[str], ...] = (
-        [],
-        ["data=mixture", "launcher=slurm", "checkpoint=adaptive"],
-        ["logger=wandb"],
-        ["logger=mlflow"],
-    )
-    return frozenset(key for overrides in choices for key in flatten(Composer().compose(overrides).plain))
+def test_commands_and_flags_exist() -> None:
+    wrong = []
+    for page in PAGES:
+        for command in docs_pages.commands(page):
+            found = importlib.util.find_spec(command.module)
+            assert found is not None, f"{docs_pages.named(page)} runs {command.module}"
+            assert found.origin is not None
+            source = Path(found.origin)
+            text = "".join(each.read_text() for each in source.parent.glob(f"{source.stem}*.py"))
+            if command.module != "runner":  # its flags are Hydra's
+                flags = [flag for flag in command.flags if f'"{flag}"' not in text and flag != "--help"]
+                wrong += [f"{docs_pages.named(page)}: {command.module} has no {flag}" for flag in flags]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in docs_pages.links(page):
-        name, _, anchor = target.partition("#")
-        linked = (page.parent / name).resolve() if name else page
-        assert linked.exists(), f"{named(page)} links to {target}"
-        if anchor:
-            assert anchor in docs_pages.anchors(linked), f"{named(page)}: {target} has no such heading"
+def settings() -> set[str]:
+    """Every key of the schema and of the config files, and every group of keys."""
+    nodes = [dataclasses.asdict(Config())]
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        node = yaml.safe_load(path.read_text()) or {}
+        group = path.parent.relative_to(ROOT / "conf").parts
+        nodes.append({group[0]: node} if group and group[0] != "experiment" else node)
+    keys = {key for node in nodes for key in flatten(node)}
+    return {key[: end.start()] for key in keys for end in re.finditer(r"\.|$", key)}
 
 
-def test_the_index_has_every_page() -> None:
-    listed = {(ROOT / "docs" / target).resolve() for target in docs_pages.links(ROOT / "docs" / "README.md")}
-    assert set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "README.md"} <= listed
-
-
-def composed(command: Command) -> list[str]:
-    """The errors of composing a command's jobs; `--help` and the like compose nothing."""
-    if {"-h", "--help", "-sc", "--version"} & command.flags:
-        return []
-    words = command.words
-    composer = Composer([words[i + 1] for i, word in enumerate(words) if word == "--config-dir"])
-    try:
-        composer.jobs(command.overrides) if "-m" in words else composer.compose(command.overrides)
-    except UserError as error:
-        return [f"error: {line}" for line in str(error).splitlines()]
-    return []
-
-
-def without_runs(folder: Path, seen: Path) -> Path:
-    """A directory in `seen` with the same content as `folder`, except for the runs that somebody made there."""
-    made = seen / folder.name
-    if not made.exists():
-        made.mkdir(parents=True)
-        for path in folder.iterdir():
-            if path.name != "outputs":
-                (made / path.name).symlink_to(path)
-    return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_compose(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each run that a page shows has valid overrides, or just the errors that the page shows with it."""
-    for name, text in docs_pages.modules(page).items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(docs_pages.folder(page))  # as `python -m` has it
-    for command in dict.fromkeys(docs_pages.commands(page)):
-        if command.module == "runner":
-            if command.folder:
-                monkeypatch.syspath_prepend(command.folder)
-            monkeypatch.chdir(without_runs(command.folder or docs_pages.folder(page), tmp_path / "seen"))
-            errors = composed(command)
-            assert len(errors) == len(command.errors), f"{named(page)}: {command}: {errors}"
-            for shown, raised in zip(command.errors, errors, strict=True):
-                assert raised.startswith(shown.removesuffix("...")), f"{named(page)}: {raised}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_and_flags_exist(page: Path) -> None:
-    for command in docs_pages.commands(page):
-        found = importlib.util.find_spec(command.module)
-        assert found is not None, f"{named(page)} runs {command.module}"
-        assert found.origin is not None
-        source = Path(found.origin)
-        text = "".join(each.read_text() for each in source.parent.glob(f"{source.stem}*.py"))
-        if command.module != "runner":  # its flags are Hydra's
-            assert [flag for flag in command.flags if f'"{flag}"' not in text and flag != "--help"] == [], command
-
-
-@pytest.mark.parametrize("page", PAGES, ids=named)
-@pytest.mark.slow
-def test_settings_exist(page: Path) -> None:
-    groups = (
-        "seed|run|train|eval|data|sampler|phases|checkpoint|scheduler|launcher|optimizers?|model|logger|callbacks|task"
-    )
-    for code in docs_pages.inline_code(page):
-        for key in re.findall(rf"^[+~]?((?:{groups})(?:\.\w+)+)(?:=.*)?$", code):
-            if key.endswith((".py", ".yaml", ".md", "._target_", ".pt", ".json", ".jsonl", "NAME")):
-                continue
-            known = key in settings() or any(other.startswith(f"{key}.") for other in settings())
-            free = any(key.startswith(f"{name}.") for name in OPEN) or code.startswith("+")
-            assert known or free, f"{named(page)} names `{code}`, which no config has"
+def test_settings_exist() -> None:
+    known, wrong = settings(), []
+    for page in PAGES:
+        for code in docs_pages.inline_code(page):
+            for key in re.findall(rf"^~?((?:{GROUPS})(?:\.\w+)+)(?:=.*)?$", code):
+                is_file = key.endswith((".py", ".yaml", ".md", "._target_", ".pt", ".json", ".jsonl", "NAME"))
+                if not is_file and key not in known and not key.startswith(tuple(f"{name}." for name in OPEN)):
+                    wrong.append(f"{docs_pages.named(page)} names `{code}`, which no config has")
+    assert not wrong, "\n".join(wrong)
+    assert {"train.steps", "sampler.temperature", "launcher.gpus_per_node", "checkpoint"} <= known
 
 
 def test_the_exit_statuses_are_those_of_the_code() -> None:
@@ -155,35 +83,92 @@ def test_the_exit_statuses_are_those_of_the_code() -> None:
     assert told == {int(status) for status in ExitStatus}
 
 
-@pytest.mark.parametrize(("page", "test"), ELSEWHERE.items())
-def test_pages_tested_elsewhere_are(page: str, test: str) -> None:
-    assert page in (Path(__file__).parent / test).read_text()
+@cache
+def composer(folder: Path, config_dirs: tuple[str, ...]) -> Composer:
+    """One for all commands that are given in a folder."""
+    return Composer([folder / each for each in config_dirs])
 
 
-def test_every_benchmark_is_told_of() -> None:
-    from benchmarks.__main__ import NAMES
-
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(NAMES)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/data-order.md"])
-def test_python_runs(page: str) -> None:
-    """What these pages show in Python; other pages' examples have tests of their own."""
-    for block in docs_pages.blocks(ROOT / page):
-        if block.language == "python" and not block.skip:
-            exec(compile(block.text, page, "exec"), {})
+def errors_of(command: Command, folder: Path) -> list[str]:
+    """The errors of composing a command's jobs."""
+    words = command.words
+    dirs = tuple(words[i + 1] for i, word in enumerate(words) if word == "--config-dir")
+    composing = composer(folder, dirs)
+    try:
+        composing.jobs(command.overrides) if "-m" in words else composing.compose(command.overrides)
+    except UserError as error:
+        return [f"error: {line}" for line in str(error).splitlines()]
+    return []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", [page for page in PAGES if BASH[page] and page.name not in ELSEWHERE], ids=named)
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    """All of them in order, in one directory, as they stand there."""
-    (tmp_path / "docs").symlink_to(ROOT / "docs")  # pages name their examples as seen from the clone
-    for block in BASH[page]:
-        if block.skip:
-            continue
-        if block.setup:
-            docs_pages.shell(block.setup, tmp_path)
-        docs_pages.shell(block.text, tmp_path, block.status)
+def test_commands_compose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each run that a page shows has valid overrides, or just the errors that the page shows with it."""
+    commands = {}
+    for page in PAGES:
+        for name, text in docs_pages.modules(page).items():
+            (tmp_path / name).write_text(text)
+        for command in docs_pages.commands(page):
+            prints = {"-h", "--help", "-sc", "--version"} & command.flags
+            if command.module == "runner" and not prints:
+                folder = command.folder or docs_pages.folder(page)
+                commands[folder, command.words] = page, command
+    assert len(commands) > 40
+    wrong = []
+    for (folder, _), (page, command) in commands.items():
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path)
+            patch.syspath_prepend(folder)  # as `python -m` has it
+            errors = errors_of(command, folder)
+        expected = [shown.removesuffix("...") for shown in command.errors]
+        if len(errors) != len(expected) or not all(map(str.startswith, errors, expected)):
+            wrong.append(f"{docs_pages.named(page)}: {command}: {errors}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/data-order.md", "docs/data.md", "docs/loader.md", "docs/streaming.md"]
+)
+def test_python_runs(page: str) -> None:
+    """What these pages show in Python, as one program; other pages' needs a run."""
+    exec(compile(docs_pages.python(ROOT / page), page, "exec"), {"__name__": "example"})
+
+
+def test_the_python_of_logging(tmp_path: Path) -> None:
+    """A logger of one's own, and the sums over the sources of a run."""
+    names: dict[str, Any] = {}
+    exec(compile(docs_pages.python(ROOT / "docs" / "logging.md"), "docs/logging.md", "exec"), names)
+    logger = names["LastLoss"](RunDir(tmp_path), 0, print, digits=2)
+    logger.write({"step": 3, "loss": 1.23456})
+    logger.write({"step": 3, "eval_loss": 2.0})
+    logger.close()
+    assert (tmp_path / "last_loss.txt").read_text() == "3 1.23"
+    first = '{"step": 1, "loss": 1.0, "sources": {"a": {"samples": 2}, "b": {"samples": 0}}}'
+    second = '{"step": 2, "loss": 1.0, "sources": {"b": {"samples": 3}}}'
+    (tmp_path / "metrics.jsonl").write_text(f'{first}\n{second}\n{{"step": 2, "eval_loss": 1.0}}\n')
+    assert names["samples_by_source"](tmp_path) == {"a": 2, "b": 3}
+
+
+def test_the_table_of_costs_can_be_repeated(tmp_path: Path) -> None:
+    """The script behind the table in docs/data.md runs; its figures are not asserted."""
+    names: dict[str, Any] = {"__name__": "gather"}
+    source = (ROOT / "docs" / "examples" / "gather.py").read_text()
+    exec(compile(source, "gather.py", "exec"), names)
+    figures = names["measure"](tmp_path, count=40_000, batches=8)
+    assert len(figures) == 6
+    assert all(value > 0 for value in figures.values())
+
+
+@pytest.mark.parametrize("name", ["slurm", "local"])
+def test_the_options_of_a_launcher_are_those_of_its_class(name: str) -> None:
+    from launch.local import LocalLauncher
+    from launch.slurm import SlurmLauncher
+
+    launcher = {"slurm": SlurmLauncher, "local": LocalLauncher}[name]
+    text = (ROOT / "conf" / "launcher" / f"{name}.yaml").read_text()
+    shipped = yaml.safe_load(text)
+    fields = {field.name for field in dataclasses.fields(launcher)} - {"command", "wait"}
+    assert shipped.keys() - {"_target_", "wait"} == fields
+    assert [option for option in fields if not re.search(rf"^{option}:.*#", text, re.MULTILINE)] == []  # no comment
+    made = launcher(**{key: value for key, value in shipped.items() if key != "_target_"})
+    assert made == launcher()  # the file says what the class does without it

@@ -54,7 +54,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
-@pytest.mark.slow
+@pytest.mark.promise("the wheel, installed, trains in any directory")
 def test_the_wheel_of_the_sdist_runs_from_any_directory(sdist: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     build = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(tmp_path), str(sdist)]

@@ -19,8 +19,9 @@ from runs import ROOT, TINY, Run
 from runner.__main__ import run as command_line
 from runner.cli.report import results
 from runner.report.page import page
+from runner.system import files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 EVIL = "<img src=x onerror=alert(1)><b>bold"
 
 
@@ -100,6 +101,7 @@ def is_painted(page: Chromium, plot: str) -> bool:
     return bool(page.evaluate(f"{script} || Boolean(document.querySelector('#{plot} .gl-canvas'))"))
 
 
+@pytest.mark.promise("Chromium opens the report of trained runs, without a network")
 def test_two_runs_and_a_fork(browser: Chromium, trained: Path) -> None:
     page = browser
     page.open(trained)
@@ -129,6 +131,7 @@ def test_two_runs_and_a_fork(browser: Chromium, trained: Path) -> None:
     assert page.problems == []
 
 
+@pytest.mark.slow
 def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
     page = browser
     page.open(sixty)
@@ -172,6 +175,7 @@ def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
     assert page.problems == []
 
 
+@pytest.mark.slow
 def test_a_branch_has_no_evaluations_before_it_began(browser: Chromium, trained: Path) -> None:
     """Its metrics begin with those of its trunk, which were evaluated at another time."""
     browser.open(trained)
@@ -181,6 +185,7 @@ def test_a_branch_has_no_evaluations_before_it_began(browser: Chromium, trained:
     assert min(event["time"] for event in branch["events"]) >= branch["attempts"][0]["started"]
 
 
+@pytest.mark.slow
 def test_long_names_keep_the_end_in_which_they_differ(browser: Chromium, tmp_path: Path) -> None:
     """In the legend, the table and beside the bars; and a last value that is not finite is not an empty cell."""
     names = [f"{'long-' * 30}{end}" for end in ("first", "second")]
@@ -200,6 +205,7 @@ def test_long_names_keep_the_end_in_which_they_differ(browser: Chromium, tmp_pat
     assert page.problems == []
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
     """In tables, legends, labels and menus: nothing of a name becomes an element, and nothing runs."""
     page = browser
@@ -213,13 +219,14 @@ def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
     assert page.problems == []
 
 
+@pytest.mark.slow
 def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path: Path) -> None:
     """What was chosen stays so."""
     path = tmp_path / "report.html"
 
     def write(runs: int, refresh_s: float | None) -> None:
         write_run(tmp_path / f"run{runs}", losses([3.0, 2.0], loss=1.0), settings={"optimizer.lr": 0.1 * (runs % 2)})
-        path.write_text(page(results([tmp_path]), "a sweep", "eval_loss", refresh_s=refresh_s))
+        files.write_atomic(path, page(results([tmp_path]), "a sweep", "eval_loss", refresh_s=refresh_s))
 
     write(1, None)
     write(2, None)
@@ -238,6 +245,7 @@ def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path
     assert browser.problems == []
 
 
+@pytest.mark.slow
 def test_a_page_in_which_somebody_has_zoomed_waits(browser: Chromium, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_run(tmp_path / "run", losses([3.0, 2.0]))
@@ -250,6 +258,7 @@ def test_a_page_in_which_somebody_has_zoomed_waits(browser: Chromium, tmp_path: 
 
 
 @pytest.mark.parametrize("width", [1400, 700])
+@pytest.mark.slow
 def test_nothing_is_wider_than_the_window(browser: Chromium, sixty: Path, trained: Path, width: int) -> None:
     """Wide tables scroll by themselves."""
     page = browser

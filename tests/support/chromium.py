@@ -63,8 +63,9 @@ class Chromium:
         while True:
             answer = self._next()
             if answer.get("id") == number:
-                if "context" in answer.get("error", {}).get("message", ""):
-                    raise ReloadedError(answer["error"]["message"])
+                error = answer.get("error", {}).get("message", "")
+                if "context" in error or "navigated" in error:
+                    raise ReloadedError(error)
                 assert "error" not in answer, (method, answer)
                 return dict(answer["result"])
             self._note(answer)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def _forked_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _full_name(name: str, package: Any = None, _: Any = None, __: Any = (), level: int = 0, **named: Any) -> str:
+    """The module that a call of `__import__` means: Hydra has many relative imports inside functions."""
+    return resolve_name("." * level + name, package["__package__"]) if level and package else name
+
+
 class Costs:
     """Measures each test in the process that runs it."""
 
@@ -81,7 +87,7 @@ class Costs:
 
     def _timed_import(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Import as the built-in function does, and do not count what that takes."""
-        if self._importing or name in sys.modules:
+        if self._importing or _full_name(name, *arguments, **named) in sys.modules:
             return self._import(name, *arguments, **named)
         self._importing = True
         try:

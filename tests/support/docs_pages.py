@@ -6,21 +6,27 @@ command that runs:
     <!-- test: skip, REASON -->        never run (it needs the network, or an hour)
     <!-- test: status 137 -->          the block ends with this exit status instead of 0
     <!-- test: after COMMAND -->       COMMAND is run before the block (it makes the run that the block looks at)
+    <!-- test: with WORD... -->        its commands of the runner get these words, too (to shorten a run)
 
 and `<!-- test: in FOLDER -->` anywhere in a page says that its commands are given in that folder of the clone.
 """
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import here
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,6 +44,7 @@ class Block:
     skip: str | None
     status: int
     setup: str
+    extra: str
 
     @property
     def name(self) -> str:
@@ -66,23 +73,91 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     found = []
     for number, (marks, language, text) in enumerate(BLOCK.findall(page.read_text()), start=1):
-        told = dict(re.findall(r"<!-- test: (skip|status|after)[, ]+(.*?) -->", marks))
+        told = dict(re.findall(r"<!-- test: (skip|status|after|with)[, ]+(.*?) -->", marks))
         assert len(told) == marks.count("<!--"), f"{page.name}: cannot read {marks}"
         status = int(told.get("status", 0))
-        found.append(Block(page, number, language, text, told.get("skip"), status, told.get("after", "")))
+        setup, extra = told.get("after", ""), told.get("with", "")
+        found.append(Block(page, number, language, text, told.get("skip"), status, setup, extra))
     return found
 
 
-def shell(text: str, folder: Path, *statuses: int) -> subprocess.CompletedProcess[str]:
-    """Give commands in `folder` as a reader would, in a shell; they must end with one of `statuses` (default: 0)."""
+def named(page: Path) -> str:
+    """How a page is called in tests."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def python(page: Path) -> str:
+    """The Python of a page, as one program."""
+    return "\n".join(block.text for block in blocks(page) if block.language == "python" and not block.skip)
+
+
+def given(page: Path) -> list[Block]:
+    """The blocks of a page with commands that a test can give; of a console without its answers."""
+    found = []
+    for block in blocks(page):
+        if block.language == "console":
+            lines = [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
+            found.append(replace(block, text="\n".join(lines)))
+        elif block.language == "bash" and not block.skip:
+            found.append(block)
+    return found
+
+
+def give(text: str, folder: Path, status: int = 0, extra: str = "") -> None:
+    """Give commands in `folder`, the current directory, as a reader would; the last one must end with `status`.
+
+    Those of the runner get the words `extra`, too, and run in this process, which has imported torch already.
+    """
+    lines = text.replace("\\\n", " ").splitlines()
+    for line, expected in zip(lines, [*[0] * (len(lines) - 1), status], strict=False):
+        words = _words_of_runner(f"{line} {extra}" if extra else line)
+        # A machine that is fast enough ends before it is killed.
+        statuses = {expected, 0} if expected == 128 + signal.SIGKILL else {expected}
+        if words is None:
+            assert _shell(line, folder) in statuses, line
+        elif "--watch" in words:
+            _interrupt(words, folder)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # pytest makes them errors
+                assert here.command(*words) in statuses, line
+
+
+def _words_of_runner(line: str) -> list[str] | None:
+    """The arguments of a line that is a command of the runner; None if it needs a shell, or is `chaos`, which kills."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = list(lexer)
+    if words[:3] == ["python", "-m", "runner"]:
+        words = words[2:]
+    if words[:1] != ["runner"] or {"chaos", "|", "||", "&&", "&", ";", ">", "<"} & set(words):
+        return None
+    return [name for word in words[1:] for name in sorted(glob.glob(word)) or [word]]
+
+
+def _environment(**variables: str) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    words = ["bash", "-eo", "pipefail", "-c", text]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+
+
+def _shell(text: str, folder: Path) -> int:
+    """The exit status of a command line; what it prints is that of this process."""
+    words = ["bash", "-o", "pipefail", "-c", text]
+    status = subprocess.run(words, cwd=folder, env=_environment(), timeout=1500, check=False).returncode
     # A shell replaces itself by its last command: a signal that ended that is told apart from a status here alone.
-    status = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    assert status in (statuses or (0,)), f"{text}\n{done.stdout}{done.stderr}"
-    return done
+    return status if status >= 0 else 128 - status
+
+
+def _interrupt(words: list[str], folder: Path) -> None:
+    """Give what refreshes until Ctrl-C, which it gets when it has printed something."""
+    command = [sys.executable, "-m", "runner", *words]
+    terminal = _environment(FORCE_COLOR="1", TERM="xterm")  # where what is watched shows at once
+    with subprocess.Popen(command, cwd=folder, env=terminal, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=400)
+    assert process.returncode == 0
 
 
 def commands(page: Path) -> Iterator[Command]:

@@ -97,9 +97,10 @@ class Progress:
             self._out.flush()
         if self._config.getoption("record_durations"):
             durations.record((name, wall) for name, wall, _, _ in self._measured)
-        close = sorted((cpu, name) for name, _, cpu, fast in self._measured if fast and cpu > _warn_s())
+        limit = _warn_s()
+        close = sorted((cpu, name) for name, _, cpu, fast in self._measured if fast and cpu > limit)
         if close:
-            terminalreporter.section(f"fast tests that took more than {_warn_s():.2f} s of CPU")
+            terminalreporter.section(f"fast tests that took more than {limit:.2f} s of CPU")
             for cpu, name in reversed(close):
                 terminalreporter.line(f"{cpu:6.2f} s  {name}")
         if count := self._config.getoption("costs"):

@@ -16,12 +16,25 @@ HANGS_S = 400.0
 """Ranks that take longer print what their threads are doing, before the test is ended as one that hangs."""
 
 
+PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchmetrics"]
+
+
 def on_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     """Run `function(rank, *args)` in one process per rank, forked from one that has imported torch."""
-    multiprocessing.set_forkserver_preload(
-        ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchmetrics"]
-    )
+    multiprocessing.set_forkserver_preload(PRELOADED)
     start_processes(_rank, (function, args), nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
+def exit_codes(function: Callable[..., None], ranks: int, *args: Any) -> list[int | None]:
+    """The same where ranks may fail, which ends no other; how each has ended."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=_rank, args=(rank, function, args)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()  # `_rank` ends it if it hangs
+    return [process.exitcode for process in processes]
 
 
 def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:

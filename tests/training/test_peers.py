@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
-import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import start_ranks
-from runs import PACED, PATIENCE_S, ROOT, TINY, Run
-
-pytestmark = pytest.mark.slow
-
-RANK = """
-import json, os, sys
 import torch
-from contextlib import nullcontext
+from ranks import exit_codes, start_ranks
+from runs import PACED, PATIENCE_S, TINY, Run
+from torch import nn
+
 from runner.errors import PeerError
 from runner.system.distributed import World
 from runner.training.optim import AdamW, LearningRateScheduler
@@ -30,97 +25,103 @@ from runner.training.peers import report_failure, reported_failure
 from runner.training.step import Drawn, Forward, TrainStep
 from runner.training.tasks import Task
 
+pytestmark = pytest.mark.slow
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
-    def forward(context, x):
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
+
     @staticmethod
-    def backward(context, gradient):
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("failed in backward")
 
-class Unpicklable(Exception):
-    def __init__(self, one, two):
+
+class UnpicklableError(Exception):
+    def __init__(self, one: object, two: object) -> None:
         super().__init__(one)
 
-kind, steps = sys.argv[1], []
-world = World.from_environment()
-world.start(torch.device("cpu"))
 
-def loss(model, batch):
-    steps.append(1)
-    mine = len(steps) == 3 and (world.rank == 1 or kind == "both")
-    if mine and kind == "forward":
-        raise ValueError("failed in forward")
-    if mine and kind == "killed":
-        os.kill(os.getpid(), 9)
-    output = model(batch)
-    return (Failing.apply(output) if mine else output).square().mean(1)
+def train(world: World, kind: str) -> None:
+    """Make five steps, the third of which fails on rank 1 or on both."""
+    calls: list[int] = []
 
-def unpicklable():
-    raise Unpicklable(1, 2)
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        mine = len(calls) == 3 and (world.rank == 1 or kind == "both")
+        if mine and kind == "forward":
+            raise ValueError("failed in forward")
+        if mine and kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        output = model(batch)
+        return (Failing.apply(output) if mine else output).square().mean(1)  # type: ignore[no-any-return]
 
-result = {"error": None, "report": None}
-try:
+    def unpicklable() -> None:
+        raise UnpicklableError(1, 2)
+
     if kind == "unpicklable":
         world.run_on_main(unpicklable)
-    model = place(torch.nn.Linear(3, 3), "ddp", world, torch.device("cpu"))
+    model = place(nn.Linear(3, 3), "ddp", world, torch.device("cpu"))
     optimizer = AdamW(model.parameters(), 0.1)
     scheduler = LearningRateScheduler(optimizer, lambda step: 1.0)
     forward = Forward(world, torch.device("cpu"), model, Task.of(loss), nullcontext)
     step = TrainStep(forward, Optimizers.of_one(model, optimizer, scheduler), [])
     for _ in range(5):
         step(lambda: Drawn(torch.ones(2, 3)))
-except PeerError as error:
-    result = {"error": "PeerError", "report": reported_failure(world)}
-except Exception as error:
-    report_failure(world, f"{type(error).__name__}: {error}")
-    result = {"error": type(error).__name__, "report": None}
-print(json.dumps(result), flush=True)
-world.stop()
-"""
 
 
-def outcomes(kind: str) -> list[dict[str, Any] | None]:
+def attempt(rank: int, port: int, kind: str, directory: str) -> None:
+    """Train as one of two ranks, and write down what it raised, and the report that it found."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    world = World.from_environment()
+    world.start(torch.device("cpu"))
+    result: dict[str, Any] = {"error": None, "report": None}
+    try:
+        train(world, kind)
+    except PeerError:
+        result = {"error": "PeerError", "report": reported_failure(world)}
+    except Exception as error:  # noqa: BLE001 whatever it raised is what the test compares
+        report_failure(world, f"{type(error).__name__}: {error}")
+        result = {"error": type(error).__name__, "report": None}
+    (Path(directory) / f"{rank}.json").write_text(json.dumps(result))
+    world.stop()
+
+
+def outcomes(kind: str, directory: Path) -> list[dict[str, Any] | None]:
     """What each of two ranks raised, and the report that it found; None for one that was killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), kind],
-            cwd=ROOT,
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    return [json.loads(output) if output else None for output in outputs]
+    codes = exit_codes(attempt, 2, port, kind, str(directory))
+    assert codes == [0, -signal.SIGKILL if kind == "killed" else 0]
+    files = [directory / f"{rank}.json" for rank in range(2)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 @pytest.mark.parametrize(
     ("kind", "error", "reason"),
     [("forward", "ValueError", "failed in forward"), ("backward", "RuntimeError", "failed in backward")],
 )
-def test_a_rank_that_fails_is_named_to_the_others_with_its_reason(kind: str, error: str, reason: str) -> None:
+def test_a_rank_that_fails_is_named_to_the_others_with_its_reason(
+    kind: str, error: str, reason: str, tmp_path: Path
+) -> None:
     report = f"rank 1 failed: {error}: {reason}"
-    assert outcomes(kind) == [{"error": "PeerError", "report": report}, {"error": error, "report": None}]
+    assert outcomes(kind, tmp_path) == [{"error": "PeerError", "report": report}, {"error": error, "report": None}]
 
 
-def test_a_rank_that_is_killed_is_a_lost_peer() -> None:
-    assert outcomes("killed") == [{"error": "PeerError", "report": None}, None]
+def test_a_rank_that_is_killed_is_a_lost_peer(tmp_path: Path) -> None:
+    assert outcomes("killed", tmp_path) == [{"error": "PeerError", "report": None}, None]
 
 
-def test_ranks_that_all_fail_in_the_same_step_fail_by_themselves() -> None:
-    assert outcomes("both") == [{"error": "RuntimeError", "report": None}] * 2
+def test_ranks_that_all_fail_in_the_same_step_fail_by_themselves(tmp_path: Path) -> None:
+    assert outcomes("both", tmp_path) == [{"error": "RuntimeError", "report": None}] * 2
 
 
-def test_an_exception_that_cannot_be_unpickled_reaches_the_other_ranks() -> None:
-    report = "rank 0 failed: Unpicklable: 1"
-    assert outcomes("unpicklable") == [
-        {"error": "Unpicklable", "report": None},
+def test_an_exception_that_cannot_be_unpickled_reaches_the_other_ranks(tmp_path: Path) -> None:
+    report = "rank 0 failed: UnpicklableError: 1"
+    assert outcomes("unpicklable", tmp_path) == [
+        {"error": "UnpicklableError", "report": None},
         {"error": "PeerError", "report": report},
     ]
 
