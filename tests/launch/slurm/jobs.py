@@ -199,19 +199,3 @@ def preempt(cluster: Cluster, *nodes: str) -> None:
 def _unfinished(cluster: Cluster, job: str) -> str:
     shown = cluster.run("scontrol", "show", "job", "-o", job)
     return "" if " JobState=COMPLETED " in shown else shown
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The uninterrupted run of one task, on this machine and at full speed."""
-    run = Run(tmp_path_factory.mktemp("reference") / "one", COMMON, environment())
-    run.finish()
-    return run
-
-
-@pytest.fixture(scope="session")
-def reference_of_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The uninterrupted run of two ranks, started by torchrun."""
-    run = Run(tmp_path_factory.mktemp("reference") / "two", COMMON, environment(), ranks=2)
-    run.finish()
-    return run

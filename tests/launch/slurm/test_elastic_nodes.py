@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE, Cluster
-from jobs import COMMON, Job, environment, preempt
+from jobs import COMMON, Job, preempt
+from references import Reference
 from runs import ROOT, Run, assert_same_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -40,15 +41,7 @@ def occupied(cluster: Cluster, node: str) -> Iterator[None]:
         cluster.wait(idle, 60, f"the end of the job of high priority on {node}")
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The uninterrupted run on one rank."""
-    run = Run(tmp_path_factory.mktemp("reference") / "one", OVERRIDES, environment())
-    run.finish()
-    return run
-
-
-def test_each_start_takes_the_nodes_that_are_free(cluster: Cluster, tmp_path: Path, on_one_rank: Run) -> None:
+def test_each_start_takes_the_nodes_that_are_free(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
     """From two nodes to one, as a job of higher priority takes the other, and back to two: the same run, bit for bit.
 
     Slurm must neither limit the job to one node, nor remember at a requeue how many it had.
@@ -75,6 +68,7 @@ def test_each_start_takes_the_nodes_that_are_free(cluster: Cluster, tmp_path: Pa
     assert seen == {step: step * GLOBAL_BATCH for step in range(1, 61)}
     # Every sample once, in the same order, with the same result: metrics.jsonl holds the digest of all positions. These
     # two rest on rank-invariant training (train.rank_invariant).
+    on_one_rank = reference(OVERRIDES)
     assert_same_run(job, on_one_rank)
     assert_no_difference(job, on_one_rank)
 

@@ -14,11 +14,11 @@ from jobs import (
     SLURM,
     STEPS,
     Job,
-    environment,
     preempt,
     runner,
     statuses,
 )
+from references import Reference
 from runs import Run, assert_same_run
 
 from runner.config import frozen
@@ -26,7 +26,7 @@ from runner.config import frozen
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: Path, reference_of_two: Run) -> None:
+def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
     """In the middle of a save; and while one of the nodes is slow to answer.
 
     Until every node has acknowledged the signal, the state is SIGNALING, not RUNNING: yet the job is preempted.
@@ -53,11 +53,11 @@ def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: P
     assert job.causes() == ["preempted", "preempted", "finished"]
     assert job.steps_lost() == 0
     assert job.row()["state"] == "finished"
-    assert_same_run(job, reference_of_two)
+    assert_same_run(job, reference(COMMON, ranks=2))
 
 
 def test_a_rank_that_is_killed_ends_the_job_and_it_is_requeued(
-    cluster: Cluster, tmp_path: Path, reference_of_two: Run
+    cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     overrides = [*COMMON, "launcher.tasks_per_node=2", "checkpoint.every_steps=10"]
     job = Job(tmp_path / "run", overrides, cluster=cluster)
@@ -73,11 +73,11 @@ def test_a_rank_that_is_killed_ends_the_job_and_it_is_requeued(
     assert first in ("killed", "crash")
     assert last == "finished"
     assert job.steps_lost() <= 20
-    assert_same_run(job, reference_of_two)
+    assert_same_run(job, reference(COMMON, ranks=2))
 
 
 def test_a_lost_node_is_replaced_and_the_superseded_attempt_writes_nothing_more(
-    cluster: Cluster, tmp_path: Path, reference: Run
+    cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     overrides = [*COMMON, "checkpoint.every_steps=10", "launcher.nodelist=null"]
     job = Job(tmp_path / "run", overrides, cluster=cluster)
@@ -97,12 +97,14 @@ def test_a_lost_node_is_replaced_and_the_superseded_attempt_writes_nothing_more(
         cluster.start_node(node)
         cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
     assert job.causes() == ["node failure", "finished"]
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
     cluster.wait(lambda: not any(process.is_running() for process in superseded), 30, "the superseded attempt")
     cluster.wait(lambda: set(cluster.run("sinfo", "-h", "-p", "low", "-o", "%T").split()) == {"idle"}, 60, "the node")
 
 
-def test_a_sweep_of_which_some_runs_are_preempted_and_whose_command_is_rerun(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_sweep_of_which_some_runs_are_preempted_and_whose_command_is_rerun(
+    cluster: Cluster, tmp_path: Path, reference: Reference
+) -> None:
     root = tmp_path / "outputs"
     sweep = ["-m", *COMMON, "seed=1,2,3", f"run.root={root}"]
     submit = [*SLURM, *sweep, "checkpoint.every_steps=10"]
@@ -137,10 +139,7 @@ def test_a_sweep_of_which_some_runs_are_preempted_and_whose_command_is_rerun(clu
     assert done.returncode == 0, done.stderr
     assert [job.job_id for job in jobs] == before
     for job in jobs:
-        seed = frozen.load(job.path).seed
-        undisturbed = Run(tmp_path / f"seed-{seed}", [*COMMON, f"seed={seed}"], environment())
-        undisturbed.finish()
-        assert_same_run(job, undisturbed)
+        assert_same_run(job, reference([*COMMON, f"seed={frozen.load(job.path).seed}"]))
 
 
 def test_a_failed_run_of_a_sweep_is_named_and_resubmitted_if_asked(cluster: Cluster, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, STEPS, Job, environment, preempt, runner
-from runs import ROOT, TINY, Run, assert_same_run
+from references import Reference
+from runs import ROOT, TINY, assert_same_run
 
 from launch.slurm import SlurmLauncher
 
@@ -26,7 +27,7 @@ def job(cluster: Cluster, tmp_path: Path) -> Job:
 
 
 @pytest.mark.promise("a Slurm job preempted three times ends bit for bit like the undisturbed run")
-def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, reference: Run) -> None:
+def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, reference: Reference) -> None:
     job.submit(**job.hold(20))
     assert job.row()["state"] in ("pending", "running")
     for step in (20, 40, 60):
@@ -45,12 +46,12 @@ def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, refer
     # scontrol is answered, and not killed by the signals that reach every process of the job.
     assert "cannot requeue" not in job.log()
     assert job.row()["state"] == "finished"
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
 
 
 @pytest.mark.slow
 def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
-    job: Job, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Run
+    job: Job, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:
     """Python cannot handle a signal yet, and there is no grace time: the batch script requeues the job."""
     slow, reached = tmp_path / "slow", tmp_path / "reached"
@@ -69,7 +70,7 @@ def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
     job.wait_for_requeue()
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["finished"]
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
 
 
 @pytest.mark.slow
@@ -101,7 +102,7 @@ def test_cancelled_to_make_room_between_its_look_and_its_request_it_is_requeued(
 
 
 @pytest.mark.slow
-def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: Path, reference: Run) -> None:
+def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
     """One saves at the notice. Another one's step is longer than that: it is requeued until its budget is spent."""
     job, stuck = (
         Job(tmp_path / name, [*COMMON, f"launcher.nodelist={node}"], cluster=cluster)
@@ -118,7 +119,7 @@ def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: P
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["time limit", "finished"]
     assert job.steps_lost() == 0
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
     stuck.wait_for_requeue()
     # The attempt was killed in its step; the next one records the cause that it had noted, and counts it.
     assert stuck.ends() == "FAILED"
@@ -145,7 +146,9 @@ def test_preempted_while_it_is_still_in_its_last_step_before_the_time_limit(job:
 
 
 @pytest.mark.promise("a Slurm job that is cancelled is never requeued; the rerun command resumes")
-def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(job: Job, cluster: Cluster, reference: Run) -> None:
+def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(
+    job: Job, cluster: Cluster, reference: Reference
+) -> None:
     """Before it starts, and while it trains."""
     held = job.submit("+launcher.additional.hold=true")
     assert job.row()["state"] == "pending"
@@ -162,7 +165,7 @@ def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(job: Job, cl
     assert job.submit() not in (held, first)
     assert job.ends() == "COMPLETED"
     assert job.steps_lost() == 0
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
 
 
 @pytest.mark.promise("two shells that give the same command at once submit one Slurm job")
@@ -179,7 +182,7 @@ def test_two_shells_at_once_submit_one_job(job: Job, cluster: Cluster, tmp_path:
 
 @pytest.mark.slow
 def test_requeued_by_an_administrator_it_reads_the_frozen_config(
-    cluster: Cluster, tmp_path: Path, reference: Run
+    cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     # The config that the job was submitted with is edited while it runs; the attempt after must not see it.
     tree = tmp_path / "conf"
@@ -196,7 +199,7 @@ def test_requeued_by_an_administrator_it_reads_the_frozen_config(
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["requeued", "finished"]
     assert job.steps_lost() == 0
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
 
 
 @pytest.mark.slow
@@ -255,7 +258,7 @@ def test_what_slurm_refuses_is_one_line_and_nothing_is_submitted(
 
 @pytest.mark.slow
 def test_a_task_that_is_killed_while_the_controller_is_away_is_requeued(
-    job: Job, cluster: Cluster, reference: Run
+    job: Job, cluster: Cluster, reference: Reference
 ) -> None:
     """The batch script waits for the controller: if it ended, the job would fail for good."""
     job.submit("checkpoint.every_steps=10", **job.hold(35))
@@ -271,4 +274,4 @@ def test_a_task_that_is_killed_while_the_controller_is_away_is_requeued(
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["killed", "finished"]
     assert job.steps_lost() <= 20
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
