@@ -93,6 +93,10 @@ class ForgottenError(SchedulerError):
     """Slurm answers that it knows no such job: it is over for long, or Slurm has lost it."""
 
 
+class KilledError(SchedulerError):
+    """A signal that was on its way ended the command before it could ignore signals."""
+
+
 def missing_commands() -> list[str]:
     """Slurm's commands that are not on this machine's PATH."""
     return [name for name in COMMANDS if processes.find_command(name) is None]
@@ -104,6 +108,7 @@ def ask(*command: str, text: str | None = None) -> str:
     Raises:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
         ForgottenError: Slurm knows no job with the id in question.
+        KilledError: a signal ended the command.
     """
     env = {name: value for name, value in processes.environment.items() if not name.startswith(PREFERENCES)}
     env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
@@ -131,6 +136,7 @@ def ask(*command: str, text: str | None = None) -> str:
         message = lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
         # (squeue says "Invalid job id: TEXT" of what could be none.)
         kind = ForgottenError if "invalid job id specified" in message.lower() else SchedulerError
+        kind = KilledError if done.returncode < 0 else kind
         raise kind(re.sub(r"^\w+: (error: )*", "", message).strip())
     return done.stdout
 
@@ -146,7 +152,12 @@ def show_job(job_id: str) -> dict[str, str]:
     Raises:
         SchedulerError: Slurm does not answer, or has forgotten the job.
     """
-    line, _, command = ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")
+    question = ("scontrol", "show", "job", "-o", job_id)
+    try:
+        answer = ask(*question)
+    except KilledError:  # as the job is about to be killed, perhaps: it is asked again at once
+        answer = ask(*question)
+    line, _, command = answer.partition(" Command=")
     before, _, rest = line.partition(" JobName=")
     name, found, after = rest.partition(" UserId=")
     record = {**fields(f"{before} UserId={after}"), "JobName": name} if found else fields(line)

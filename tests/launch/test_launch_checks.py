@@ -140,7 +140,7 @@ def test_a_notice_longer_than_the_partitions_default_time_is_an_error(slurm: Fak
     assert SlurmLauncher(signal_delay_s=119).check(runs) == []
 
 
-@pytest.mark.parametrize("export", ["NONE", "NIL", "HOME"])
+@pytest.mark.parametrize("export", ["NONE", "HOME"])
 def test_the_doctor_tries_the_environment_that_jobs_would_get(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, export: str
 ) -> None:

@@ -3,9 +3,10 @@
 It returns bit-identical values, so a run at any pace can be compared with one at full speed. Environment variables,
 read at every call, because an attempt may be forked from a process that has made one already:
 
-- HOLD_FILE: a file with a number (else 0). After so many steps an attempt idles, HELD_S per step, until the file is
-  removed. A signal still makes it complete its step, save and exit. A file NAME.reached beside it shows that it idles.
-  HELD_IN=evaluation: it idles there instead of in training, after so many batches.
+- HOLD_FILE: a file with a number (else 0). After so many steps an attempt idles, a few seconds per step, until the file
+  is removed or a signal asks it to stop: it then completes its step, saves and exits. A file NAME.reached beside it
+  shows that it idles. HELD_S: exactly so many seconds per step, whatever signals arrive. HELD_IN=evaluation: it idles
+  there instead of in training, after so many batches.
 - STEP_SLEEP_S, RESTARTED_SLEEP_S: additional seconds per step, the latter in a restarted job.
 - FSYNC_SLEEP_S, EVALUATION_SLEEP_S: additional seconds per fsync and per batch of an evaluation, while HOLD_FILE
   exists.
@@ -28,9 +29,10 @@ from torch import nn
 
 from runner.models.loss import next_token_loss
 from runner.system import files
+from runner.system.signals import STOP
 
-# Well within the grace period of a preemption, and long compared with what a test does between two steps.
-HELD_S = "3.0"
+HELD_S = 3.0
+"""Well within the grace period of a preemption, and long compared with what a test does between two steps."""
 
 _calls = {"training": itertools.count(1), "evaluation": itertools.count(1)}
 
@@ -75,8 +77,9 @@ def _slow_down_s(where: str) -> float:
 
 def _hold(call: int) -> None:
     hold = _hold_file()
+    fixed = "HELD_S" in os.environ
     end = time.monotonic() + float(os.environ.get("HELD_S", HELD_S))
-    while time.monotonic() < end:
+    while time.monotonic() < end and (fixed or not STOP):
         try:
             text = hold.read_text()
             if call <= (int(text) if text.isdigit() else 0):

@@ -23,11 +23,12 @@ NODES = ("n1", "n2")
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 INSTALL = "apt-get update && apt-get install -y slurmctld slurmd slurm-client munge (as root)"
 
+# What is left out is what every version has by default: no accounting, cred/munge, task/none and so on, under names
+# that have changed.
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
-CryptoType=crypto/munge
 AuthInfo=socket={directory}/munge.socket
 SlurmUser=root
 SlurmdUser=root
@@ -39,7 +40,6 @@ SlurmdPidFile={directory}/slurmd.%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
 SelectType=select/cons_tres
@@ -49,15 +49,12 @@ PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
 MpiDefault=none
-SwitchType=switch/none
 KillWait=5
 SlurmdTimeout=30
 MinJobAge=600
 MaxArraySize=4
 Epilog={directory}/epilog.sh
 SlurmdParameters=config_overrides
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} MaxTime=1-0 State=UP

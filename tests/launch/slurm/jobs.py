@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -124,16 +125,20 @@ class Job(Run):
         return record["JobState"] == "PENDING" and int(record["Restarts"]) > self.restarts
 
     def _started_soon(self) -> bool:
-        """Whether it runs; asks again because Slurm may reset the start time once the job has ended completely.
-
-        Not at once: slurmd refuses a job that starts in the very second in which it was killed.
-        """
+        """Whether it runs; asks again because Slurm may reset the start time once the job has ended completely."""
         record = self.slurm()
         start = record.get("StartTime", "Unknown")
         far = start[0].isdigit() and datetime.fromisoformat(start) - datetime.now() > timedelta(seconds=4)
         if record["JobState"] == "PENDING" and far:
-            self.cluster.run("scontrol", "update", f"jobid={self.job_id}", "starttime=now+2", check=False)
+            # slurmd refuses a job that starts in the very second in which it was killed.
+            time.sleep(1.01 - time.time() % 1)
+            options = ["starttime=now", "timelimit=60"]  # of `ends_in` no more than once
+            self.cluster.run("scontrol", "update", f"jobid={self.job_id}", *options, check=False)
         return record["JobState"] == "RUNNING"
+
+    def ends_in(self, seconds: int) -> None:
+        """Let its time limit be so near. Slurm looks every 30 s, and gives notice up to a minute early."""
+        self.cluster.run("scontrol", "update", f"jobid={self.job_id}", f"endtime=now+{seconds}")
 
     def ends(self, timeout_s: float = 240) -> str:
         """Let it continue and wait until the job is over; its last state."""
@@ -177,7 +182,7 @@ class Job(Run):
         return "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("*.out")) if log.exists())
 
 
-def preempt(cluster: Cluster, *nodes: str, seconds: float = 0.5) -> None:
+def preempt(cluster: Cluster, *nodes: str) -> None:
     """A job of high priority takes whole nodes; returns when it is over."""
     options = [
         f"--nodes={len(nodes)}",
@@ -186,7 +191,7 @@ def preempt(cluster: Cluster, *nodes: str, seconds: float = 0.5) -> None:
         "--time=5",
         "--output=/dev/null",
     ]
-    output = cluster.run("sbatch", "--parsable", "--partition=high", *options, f"--wrap=sleep {seconds}")
+    output = cluster.run("sbatch", "--parsable", "--partition=high", *options, "--wrap=true")
     job = output.strip()
     cluster.wait(lambda: f"JobId={job} " not in _unfinished(cluster, job), 180, "the job of high priority")
 
@@ -194,19 +199,3 @@ def preempt(cluster: Cluster, *nodes: str, seconds: float = 0.5) -> None:
 def _unfinished(cluster: Cluster, job: str) -> str:
     shown = cluster.run("scontrol", "show", "job", "-o", job)
     return "" if " JobState=COMPLETED " in shown else shown
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The uninterrupted run of one task, on this machine and at full speed."""
-    run = Run(tmp_path_factory.mktemp("reference") / "one", COMMON, environment())
-    run.finish()
-    return run
-
-
-@pytest.fixture(scope="session")
-def reference_of_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The uninterrupted run of two ranks, started by torchrun."""
-    run = Run(tmp_path_factory.mktemp("reference") / "two", COMMON, environment(), ranks=2)
-    run.finish()
-    return run

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE, Cluster
-from jobs import COMMON, SLURM, Job, environment, preempt, runner
+from jobs import COMMON, Job, preempt
+from references import Reference
 from runs import ROOT, Run, assert_same_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -40,23 +41,12 @@ def occupied(cluster: Cluster, node: str) -> Iterator[None]:
         cluster.wait(idle, 60, f"the end of the job of high priority on {node}")
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The uninterrupted run on one rank."""
-    run = Run(tmp_path_factory.mktemp("reference") / "one", OVERRIDES, environment())
-    run.finish()
-    return run
-
-
-@pytest.mark.parametrize("tasks_per_node", [1, 2])
-def test_each_start_takes_the_nodes_that_are_free(
-    cluster: Cluster, tmp_path: Path, on_one_rank: Run, tasks_per_node: int
-) -> None:
+def test_each_start_takes_the_nodes_that_are_free(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
     """From two nodes to one, as a job of higher priority takes the other, and back to two: the same run, bit for bit.
 
     Slurm must neither limit the job to one node, nor remember at a requeue how many it had.
     """
-    overrides = [*OVERRIDES, "launcher.nodes=1-2", f"launcher.tasks_per_node={tasks_per_node}"]
+    overrides = [*OVERRIDES, "launcher.nodes=1-2", "launcher.tasks_per_node=2"]
     job = Job(tmp_path / "run", overrides, cluster=cluster)
     job.submit(**job.hold(CALLS))
     job.wait_for_step(5)
@@ -71,13 +61,14 @@ def test_each_start_takes_the_nodes_that_are_free(
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["preempted", "preempted", "finished"]
     assert [attempt["nodes"] for attempt in job.attempts()] == [2, 1, 2]
-    assert [attempt["ranks"] for attempt in job.attempts()] == [2 * tasks_per_node, tasks_per_node, 2 * tasks_per_node]
+    assert [attempt["ranks"] for attempt in job.attempts()] == [4, 2, 4]
     assert job.steps_lost() == 0
     # The global batch stays.
     seen = {record["step"]: record["samples_seen"] for record in job.records() if "loss" in record}
     assert seen == {step: step * GLOBAL_BATCH for step in range(1, 61)}
     # Every sample once, in the same order, with the same result: metrics.jsonl holds the digest of all positions. These
     # two rest on rank-invariant training (train.rank_invariant).
+    on_one_rank = reference(OVERRIDES)
     assert_same_run(job, on_one_rank)
     assert_no_difference(job, on_one_rank)
 
@@ -91,15 +82,3 @@ def assert_no_difference(one: Run, other: Run) -> None:
     )
     names = {difference["name"].split(".")[1] for difference in json.loads(done.stdout)["differences"]}
     assert names <= {"dataloader", "dataloader_by_rank", "rng_by_rank", "batch_shapes"}, done.stdout
-
-
-def test_the_doctor_says_what_each_size_costs_and_slurm_accepts_the_range(cluster: Cluster, tmp_path: Path) -> None:
-    """A range beyond the nodes that there are is no error: Slurm gives what there is."""
-    options = ["launcher.nodes=1-3", "launcher.tasks_per_node=2", f"run.root={tmp_path}", "--no-measure", "--json"]
-    done = runner(cluster, "doctor", *SLURM, *OVERRIDES, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    answer = json.loads(done.stdout)
-    assert "Slurm would accept this job" in [finding["text"] for finding in answer["findings"]]
-    sizes = [(row["nodes"], row["ranks"], row["micro_batches"]) for row in answer["sizes"]]
-    assert sizes == [(1, 2, 4), (2, 4, 2), (3, 6, 2)]
-    assert all(row["memory"] > 0 for row in answer["sizes"])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
-from jobs import COMMON, Job, environment, preempt, runner
+from jobs import COMMON, Job, preempt, runner
+from references import Reference
 from runs import Run, assert_same_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -20,12 +21,10 @@ def results(run: Run) -> list[dict[str, Any]]:
 
 
 def test_training_and_evaluation_are_preempted_and_nothing_is_lost_or_done_twice(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     """Also where the run keeps one checkpoint only."""
     words = [*COMMON, "checkpoint.every_steps=20", "checkpoint.keep_last=1", "eval.every_steps=20"]
-    whole = Run(tmp_path / "whole", words, environment())
-    whole.finish()
     job = Job(tmp_path / "run", [*words, "launcher.nodelist=n1"], cluster=cluster)
     job.submit(**job.hold(30))
     job.wait_for_step(30)
@@ -43,7 +42,7 @@ def test_training_and_evaluation_are_preempted_and_nothing_is_lost_or_done_twice
     assert job.ends() == "COMPLETED"
     assert evaluation.ends() == "COMPLETED", evaluation.log()
     assert "preempted: requeued job" in evaluation.log()
-    assert_same_run(job, whole)
+    assert_same_run(job, reference(words))
     own = {each["step"]: each["eval_loss"] for each in job.records() if "eval_loss" in each}
     assert set(own) == set(range(20, 121, 20))
     # Besides the checkpoints of every 20th step there is the one of the preemption.
@@ -53,4 +52,4 @@ def test_training_and_evaluation_are_preempted_and_nothing_is_lost_or_done_twice
     assert not list((job.path / "checkpoints").glob("*.awaits"))
     assert len(job.checkpoints()) >= 1
     done = runner(cluster, "status", str(tmp_path), "--json")
-    assert {row["run"] for row in json.loads(done.stdout)} == {"run", "whole"}
+    assert {row["run"] for row in json.loads(done.stdout)} == {"run"}

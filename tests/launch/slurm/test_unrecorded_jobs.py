@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from cluster import PATIENCE, Cluster
 from jobs import COMMON, SLURM, Job, environment, runner
-from runs import ROOT, Run, assert_same_run
+from references import Reference
+from runs import ROOT, assert_same_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -54,17 +55,14 @@ def jobs_of(cluster: Cluster, root: Path, *states: str) -> list[str]:
     return sorted(row.split()[0] for row in rows if str(root) in row)
 
 
-@pytest.mark.parametrize("hold", [True, False])
 def test_a_job_that_was_submitted_by_a_killed_command_is_replaced(
-    cluster: Cluster, tmp_path: Path, reference: Run, hold: bool
+    cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
-    """Be it in the queue or under way; submitit had not given its files their names yet, so it could not train."""
+    """It is under way, but submitit had not given its files their names yet, so it could not train."""
     job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
-    held = ["+launcher.additional.hold=true"] if hold else []
-    killed_after("sbatch", cluster, tmp_path / "bin", *job.overrides, *held, f"run.dir={job.path}")
+    killed_after("sbatch", cluster, tmp_path / "bin", *job.overrides, f"run.dir={job.path}")
     (lost,) = jobs_of(cluster, tmp_path)
-    if not hold:
-        cluster.wait(lambda: jobs_of(cluster, tmp_path, "RUNNING"), 60, "the start of the job that nobody recorded")
+    cluster.wait(lambda: jobs_of(cluster, tmp_path, "RUNNING"), 60, "the start of the job that nobody recorded")
     assert not (job.path / "job.json").exists()
     done = runner(cluster, *SLURM, *job.overrides, f"run.dir={job.path}")
     assert done.returncode == 0, done.stderr
@@ -74,10 +72,10 @@ def test_a_job_that_was_submitted_by_a_killed_command_is_replaced(
     cluster.wait(lambda: jobs_of(cluster, tmp_path) in ([], [job.job_id]), 60, "the end of the cancelled job")
     assert job.ends() == "COMPLETED"
     assert jobs_of(cluster, tmp_path, "CANCELLED") == [lost]
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
 
 
-def test_a_job_that_trains_unrecorded_is_left_alone(cluster: Cluster, tmp_path: Path, reference: Run) -> None:
+def test_a_job_that_trains_unrecorded_is_left_alone(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
     """The command was killed right before job.json: the attempt has recorded which job it is."""
     job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
     # It asks for the record of the job right after the submission.
@@ -93,7 +91,7 @@ def test_a_job_that_trains_unrecorded_is_left_alone(cluster: Cluster, tmp_path: 
     assert job.row()["state"] == "running"
     job.release()
     cluster.wait(lambda: jobs_of(cluster, tmp_path, "COMPLETED") == [mine], 240, "the end of the run")
-    assert_same_run(job, reference)
+    assert_same_run(job, reference(COMMON))
 
 
 def test_the_tasks_of_an_array_that_nobody_recorded_are_replaced(cluster: Cluster, tmp_path: Path) -> None:

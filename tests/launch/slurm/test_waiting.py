@@ -20,54 +20,50 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROUNDING_S = 1.0  # each of two times of Slurm's is a second too early at most
 
 
-@pytest.fixture
-def job(cluster: Cluster, tmp_path: Path) -> Job:
-    return Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
-
-
 def waited(job: Job, attempt: int = 0) -> tuple[float, float]:
     """Seconds in the queue, and held back, as an attempt has recorded them."""
     record = job.attempts()[attempt]
     return record["queue_s"], record["hold_s"]
 
 
-def test_behind_another_job_it_waits_in_the_queue(job: Job, cluster: Cluster) -> None:
+def test_waiting_for_nodes_and_being_held_back_are_told_apart(cluster: Cluster, tmp_path: Path) -> None:
+    """One is behind another job, one is held by its user, and one may not start before a time."""
     whole_node = ["--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"]
     other = cluster.run("sbatch", "--parsable", "--partition=low", *whole_node).strip()
-    began = time.time()
-    job.submit()
-    submitted = time.time()
+    began, submitted, seen, jobs = {}, {}, {}, {}
+    for name, node, *option in (
+        ("behind", "n1"),
+        ("held", "n2", "+launcher.additional.hold=true"),
+        ("begins", "n2", "+launcher.additional.begin=now+6"),
+    ):
+        short = [*COMMON, "train.steps=5", "eval.every_steps=0", f"launcher.nodelist={node}"]
+        jobs[name] = Job(tmp_path / name, short, cluster=cluster)
+        began[name] = time.time()
+        jobs[name].submit(*option)
+        submitted[name] = time.time()
     time.sleep(5)
-    assert job.row()["state"] == "pending"
-    freed = time.time()
-    cluster.run("scancel", other)
-    job.wait_for_step(1)
-    seen = time.time()
-    assert job.ends() == "COMPLETED"
-    queue_s, hold_s = waited(job)
-    assert freed - submitted - ROUNDING_S <= queue_s <= seen - began + ROUNDING_S
-    assert hold_s <= ROUNDING_S
-
-
-@pytest.mark.parametrize("option", ["hold=true", "begin=now+6"])
-def test_until_it_may_start_it_is_held_back(job: Job, cluster: Cluster, option: str) -> None:
-    began = time.time()
-    job.submit(f"+launcher.additional.{option}")
-    submitted = time.time()
-    time.sleep(6)
+    assert jobs["behind"].row()["state"] == "pending"
     released = time.time()
-    if option == "hold=true":
-        cluster.run("scontrol", "release", job.job_id)
-    job.wait_for_step(1)
-    seen = time.time()
-    assert job.ends() == "COMPLETED"
-    queue_s, hold_s = waited(job)
-    assert min(released - submitted, 6.0) - ROUNDING_S <= hold_s
-    assert queue_s + hold_s <= seen - began + ROUNDING_S
+    cluster.run("scancel", other)
+    cluster.run("scontrol", "release", jobs["held"].job_id)
+    for name, job in jobs.items():
+        job.wait_for_step(1)
+        seen[name] = time.time()
+    assert {job.ends() for job in jobs.values()} == {"COMPLETED"}
+    for name, job in jobs.items():
+        assert sum(waited(job)) <= seen[name] - began[name] + ROUNDING_S
+    queue_s, hold_s = waited(jobs["behind"])
+    assert queue_s >= released - submitted["behind"] - ROUNDING_S
+    assert hold_s <= ROUNDING_S
+    assert waited(jobs["held"])[1] >= released - submitted["held"] - ROUNDING_S
+    assert waited(jobs["begins"])[1] >= 6.0 - ROUNDING_S
 
 
-def test_every_restart_has_its_own_wait_and_its_time_begins_with_the_batch_script(job: Job, cluster: Cluster) -> None:
+def test_every_restart_has_its_own_wait_and_its_time_begins_with_the_batch_script(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """The two minutes after a requeue are held back, and no second of an earlier start is counted again."""
+    job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
     began = time.time()
     script = job.path.with_name("began")
     job.submit(f"launcher.setup=['date +%s >> {script}','sleep 3']", **job.hold(20))
