@@ -215,7 +215,7 @@ MISTAKES: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
 def test_a_step_that_would_depend_on_the_ranks_is_refused_on_one_rank(mistake: str) -> None:
     """In the first step, in one line, with the way out."""
     task, model, said = MISTAKES[mistake]
-    points = iter(custom_tasks.Points().points.split(4))
+    points = iter(torch.split(custom_tasks.Points().points, 4))
     with pytest.raises(UserError) as error:
         step_of(task, model())(lambda: Drawn(next(points)))
     assert said in str(error.value)
