@@ -56,6 +56,7 @@ class Composer:
         self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
         self._sweep = False
+        self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
         self._singles: dict[str, tuple[str, Any] | None] = {}
         self._variations: dict[tuple[object, ...], Variations] = {}
 
@@ -238,9 +239,10 @@ class Composer:
 
     def _sweep_params(self, overrides: Sequence[str]) -> list[str]:
         """A sweep written in a config, as for Hydra's basic sweeper: `hydra.sweeper.params`."""
-        groups = [text for text in overrides if re.match(r"[+]*(experiment|hydra/)", text) and "," not in text]
+        choices = [text for text in overrides if self.tree.group_of(text)]
         try:
-            params = OmegaConf.select(self.tree.compose(groups), "hydra.sweeper.params")
+            single = [text for text in choices if self.tree.alternatives(text)[1] == [text]]
+            params = OmegaConf.select(self.tree.compose(single), "hydra.sweeper.params")
         except ERRORS:
             return []  # composing the jobs reports the error
         return [f"{key}={value}" for key, value in params.items()] if params else []
@@ -258,19 +260,29 @@ class Composer:
         Raises:
             UserError: all errors, one per line.
         """
-        shape = self._shape(overrides)
-        known = self._variations.get((over, shape.common)) if shape else None
-        if known and shape and (varied := known.plain(shape.values)) is not None:
-            choices, plain = known.choices, varied
-        else:
-            choices, plain = self._composed(overrides, compose, over, shape)
-        if errors := self._all_errors(plain):
-            raise UserError("\n".join(errors))
-        return choices, plain
+        given, choices = overrides, tuple(filter(self.tree.group_of, overrides))
+        unused = {text: line for text in given if (line := unused_setting(text))}
+        wrong = {text: line for text in given if (line := self._wrong.get((over, choices, text)))}
+        overrides, others = [text for text in given if text not in unused and text not in wrong], list[str]()
+        try:
+            chosen, plain = self._composed(overrides, compose, over)
+            others = self._all_errors(plain)
+        except UserError as missing:
+            others = [str(missing)]
+        except ERRORS as error:
+            diagnosis = Diagnosis(self.tree, compose, lambda config: self._all_errors(_resolved(config)))
+            found, others = diagnosis.config_errors(overrides, error)
+            wrong |= found
+            if self._sweep and not any(map(self.tree.group_of, found)):  # for the other jobs, which have them too
+                self._wrong |= {(over, choices, text): line for text, line in found.items()}
+        if unused or wrong or others:
+            ordered = sorted(wrong, key=lambda text: (text not in choices, given.index(text)))
+            raise UserError("\n".join([*unused.values(), *(wrong[text] for text in ordered), *others]))
+        return chosen, plain
 
     def _shape(self, overrides: Sequence[str]) -> Shape | None:
         """The shape of a job among many."""
-        if not self._sweep or any(map(unused_setting, overrides)):
+        if not self._sweep:
             return None
         try:
             return shape_of(overrides, self.tree.group_of, self._single_value)
@@ -284,31 +296,22 @@ class Composer:
         return self._singles[override]
 
     def _composed(
-        self,
-        overrides: Sequence[str],
-        compose: Callable[[Sequence[str]], DictConfig],
-        over: object,
-        shape: Shape | None,
+        self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """The options chosen, and the resolved values, as Hydra composes them.
 
         Raises:
-            UserError: the overrides do not compose, or have no effect; all errors, one per line.
+            ERRORS: an error of the overrides.
+            UserError: values are missing; all of them, one per line.
         """
-        unused = {override: line for override in overrides if (line := unused_setting(override))}
-        overrides = [override for override in overrides if override not in unused]
-        try:
-            composed = compose(overrides)
-            config = _own(composed)
-            typed = _typed(config)
-            plain = plain_values(typed)
-        except ERRORS as error:
-            diagnosis = Diagnosis(
-                self.tree.group_of, self.tree.options, compose, lambda config: self._all_errors(_resolved(config))
-            )
-            raise UserError("\n".join([*unused.values(), *diagnosis.config_errors(overrides, error)])) from None
-        if unused:
-            raise UserError("\n".join([*unused.values(), *self._all_errors(plain)]))
+        shape = self._shape(overrides)
+        known = self._variations.get((over, shape.common)) if shape else None
+        if known and shape and (varied := known.plain(shape.values)) is not None:
+            return known.choices, varied
+        composed = compose(overrides)
+        config = _own(composed)
+        typed = _typed(config)
+        plain = plain_values(typed)
         choices = dict(composed.hydra.runtime.choices)
         if shape is not None:
             if len(self._variations) == KEPT_VARIATIONS:

@@ -1,16 +1,17 @@
 """Hydra's and OmegaConf's errors as one line each: the key, its value, what is allowed.
 
-A composition stops at its first error. `Diagnosis` composes again, one override at a time, to find them all.
+A composition stops at its first error. `Diagnosis` applies the overrides one at a time, to find them all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -21,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from runner.config.frozen import READ_ERRORS
 from runner.config.schema import Config
+from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
 
 # What a composition may raise.
@@ -220,76 +222,122 @@ def _invalid(key: str, override: str | None, cause: OmegaConfBaseException) -> s
     return f"{override or key}: {message}"
 
 
+Check = Callable[[DictConfig], list[str]]
+Found = tuple[dict[str, str], set[str], DictConfig]  # a line for each wrong override, its groups, a config without it
+
+
 class Diagnosis:
     """Finds every config error among overrides that do not compose.
 
     Args:
-        group_of: override -> the config group that it chooses an option of, or None.
-        options: config group -> the names of its options.
+        tree: that they are composed from.
         compose: overrides -> Hydra's config; raises one of `ERRORS`.
         check: Hydra's config -> the errors of its values; raises one of `ERRORS`, or UserError for missing values.
     """
 
-    def __init__(
-        self,
-        group_of: Callable[[str], str | None],
-        options: Mapping[str, Sequence[str]],
-        compose: Callable[[Sequence[str]], DictConfig],
-        check: Callable[[DictConfig], list[str]],
-    ) -> None:
-        self.group_of = group_of
-        self.options = options
+    def __init__(self, tree: ConfigTree, compose: Callable[[Sequence[str]], DictConfig], check: Check) -> None:
+        self.tree = tree
         self.compose = compose
         self.check = check
 
-    def config_errors(self, overrides: Sequence[str], error: Exception) -> list[str]:
-        """One line for each error; `error` is what all `overrides` together raised."""
+    def config_errors(self, overrides: Sequence[str], error: Exception) -> tuple[dict[str, str], list[str]]:
+        """One line for each override that is wrong, and the lines of other errors.
+
+        Args:
+            overrides: of the command.
+            error: what all of them together raised.
+        """
+        choices = [text for text in overrides if self.tree.group_of(text)]
+        values = [text for text in overrides if text not in choices]
         try:
-            config = self._try([])
+            found, failed, config = self._search(choices, values, lambda config: [])
         except ERRORS as broken:
-            return [explain(broken if not overrides else error, None, None)]
-        found: list[str] = []
-        kept: list[str] = []
-        failed: set[str] = set()
-        for override in sorted(overrides, key=lambda text: self.group_of(text) is None):
-            if self._section(override) in failed or ("experiment" in failed and self.group_of(override) is None):
-                continue  # an error here may only follow from the choice that failed
+            return {}, [explain(broken if not overrides else error, None, None)]
+        try:
+            wrong = self._value_errors(config, failed)
+        except ERRORS as unresolved:  # which composes, such as a reference to nothing
             try:
-                config = self._try([*kept, override])
+                found, failed, config = self._search(choices, values, self.check)
+                wrong = self._value_errors(config, failed)
+            except ERRORS:
+                return found, [explain(unresolved, None, None)]
+        if not found and not wrong:  # an error of what only Hydra sets, such as a reference to all overrides
+            with contextlib.suppress(*ERRORS):
+                found, failed, config = self._compose_each([*choices, *values], self.check)
+        return found, wrong if found or wrong else [explain(error, None, config)]
+
+    def _search(self, choices: Sequence[str], values: Sequence[str], check: Check) -> Found:
+        """Leave out the overrides that raise an error, with one composition if they are not choices of options.
+
+        Args:
+            choices: overrides that choose options.
+            values: the others.
+            check: raises further errors of a composed config.
+
+        Raises:
+            ERRORS: there is an error without any override.
+        """
+        try:
+            found, failed, composed = dict[str, str](), set[str](), self._checked(self.compose(choices), check)
+        except ERRORS:
+            found, failed, composed = self._compose_each(choices, check)
+        config, kept = copy.deepcopy(composed), list[str]()
+        for override in values:
+            if self._may_follow(override, failed):
+                continue
+            try:
+                self.tree.apply(override, config)
+                self._checked(config, check)
                 kept.append(override)
             except ERRORS as wrong:
-                found.append(self._not_an_option(wrong, override) or explain(wrong, override, config))
-                failed |= {group for group in [self.group_of(override)] if group}
-        return (found + self._value_errors(kept, failed)) or [explain(error, None, config)]
+                config = copy.deepcopy(composed)  # part of it may have been set
+                for text in kept:
+                    self.tree.apply(text, config)
+                found[override] = explain(wrong, override, config)
+        return found, failed, config
+
+    def _compose_each(self, overrides: Sequence[str], check: Check) -> Found:
+        """See `_search`; with a composition for each."""
+        found, failed, kept = dict[str, str](), set[str](), list[str]()
+        config = self._checked(self.compose([]), check)
+        for override in overrides:
+            if self._may_follow(override, failed):
+                continue
+            try:
+                config = self._checked(self.compose([*kept, override]), check)
+                kept.append(override)
+            except ERRORS as wrong:
+                found[override] = self._not_an_option(wrong, override) or explain(wrong, override, config)
+                failed |= {group for group in [self.tree.group_of(override)] if group}
+        return found, failed, config
+
+    def _checked(self, config: DictConfig, check: Check) -> DictConfig:
+        """`config` after a check; a value that is missing may be set by the next override."""
+        with contextlib.suppress(UserError):
+            check(config)
+        return config
+
+    def _may_follow(self, override: str, failed: set[str]) -> bool:
+        """Whether an error of a value may only follow from a choice that failed."""
+        return not self.tree.group_of(override) and (_head(override.lstrip("+~")) in failed or "experiment" in failed)
 
     def _not_an_option(self, error: Exception, override: str) -> str | None:
         """One line for a choice from a group that is no name (`optimizer=null`); None for any other error."""
-        group = self.group_of(override)
+        group = self.tree.group_of(override)
         if not group or not (isinstance(error, TypeError) or "Config group override must be" in str(error)):
             return None
-        options = self.options.get(group, [])
+        options = self.tree.options.get(group, [])
         unset = ", or leave it out for none" if group == "experiment" else ""
         return f"{override}: choose an option of {group}{unset}; the options are {', '.join(options)}"
 
-    def _value_errors(self, kept: Sequence[str], failed: set[str]) -> list[str]:
+    def _value_errors(self, config: DictConfig, failed: set[str]) -> list[str]:
         """Errors of the values in what does compose, except those that may follow from a failed choice."""
         unsure = failed | ({"data", "sampler", "phases", "model", "optimizer"} if failed else set())
         try:
-            found = self.check(self.compose(kept))
+            found = self.check(config)
         except UserError as missing:
             found = str(missing).splitlines()
         return [line for line in found if _head(line) not in unsure]
-
-    def _try(self, overrides: Sequence[str]) -> DictConfig:
-        """Compose and check `overrides`; a value that is missing may be set by the next one."""
-        config = self.compose(overrides)
-        with contextlib.suppress(UserError):
-            self.check(config)
-        return config
-
-    def _section(self, override: str) -> str:
-        """The section of the config that `override` sets a value in; empty for the choice of an option."""
-        return "" if self.group_of(override) else _head(override.lstrip("+~"))
 
 
 def _head(text: str) -> str:

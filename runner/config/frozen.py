@@ -28,8 +28,9 @@ CACHED = 1 << 14  # sections of configs, read or written
 _TEXTS: dict[tuple[str, str], str] = {}
 
 
+@cache
 def schema(kind: type = Config) -> DictConfig:
-    """The types and defaults of a config, for merging values into it; `Replaceable` groups take further keys."""
+    """The types and defaults of a config, for merging values into a copy; `Replaceable` groups take further keys."""
     made: DictConfig = OmegaConf.structured(kind)
     for name, hint in get_type_hints(kind).items():
         if isinstance(hint, type) and issubclass(hint, Replaceable):

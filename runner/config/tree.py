@@ -1,6 +1,6 @@
-"""The config tree, composed by Hydra through its public interface.
+"""The config tree, composed by Hydra.
 
-Hydra is called here and in `targets.bind` only; `explain` knows its errors.
+Hydra is called here and in `targets.bind` only; `config_loader` extends it, and `explain` knows its errors.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from runner.config.config_loader import FROZEN_NAME, ConfigLoader
 from runner.config.frozen import schema
 from runner.config.plain_yaml import escaped
 from runner.config.search_path import conf_dir, groups
@@ -29,7 +31,6 @@ from runner.config.variations import is_single
 from runner.errors import UserError
 
 CONFIG_NAME = "config"
-FROZEN_NAME = "frozen_config"
 # Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Dictionaries whose keys are names that users choose: a new key needs no `+`.
@@ -80,7 +81,6 @@ class ConfigTree:
         for given, path in zip(config_dirs, self.config_dirs, strict=True):
             if not path.is_dir():
                 raise UserError(f"--config-dir {given}: no such directory; pass one that holds config groups")
-        self._parser = OverridesParser.create()
         self.options = groups([conf_dir(), *self.config_dirs])
         names = {group.partition("/")[0] for group in self.options}
         # In this order a data option may select a sampler, and an experiment any option.
@@ -99,7 +99,7 @@ class ConfigTree:
             frozen: compose over these resolved values of a run instead of the primary config. Choosing an option of
                 a group replaces that group's values.
         """
-        name = self.config_name
+        name, loader = self.config_name, self._loader
         if frozen is not None:
             name = FROZEN_NAME
             chosen = {self.group_of(override) for override in overrides}
@@ -108,27 +108,34 @@ class ConfigTree:
             ConfigStore.instance().store(name=name, node={"defaults": defaults, **escaped(values)})
         try:
             with self._hydra():
-                config = hydra.compose(name, [opened(text) for text in overrides], return_hydra_config=True)
+                texts = [opened(text) for text in overrides]
+                config = loader.load_configuration(name, texts, RunMode.RUN, from_shell=False)
         finally:
-            if frozen is not None:  # Hydra copies the whole store at each composition
+            if frozen is not None:  # it may be large, and nothing needs it from here on
                 ConfigStore.instance().store(name=name, node={})
-        HydraConfig.instance().set_config(config)
+        HydraConfig.instance().cfg = cast(Any, config)  # without the copy that `set_config` makes
         return config
+
+    def apply(self, override: str, config: DictConfig) -> None:
+        """Set in a composed config what an override sets that chooses no option, as a composition would.
+
+        Raises:
+            HydraException: as a composition; then part of it may have been set.
+        """
+        self._loader.apply(opened(override), config)
 
     def alternatives(self, override: str) -> tuple[str, list[str] | None]:
         """The key of an override, and the overrides it expands to: one for each value of a sweep.
 
         None for an interval, which has no values to enumerate.
         """
-        with self._hydra():
-            parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-            (parsed,) = parser.parse_overrides([override])
-            key = parsed.get_key_element()
-            if not parsed.is_sweep_override():
-                return key, [override]
-            if not parsed.is_discrete_sweep():
-                return key, None
-            return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
+        parsed = self._loader.parse(override)
+        key = parsed.get_key_element()
+        if not parsed.is_sweep_override():
+            return key, [override]
+        if not parsed.is_discrete_sweep():
+            return key, None
+        return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
 
     def single_value(self, override: str) -> tuple[str, Any] | None:
         """The dotted key and the value of an override that sets one value, neither dictionary nor list; else None.
@@ -136,7 +143,7 @@ class ConfigTree:
         Raises:
             HydraException: it cannot be parsed.
         """
-        (parsed,) = self._parser.parse_overrides([opened(override)])
+        parsed = self._loader.parse(opened(override))
         if parsed.package is not None or parsed.is_delete() or parsed.is_sweep_override():
             return None
         key, value = parsed.key_or_group, parsed.value()
@@ -162,6 +169,11 @@ class ConfigTree:
             GlobalHydra.instance().clear()
             root.setLevel(level)  # `--info` lets all loggers of the process print everything, from then on
             root.handlers[:] = handlers
+
+    @cached_property
+    def _loader(self) -> ConfigLoader:
+        with self._hydra():
+            return ConfigLoader(GlobalHydra.instance().config_loader().get_search_path())
 
     @contextmanager
     def _hydra(self) -> Iterator[None]:

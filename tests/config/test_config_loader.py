@@ -1,0 +1,110 @@
+"""How often the config tree is read and merged: once per command, however many jobs and errors it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config.composition import Composer
+from runner.errors import UserError
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each config file was read."""
+    counts, load = Counter[str](), OmegaConf.load
+
+    def counted(file: Any) -> Any:
+        counts[str(getattr(file, "name", file))] += 1
+        return load(file)
+
+    monkeypatch.setattr(OmegaConf, "load", counted)
+    return counts
+
+
+@pytest.fixture
+def merges(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list with an entry for each time that config files were merged."""
+    made, merge = list[Any](), ConfigLoaderImpl._compose_config_from_defaults_list
+
+    def counted(loader: ConfigLoaderImpl, defaults: Any, repo: Any) -> DictConfig:
+        made.append(defaults)
+        return merge(loader, defaults, repo)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", counted)
+    return made
+
+
+def own_tree(where: Path, primary: str = "defaults: [config, _self_]\n") -> Path:
+    """A directory with a primary config, mine.yaml, and an option model=mine."""
+    (where / "model").mkdir(parents=True)
+    (where / "mine.yaml").write_text(primary)
+    (where / "model" / "mine.yaml").write_text("_target_: builtins.dict\nsize: 1\n")
+    return where
+
+
+def test_a_file_edited_while_a_sweep_is_composed_changes_none_of_its_jobs(tmp_path: Path) -> None:
+    tree = own_tree(tmp_path)
+
+    def edited(jobs: Collection[list[str]]) -> Iterator[list[str]]:
+        for job in jobs:
+            yield job
+            (tree / "model" / "mine.yaml").write_text("_target_: builtins.dict\nsize: 2\n")
+            (tree / "mine.yaml").unlink(missing_ok=True)
+
+    jobs = Composer([tree], "mine").jobs(["model=mine", "optimizer=adamw,sgd"], edited)
+    assert [job.plain["model"]["size"] for job in jobs] == [1, 1]
+    assert [job.plain["optimizer"]["_target_"].rpartition(".")[2] for job in jobs] == ["AdamW", "SGD"]
+    assert Composer([tree]).compose(["model=mine"]).plain["model"]["size"] == 2
+
+
+def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> None:
+    """Also one whose primary config adds a directory."""
+    own = own_tree(tmp_path / "own", f"defaults: [config, _self_]\nhydra: {{searchpath: [{tmp_path}/more]}}\n")
+    more = own_tree(tmp_path / "more") / "model" / "other.yaml"
+    more.write_text("_target_: builtins.dict\nsize: 3\n")
+    sweep = ["experiment=smoke,anneal", "model=gpt,mine,other", "seed=1,2", "train.clip_norm=0.5,1"]
+    jobs = Composer([own], "mine").jobs(sweep)
+    assert len({job.run_dir for job in jobs}) == 24
+    assert reads[str(more)] == reads[str(own / "mine.yaml")] == reads[str(own / "model/mine.yaml")] == 1
+    assert len(reads) > 20
+    assert set(reads.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "merged", "lines"),
+    [
+        (["experiment=smoke"], 1, 0),
+        (["data=mixture", "seed=3", "train.steps=9"], 1, 0),
+        (["train.stpes=3"], 1, 1),
+        (["experiment=smoke", "seed=3", "train.stpes=3", "train.batch_size=x", "optimizer.lr=-1", "run.name=x"], 1, 3),
+        (["optimizer.lr=${nope}", "seed=x"], 1, 2),
+        (["experiment=smok"], 1, 1),
+        (["optimizer=sgd", "experiment=smok", "train.stpes=3", "launcher=slrum"], 2, 2),
+    ],
+)
+def test_files_are_merged_once_however_many_errors_there_are(
+    merges: list[Any], overrides: list[str], merged: int, lines: int
+) -> None:
+    """Except to find out which of several options is wrong."""
+    found = ""
+    try:
+        Composer().compose(overrides)
+    except UserError as error:
+        found = str(error)
+    assert (len(merges), len(found.splitlines())) == (merged, lines), found
+
+
+def test_what_a_composition_changes_is_its_own() -> None:
+    """Nothing of one config comes back in the next one, which is what a new composer makes of it."""
+    composer = Composer()
+    changed = ["train.steps=7", "+model.extra={a: 1}", "~optimizer.betas", "eval.sets.x.batches=3", "+logger.mine=null"]
+    for job in (["experiment=smoke"], ["experiment=smoke", *changed], ["experiment=smoke"]):
+        assert composer.compose(job).text == Composer().compose(job).text
+    assert "extra" not in composer.compose(["experiment=smoke"]).text
