@@ -35,6 +35,5 @@ def test_jobs_that_are_stopped_killed_and_cancelled_end_bit_identical(cluster: C
     assert result["verdict"] == "identical"
     assert sorted(fault["kind"] for fault in result["faults"]) == sorted(kinds)
     assert not cluster.run("squeue", "-h")
-    assert (
-        done.stderr.count("no longer pending") <= 3
-    )  # a delayed job is asked to start at once, and not asked endlessly
+    # Slurm is asked to start a delayed job at once, and not asked fifty times.
+    assert done.stderr.count("no longer pending") <= 3
