@@ -37,6 +37,7 @@ class SlurmTarget:
         self.ranks: int | None = None
         self._restarts = 0
         self._waiting_since: float | None = None
+        self._nudged = float("-inf")
         self._asked = float("-inf")
         self._answer: dict[str, str] = {}
 
@@ -72,7 +73,9 @@ class SlurmTarget:
             self._waiting_since = None
             return
         self._waiting_since = self._waiting_since or clock.monotonic()
-        if state.get("Reason") == "BeginTime" and clock.monotonic() - self._waiting_since > ENDING_S:
+        now = clock.monotonic()
+        if state.get("Reason") == "BeginTime" and now > max(self._waiting_since + ENDING_S, self._nudged + ASK_EVERY_S):
+            self._nudged = now
             _ask("scontrol", "update", f"jobid={self.job_id}", "starttime=now")
 
     def ended(self) -> int | None:

@@ -8,8 +8,8 @@ read at every call, because an attempt may be forked from a process that has mad
   shows that it idles. HELD_S: exactly so many seconds per step, whatever signals arrive. HELD_IN=evaluation: it idles
   there instead of in training, after so many batches.
 - STEP_SLEEP_S, RESTARTED_SLEEP_S: additional seconds per step, the latter in a restarted job.
-- FSYNC_SLEEP_S, EVALUATION_SLEEP_S: additional seconds per fsync and per batch of an evaluation, while HOLD_FILE
-  exists.
+- FSYNC_SLEEP_S, EVALUATION_SLEEP_S: additional seconds per fsync, until a signal arrives, and per batch of an
+  evaluation, while HOLD_FILE exists.
 - FAIL_FILE: while it exists, calls from `fail_at` on fail: the file contains `kill` or anything else for an exception.
   FAIL_RANK: on this rank only.
 """
@@ -104,7 +104,7 @@ def _slow_down_fsync(seconds: float) -> None:
     fsync = files.fsync_fd
 
     def slow_fsync(fd: Any) -> None:
-        if _hold_file().exists():
+        if _hold_file().exists() and not STOP:
             time.sleep(seconds)
         fsync(fd)
 

@@ -73,24 +73,28 @@ def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
     assert_same_run(job, reference(COMMON))
 
 
+def slow_scontrol(cluster: Cluster, directory: Path, condition: str, waits: str) -> str:
+    """The option for a job whose scontrol, if `condition` holds, begins its work only when `waits` has failed."""
+    real = shutil.which("scontrol", path=cluster.environment["PATH"])
+    script = directory / "bin" / "scontrol"
+    script.parent.mkdir()
+    script.write_text(
+        f"#!/bin/sh\ntrap '' TERM\nreal={real}\n"
+        f'if {condition}; then while {waits}; do sleep 0.2; done; fi\nexec $real "$@"\n'
+    )
+    script.chmod(0o755)
+    return f"launcher.setup=['export PATH={script.parent}:$PATH']"
+
+
 @pytest.mark.slow
 def test_cancelled_to_make_room_between_its_look_and_its_request_it_is_requeued(
     job: Job, cluster: Cluster, tmp_path: Path
 ) -> None:
     """Slurm reports success, and does nothing, for a job that was to be requeued only if it still runs."""
-    real, asked = shutil.which("scontrol", path=cluster.environment["PATH"]), tmp_path / "asked"
-    slow = tmp_path / "bin" / "scontrol"
-    slow.parent.mkdir()
-    slow.write_text(
-        "#!/bin/sh\n"
-        "trap '' TERM\n"
-        f'if [ "$1 $2" = "requeue incomplete" ] && mkdir {asked}; then\n'
-        f'    while {real} show job -o "$3" | grep -q " JobState=RUNNING "; do sleep 0.2; done\n'
-        "fi\n"
-        f'exec {real} "$@"\n'
-    )
-    slow.chmod(0o755)
-    job.submit("launcher.partition=cancels", f"launcher.setup=['export PATH={slow.parent}:$PATH']", **job.hold(20))
+    asked = tmp_path / "asked"
+    condition = f'[ "$1 $2" = "requeue incomplete" ] && mkdir {asked}'
+    slow = slow_scontrol(cluster, tmp_path, condition, '$real show job -o "$3" | grep -q " JobState=RUNNING "')
+    job.submit("launcher.partition=cancels", slow, **job.hold(20))
     job.wait_for_step(20)
     for process in job.processes():
         process.send_signal(signal.SIGUSR2)
@@ -110,9 +114,12 @@ def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: P
     )
     job.submit("launcher.time=60", **job.hold(20))
     stuck.submit("launcher.time=60", "launcher.max_timeouts=1", **stuck.hold(20), HELD_S="1000")
-    for each in (job, stuck):
+    for each, seconds in ((job, 45), (stuck, 15)):
         each.wait_for_step(20)
-        each.ends_in(45)
+        each.ends_in(seconds)
+    for process in stuck.processes():  # as Slurm does, but at once
+        process.send_signal(signal.SIGUSR2)
+    stuck.wait_for_requeue()
     job.wait_for_requeue()
     assert job.causes() == ["time limit"]
     assert job.attempts()[0]["end_step"] < STEPS
@@ -120,7 +127,6 @@ def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: P
     assert job.causes() == ["time limit", "finished"]
     assert job.steps_lost() == 0
     assert_same_run(job, reference(COMMON))
-    stuck.wait_for_requeue()
     # The attempt was killed in its step; the next one records the cause that it had noted, and counts it.
     assert stuck.ends() == "FAILED"
     assert stuck.causes() == ["time limit", "timeouts"]
@@ -258,16 +264,22 @@ def test_what_slurm_refuses_is_one_line_and_nothing_is_submitted(
 
 @pytest.mark.slow
 def test_a_task_that_is_killed_while_the_controller_is_away_is_requeued(
-    job: Job, cluster: Cluster, reference: Reference
+    job: Job, cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     """The batch script waits for the controller: if it ended, the job would fail for good."""
-    job.submit("checkpoint.every_steps=10", **job.hold(35))
+    killed, asked, away = (tmp_path / name for name in ("killed", "asked", "away"))
+    # The controller goes when the script is about to ask. If it went before, Slurm itself would lose a minute.
+    slow = slow_scontrol(cluster, tmp_path, f"[ -e {killed} ] && mkdir {asked}", f"[ ! -e {away} ]")
+    job.submit("checkpoint.every_steps=10", slow, **job.hold(35))
     job.wait_for_step(35)
     (process,) = job.processes()
+    killed.touch()
+    process.kill()
+    cluster.wait(asked.exists, 120, f"the batch script asking: {job.log()}")
     cluster.stop_controller()
     try:
-        process.kill()
-        cluster.wait(lambda: "Unable to contact slurm controller" in job.log(), 120, "the batch script asking")
+        away.touch()
+        cluster.wait(lambda: "Unable to contact slurm controller" in job.log(), 120, "the answer")
     finally:
         cluster.start_controller()
     job.wait_for_requeue()
