@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composing import compose
 from loading import Squares, identity
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.data.order.ledger import DataLedger
