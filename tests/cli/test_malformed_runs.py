@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from checkpoints import Toy, manager
+from composing import compose
 from fake_launcher import Command, FakeLauncher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.__main__ import run as command_line
-from runner.config.composition import compose
 from runner.data.elastic import ElasticSampler
 from runner.data.order.batch_shape import BatchShape
 from runner.data.queries.order_record import OrderRecord

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composing import compose
 from loading import Gathered, Squares
 from padded import Sentences, pad
 from torch.utils.data import Dataset
 
-from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.data.datasets import DataError

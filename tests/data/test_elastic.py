@@ -70,7 +70,7 @@ def whole(arguments: dict[str, Any], count: int) -> list[int]:
 
 
 @given_in_tiers(
-    mixtures(), st.lists(st.tuples(st.integers(1, 7), st.integers(0, 40)), min_size=1, max_size=5), few=8, many=200
+    mixtures(), st.lists(st.tuples(st.integers(1, 7), st.integers(0, 40)), min_size=1, max_size=5), few=6, many=200
 )
 def test_any_ranks_and_any_interruptions_give_the_same_sequence(
     arguments: dict[str, Any], attempts: list[tuple[int, int]]

@@ -132,7 +132,11 @@ def named(case: dict[str, Any]) -> str:
     return re.sub(r" (object )?at 0x[0-9a-f]+", "", str(case))
 
 
-@pytest.mark.parametrize("case", IN_PROCESS + WITH_WORKERS, ids=named)
+FIRST = [WITH_WORKERS[0], WITH_WORKERS[3], WITH_WORKERS[7]]
+OTHERS = [pytest.param(case, marks=pytest.mark.slow) for case in WITH_WORKERS if case not in FIRST]
+
+
+@pytest.mark.parametrize("case", [*IN_PROCESS, *FIRST, *OTHERS], ids=named)
 def test_batches_and_order_are_torchs(case: dict[str, Any]) -> None:
     assert_same(batches(StatefulDataLoader, case, 2), batches(DataLoader, case, 2))
 

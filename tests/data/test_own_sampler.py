@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composing import compose
 from loading import Squares, identity
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.data.order.ledger import DataLedger
@@ -88,8 +88,14 @@ def take(loader: Any, count: int) -> list[Any]:
     return [sample["y"] for batch in found for sample in batch]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize(
+    ("target", "workers"),
+    [
+        *((target, 0) for target in ALL),
+        ("orders.Curriculum", 1),
+        *(pytest.param(target, 1, marks=pytest.mark.slow) for target in ALL if target != "orders.Curriculum"),
+    ],
+)
 def test_a_resume_anywhere_continues_the_order(target: str, workers: int) -> None:
     def make() -> Any:
         torch.rand(1)  # another state of the generators, as in a restarted program

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composing import compose
 from tiny_attempts import TinyJob
 
-from runner.config.composition import compose
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
 from runner.rundir.attempt_log import AttemptLog, ended_attempts, is_finished, last_record, status_of
 from runner.rundir.lease import Lease

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composing import compose
 
 from runner.cli import start
 from runner.cli.plan import PlannedRun
-from runner.config.composition import compose
 from runner.errors import ExitStatus, LockedError, StoppedError, SupersededError, UserError
 from runner.rundir import lease, provenance
 from runner.rundir.lease import Lease

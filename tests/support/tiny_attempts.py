@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from composing import compose
 from torch import nn
 
 from runner.checkpoint import build_train_state
-from runner.config.composition import compose
 from runner.errors import TrainingError
 from runner.rundir.attempt_log import AttemptLog, insist
 from runner.rundir.lease import Lease

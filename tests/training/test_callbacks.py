@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from composing import compose
 from resume import assert_same
 from runs import PACED, TINY, Run, assert_same_run
 from torch import nn
 
 from runner.checkpoint import get_rng_state
-from runner.config.composition import compose
 from runner.config.schema import CallbackFailure, Config
 from runner.errors import CallbackError, SupersededError, UserError
 from runner.rundir.paths import RunDir

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from composing import compose
 from runs import PACED, TINY, Run, assert_same_run
 
-from runner.config.composition import compose
 from runner.config.schema import Config, SamplerConfig, SamplerKind, TrainConfig
 from runner.data.order.batch_shape import BatchShape
 from runner.data.queries.order_record import OrderRecord

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from composing import compose
 from custom_tasks import Points, PointStream
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import nn
 
-from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.errors import UserError
 from runner.system.distributed import World
@@ -194,14 +194,8 @@ def test_held_out_data_that_cannot_be_evaluated_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.eval_sources \(a\) has 0 samples: .*eval.every_steps=0"):
         evaluation_sets(configured({"a": 0}, 0), World())
     with pytest.raises(UserError, match=r"stream.*gave no samples"):
-        results(
-            compose(
-                [*OWN, "+data.eval_sources.stream={_target_:custom_tasks.PointStream,size:0}", "eval.every_steps=1"]
-            ).config
-        )
+        results(configured({}, 0, "+data.eval_sources.stream={_target_:custom_tasks.PointStream,size:0}"))
     with pytest.raises(UserError, match=r"OwnIterator.*its own iterator"):
-        results(
-            compose([*OWN, "+data.eval_sources.stream._target_=custom_tasks.OwnIterator", "eval.every_steps=1"]).config
-        )
+        results(configured({}, 0, "+data.eval_sources.stream._target_=custom_tasks.OwnIterator"))
     with pytest.raises(UserError, match=r"eval.sets.x.sources: no such source 'b'"):
         configured({"a": 4}, 0, "eval.sets.x={sources:[b]}")

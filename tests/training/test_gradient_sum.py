@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import given_in_tiers
 from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -120,8 +120,7 @@ def assert_equal(found: list[Sums], wanted: list[Sums]) -> None:
                 assert torch.equal(mine, its), (step, place)
 
 
-@settings(deadline=None, max_examples=30)
-@given(leaves=st.integers(1, 7), group=st.sampled_from([1, 40, 10**6]), early=st.booleans())
+@given_in_tiers(leaves=st.integers(1, 7), group=st.sampled_from([1, 40, 10**6]), early=st.booleans(), few=12, many=100)
 def test_gradients_that_are_added_as_they_come_have_the_same_sums(leaves: int, group: int, early: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gradient_sum, "GROUP", group)

@@ -9,9 +9,9 @@ from typing import Any
 
 import here
 import pytest
+from composing import compose
 from recorders import Bar, recorder_of
 
-from runner.config.composition import compose
 from runner.data.order.batch_shape import BatchShape
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
@@ -24,6 +24,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in record]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_its_schedule_and_its_optimizer(tmp_path: Path) -> None:
     """In the middle of the warmup: a schedule that began anew would have a much lower learning rate."""
     schedule = ["scheduler.warmup_steps=4", "scheduler.total_steps=6", "eval.every_steps=0"]

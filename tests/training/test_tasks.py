@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composing import compose
 from custom_tasks import Adversarial, Pair
 from runs import Run, assert_same_run
 from torch import nn
 
-from runner.config.composition import compose
 from runner.errors import UserError
 from runner.models.tasks import Classification, NextToken
 from runner.system.distributed import World

@@ -13,6 +13,7 @@ from typing import Any
 import here
 import pytest
 import torch
+from composing import compose
 from runs import PACED, Run, assert_same_run
 from safetensors.torch import save_file
 from test_load import HUGGING_FACE, Malicious
@@ -21,7 +22,6 @@ from torch import nn
 import runner
 from runner.checkpoint import manifest
 from runner.checkpoint.reader import tensors
-from runner.config.composition import compose
 from runner.config.schema import InitConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
@@ -55,7 +55,10 @@ def begins_with(run: Path, expected: dict[str, torch.Tensor], *but: str) -> bool
 STILL = ["optimizer.lr=0", "train.steps=1", "eval.every_steps=1"]  # the last checkpoint has the initial weights
 
 
-@pytest.mark.parametrize(("at", "step"), [("", 6), ("@4", 4), ("@last", 6), ("@best", 2)])
+@pytest.mark.parametrize(
+    ("at", "step"),
+    [("", 6), ("@best", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("@4", 4), ("@last", 6)))],
+)
 def test_the_weights_are_those_of_the_checkpoint(source: Path, tmp_path: Path, capsys: Say, at: str, step: int) -> None:
     run = here.trained(tmp_path / "run", f"init_from={source}{at}", *STILL, "seed=5")
     assert begins_with(run, weights(source, step))
@@ -65,8 +68,8 @@ def test_the_weights_are_those_of_the_checkpoint(source: Path, tmp_path: Path, c
 
 def test_only_weights_are_taken(source: Path, tmp_path: Path) -> None:
     """The optimizer, the schedule, the data order and the step begin anew: as if the weights had been drawn so."""
-    run = here.trained(tmp_path / "run", f"init_from={source}", "seed=5")
-    cold = here.trained(tmp_path / "cold", "seed=5")
+    words = ["seed=5", "eval.every_steps=0", "checkpoint.every_steps=null"]
+    run, cold = here.trained(tmp_path / "run", f"init_from={source}", *words), here.trained(tmp_path / "cold", *words)
     records = [
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
         for path in (run, cold)
@@ -76,6 +79,7 @@ def test_only_weights_are_taken(source: Path, tmp_path: Path) -> None:
         assert {**warm, "loss": 0, "grad_norm": 0} == {**drawn, "loss": 0, "grad_norm": 0}
 
 
+@pytest.mark.slow
 def test_of_a_run_with_an_average_the_average_is_taken_and_averaged_from(source: Path, tmp_path: Path) -> None:
     first = here.trained(tmp_path / "first", f"init_from={source}", "train.ema_decay=0.9")
     path = RunDir(first).checkpoint(6)
@@ -102,6 +106,7 @@ def test_a_file_a_part_and_a_frozen_part(source: Path, tmp_path: Path, capsys: S
     assert "left out positions.weight: not in init_from.match" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_with_tied_weights_from_its_own_folder(tmp_path: Path) -> None:
     """Its library's files have a weight with two names once."""
     first = here.trained(tmp_path / "first", *HUGGING_FACE)
@@ -210,7 +215,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+FIRST = {"a removed run", "no step", "damaged", "a pickle", "another model"}
+
+
+@pytest.mark.parametrize(
+    "mistake", [each if each in FIRST else pytest.param(each, marks=pytest.mark.slow) for each in MISTAKES]
+)
 def test_a_mistake_is_one_line_and_leaves_no_run(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Say, mistake: str
 ) -> None:
@@ -236,7 +246,7 @@ def test_the_same_command_is_the_same_run_wherever_the_source_is(
     (tmp_path / "outputs").mkdir()
     shutil.copytree(source, tmp_path / "outputs" / "source")
     monkeypatch.chdir(tmp_path)
-    words = [*here.SHORT, "run.root=outputs"]
+    words = ["run.root=outputs"]
 
     def identity(given: str, *more: str) -> str:
         return compose([*words, f"init_from={given}", *more]).run_dir.name.rpartition("-")[2]
@@ -248,9 +258,8 @@ def test_the_same_command_is_the_same_run_wherever_the_source_is(
     assert (
         len({first, *(identity(each) for each in others), identity("outputs/source@4", "init_from.strict=false")}) == 5
     )
-    assert compose(words).run_dir != compose([*words, "init_from=outputs/source@4"]).run_dir
-    assert compose(words).run_dir == compose([*words, "init_from=null"]).run_dir
-    monkeypatch.chdir(tmp_path)
+    assert compose([*words, "init_from=null"]).run_dir == (cold := compose(words).run_dir)
+    assert cold.name.rpartition("-")[2] != first
     (tmp_path / "outputs").rename(tmp_path / "moved")
     assert identity("moved/source@4") == first
     file = tmp_path / "w.safetensors"
@@ -258,6 +267,7 @@ def test_the_same_command_is_the_same_run_wherever_the_source_is(
     assert identity("w.safetensors") == identity(str(file)) == identity("moved/../w.safetensors") != first
 
 
+@pytest.mark.slow
 def test_a_moved_run_finds_its_source_beside_it(source: Path, tmp_path: Path) -> None:
     (tmp_path / "outputs").mkdir()
     shutil.copytree(source, tmp_path / "outputs" / "source")
@@ -270,6 +280,7 @@ def test_a_moved_run_finds_its_source_beside_it(source: Path, tmp_path: Path) ->
     assert begins_with(moved, weights(source, 4))
 
 
+@pytest.mark.slow
 def test_another_source_is_another_run(source: Path, tmp_path: Path, capsys: Say) -> None:
     run = here.trained(tmp_path / "run", f"init_from={source}@4", *STILL)
     capsys.readouterr()
@@ -321,6 +332,7 @@ def test_on_two_ranks_all_begin_with_the_same_weights(source: Path, tmp_path: Pa
     assert begins_with(run.path, weights(source, 4))
 
 
+@pytest.mark.slow
 def test_two_optimizers_and_a_model_of_the_users(tmp_path: Path) -> None:
     words = [
         *("model=own", "model._target_=custom.Normed", "+model.vocab_size=256", "+model.width=8"),
@@ -336,6 +348,7 @@ def test_two_optimizers_and_a_model_of_the_users(tmp_path: Path) -> None:
     assert set(init(run)["loaded"]) == set(weights(first, 4))
 
 
+@pytest.mark.slow
 def test_a_branch_begins_with_its_trunks_weights(source: Path, tmp_path: Path, capsys: Say) -> None:
     trunk = here.trained(tmp_path / "trunk", f"init_from={source}@4")
     capsys.readouterr()
