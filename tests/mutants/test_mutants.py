@@ -110,7 +110,7 @@ def test_every_change_of_the_real_modules_is_valid_python_on_its_line() -> None:
     """And there is a module for every pattern, and tests beside it."""
     assert all(list(ROOT.glob(pattern)) for pattern in changes.MODULES)
     assert all((ROOT / executed.tests_beside(file)).is_dir() for file in changes.modules(ROOT))
-    for change in islice(changes.drawn(ROOT, 0), 100):
+    for change in [change for file in changes.modules(ROOT)[::5] for change in changes.changes_of(ROOT, file)[::97]]:
         source = (ROOT / change.file).read_bytes()
         changed = change.applied(source)
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), change
@@ -268,8 +268,7 @@ def test_changes_are_noticed_or_not_and_a_second_run_tries_none_again(project: P
         "lives": lives - 1,
     }
     assert (project / MODULE).read_text() == SOURCE
-    assert run(8) == total
-    run(9)
+    assert run(9)[:2] == ["all", "9"]
     assert len(path.read_text().splitlines()) == 9
 
 

@@ -84,7 +84,7 @@ class Batch:
         self._prefix = f"{mark}."
         self._environment = environment
         self._commands = commands
-        self._copy = _place() / str(world.number())
+        self._copy = _place() / f"{os.getpid()}-{world.number()}"  # a process forked from this one has the same place
         self._text = FUNCTIONS + text.replace(str(folder), str(self._copy))
         self._known: dict[str, bytes] = {}
 

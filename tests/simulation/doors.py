@@ -67,7 +67,7 @@ DISK = """
 """The primitives of `runner.system.files` that a disk provides under the same names."""
 
 
-PROJECT = ("runner", "launch", "simulation")
+PROJECT = ("runner.", "launch.", "simulation.")
 
 
 def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -> None:
@@ -77,7 +77,7 @@ def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -
     """
     by_name = {module.__name__: stand_in for module, stand_in in stand_ins.items()}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in PROJECT and name != __name__:
+        if name.startswith(PROJECT) and name != __name__:
             found = vars(module)
             for each, stand_in in by_name.items():
                 if each in found:
@@ -86,7 +86,7 @@ def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -
 
     def importing(name: str, names: Any = None, *rest: Any) -> Any:
         loaded = load(name, names, *rest)
-        if name not in by_name or str((names or {}).get("__name__")).partition(".")[0] not in PROJECT:
+        if name not in by_name or not str((names or {}).get("__name__")).startswith(PROJECT):
             return loaded
         restored.callback(names.__setitem__, name, loaded)
         return by_name[name]

@@ -13,7 +13,7 @@ import gc
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from random import Random
@@ -84,13 +84,15 @@ class Explorer:
         kind: the scenario.
         start: the first seed.
         stride: from one fresh seed to the next, so that several explorers share them.
+        near: schedules to play first, and to mutate later.
     """
 
-    def __init__(self, kind: type[Scenario], start: int, stride: int = 1) -> None:
+    def __init__(self, kind: type[Scenario], start: int, stride: int = 1, near: Sequence[str] = ()) -> None:
         self.kind = kind
         self._seed, self._stride = start, stride
         self._random = Random(f"search {kind.name} {start} {stride}")
         self._features: set[int] = set()
+        self._near = deque(near)
         self._remembered: deque[str] = deque(maxlen=REMEMBERED)
         self.played = 0
 
@@ -107,6 +109,8 @@ class Explorer:
         return story, new
 
     def _choose(self) -> str:
+        if self._near:
+            return self._near.popleft()
         if self._remembered and self._random.random() < MUTATED:
             return f"{self._random.choice(self._remembered)}.{self._random.randrange(1, 10**6)}"
         seed, self._seed = self._seed, self._seed + self._stride
@@ -121,6 +125,7 @@ def search(
     seconds: float | None = None,
     workers: int = 1,
     keep_going: bool = False,
+    near: Sequence[str] = (),
     tell: Callable[[Found], object] = lambda found: None,
 ) -> Found:
     """Play schedules of a scenario until one breaks a promise.
@@ -129,19 +134,20 @@ def search(
         name: of the scenario.
         start: the first seed.
         schedules: how many to play at most.
-        seconds: how long to play at most.
+        seconds: how long to play at most; one schedule is played in any case.
         workers: processes that play; 1: only this one.
         keep_going: do not stop at the first story that breaks a promise.
+        near: schedules to play first, and to mutate later.
         tell: called now and then with what has been found so far.
 
     Raises:
         UserError: there is no such scenario.
         RuntimeError: one of the processes has died.
     """
-    began = clock.monotonic()
     found, features = Found(), set[int]()
     quotas = [None if schedules is None else len(range(number, schedules, workers)) for number in range(workers)]
-    explorers = [Explorer(find(name), start + number, workers) for number in range(workers)]
+    explorers = [Explorer(find(name), start + number, workers, near) for number in range(workers)]
+    began = clock.monotonic()
     deadline = None if seconds is None else began + seconds
     if workers == 1 and schedules is not None and schedules <= SHIFT:
         reports = _reports(explorers[0], schedules, deadline)
@@ -176,7 +182,7 @@ class _Report:
 def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> Generator[_Report]:
     told = clock.monotonic()
     report = _Report()
-    while (until is None or explorer.played < until) and (deadline is None or clock.monotonic() < deadline):
+    while until is None or explorer.played < until:
         story, new = explorer.play()
         if explorer.played % COLLECT == 0:
             gc.collect()
@@ -189,6 +195,8 @@ def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> G
         if report.failures or clock.monotonic() - told >= REPORT_S:
             yield report
             report, told = _Report(), clock.monotonic()
+        if deadline is not None and clock.monotonic() >= deadline:
+            break
     yield report
 
 
@@ -209,7 +217,7 @@ def _from_workers(explorers: list[Explorer], quotas: list[int | None], deadline:
 
     def begin(explorer: Explorer, until: int | None) -> None:
         left = None if deadline is None else deadline - clock.monotonic()
-        if (until is not None and explorer.played >= until) or (left is not None and left <= 0):
+        if (until is not None and explorer.played >= until) or (left is not None and left <= 0 < explorer.played):
             return
         shift = explorer.played + SHIFT
         pipe, far_end = context.Pipe(duplex=False)

@@ -28,7 +28,7 @@ from runner.checkpoint.manifest import TRAIN_STATE, Manifest
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.cli import checkpoints as checkpoints_command
 from runner.config import targets
-from runner.config.composition import compose
+from runner.config.composition import Composer
 from runner.config.frozen import to_yaml
 from runner.errors import CheckpointError, ExitStatus
 from runner.rundir import lease
@@ -97,10 +97,13 @@ CHEAPER: tuple[tuple[Any, dict[str, Any]], ...] = (
 """What is replaced in a story because it takes time and explores nothing: modules, and what their names become."""
 
 
+_composer = cache(Composer)
+
+
 @cache
 def _plain(kind: int) -> dict[str, Any]:
     """The config of a kind of run."""
-    return compose([*FIXED, *KINDS[kind]]).plain
+    return _composer().compose([*FIXED, *KINDS[kind]]).plain
 
 
 def _text(kind: int, checkpoint: dict[str, Any], fetch_s: float = FETCH_S) -> str:
@@ -597,7 +600,9 @@ def undisturbed(kind: int) -> Undisturbed:
     """What a run of this kind comes to if nothing befalls it."""
     story = play(_Quiet, Schedule(str(kind), ()))
     assert story.broken is None, story.broken
-    return Undisturbed(_Quiet.trees.pop(kind))
+    made = Undisturbed(_Quiet.trees.pop(kind))
+    assert made.metrics.count(b'"loss"') == STEPS
+    return made
 
 
 def _generators() -> Any:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from simulation.brought_back import FAULTS
 from simulation.scenario import Story, play
 from simulation.scenarios import find, schedule
+from simulation.schedule import Schedule
 from simulation.search import search
 from simulation.shrink import shrink
 from simulation.story import arguments, lines
+from simulation.training import undisturbed
 
 SCHEDULES = 3000
+WARM_UP = 5
+FOUND = Path(__file__).with_name("found.json")
+"""The schedule by which each fault was found the last time. It may find none when the code has changed since."""
 
 
 @dataclass(frozen=True)
@@ -23,42 +33,117 @@ class Measured:
     """What became of a fault.
 
     Attributes:
-        found: whether a story broke a promise.
-        schedules: how many were played until then.
+        schedules: how many were played until it was found, or not.
         seconds: how long that took.
-        lines: how many the shortest story has that are told, not counting single calls.
+        seed: the schedule that broke a promise; None: none did.
+        lines: how many the shortest story has that are told, not counting single calls; None: it was not looked for.
         text: that story.
     """
 
-    found: bool
     schedules: int
     seconds: float
-    lines: int = 0
+    seed: str | None = None
+    lines: int | None = None
     text: str = ""
 
 
-def measure(name: str, seed: int = 0, schedules: int = SCHEDULES) -> Measured:
-    """Bring the fault of this name back, search, and shrink what is found.
+def known() -> dict[str, str]:
+    """The schedules by which faults were found, by the faults' names."""
+    found: dict[str, str] = json.loads(FOUND.read_text())
+    return found
+
+
+def record(found: dict[str, str]) -> None:
+    """Keep the schedules by which faults were found."""
+    FOUND.write_text(json.dumps(dict(sorted((known() | found).items())), indent=1) + "\n")
+
+
+def measure_all(
+    names: Iterable[str],
+    *,
+    near: dict[str, str],
+    seed: int = 0,
+    schedules: int = SCHEDULES,
+    workers: int = 1,
+    shortest: bool = False,
+) -> Iterator[tuple[str, Measured]]:
+    """Bring faults back one at a time, and search for each.
+
+    Args:
+        names: of the faults.
+        near: schedules to play first, by fault; the search goes on in their neighbourhood.
+        seed: where the search begins.
+        schedules: how many to play at most.
+        workers: faults at the same time.
+        shortest: whether to shrink what is found.
 
     Raises:
-        RuntimeError: the shortest story breaks a promise without the fault as well.
+        RuntimeError: a story breaks a promise without the fault as well.
     """
+    for scenario in dict.fromkeys(FAULTS[name].scenario for name in names):  # all is imported before a fault is there
+        for number in range(WARM_UP):
+            play(find(scenario), schedule(find(scenario), str(number)))
+
+    def measured(name: str) -> Measured:
+        # In another process: this one tells whether the story breaks a promise without the fault as well.
+        ((_, (found, told)),) = _in_children(
+            lambda name: _measure(name, [near[name]] if name in near else [], seed, schedules, shortest), [name], 1
+        )
+        if told is not None:
+            kind = find(FAULTS[name].scenario)
+            again = play(kind, told)
+            if again.broken is not None:
+                raise RuntimeError(f"without {name}, too: {arguments(kind.name, told)}: {again.broken}")
+        return cast(Measured, found)
+
+    yield from _in_children(measured, list(names), workers)
+
+
+def _measure(
+    name: str, near: Sequence[str], seed: int, schedules: int, shortest: bool
+) -> tuple[Measured, Schedule | None]:
     fault = FAULTS[name]
     kind = find(fault.scenario)
     with pytest.MonkeyPatch.context() as patch:
         fault.apply(patch)
+        undisturbed.cache_clear()  # what a run comes to with this fault
         patch.setattr("simulation.search.SHIFT", schedules)  # in this process: others do not have the fault
-        found = search(fault.scenario, seed, schedules=schedules)
+        found = search(fault.scenario, seed, schedules=schedules, near=near)
         if not found.failures:
-            return Measured(False, found.schedules, found.seconds)
+            return Measured(found.schedules, found.seconds), None
         (failure,) = found.failures.values()
+        if not shortest:
+            return Measured(found.schedules, found.seconds, failure.seed), schedule(kind, failure.seed)
         story = shrink(kind, play(kind, schedule(kind, failure.seed)))
-    # In another process: modules that were imported meanwhile may have kept the fault.
-    again = [sys.executable, "-m", "simulation", *arguments(fault.scenario, story.schedule).split()]
-    done = subprocess.run(again, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"without {name} this fails, too: {' '.join(again)}\n{done.stdout}{done.stderr}")
-    return Measured(True, found.schedules, found.seconds, told(story), "\n".join(lines(fault.scenario, story)))
+    text = "\n".join(lines(fault.scenario, story))
+    return Measured(found.schedules, found.seconds, failure.seed, told(story), text), story.schedule
+
+
+def _in_children(function: Callable[[str], Any], names: Sequence[str], workers: int) -> Iterator[tuple[str, Any]]:
+    """Call a function for each name in a process of its own, forked from this one; what it returns, as it comes."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = deque(names), dict[Connection, tuple[str, Any]]()
+
+    def call(pipe: Connection, name: str) -> None:
+        pipe.send(function(name))
+
+    while waiting or running:
+        while waiting and len(running) < workers:
+            name = waiting.popleft()
+            pipe, far_end = context.Pipe(duplex=False)
+            child = context.Process(target=call, args=(far_end, name))
+            child.start()
+            far_end.close()
+            running[pipe] = name, child
+        for pipe in cast(list[Connection], wait(list(running))):
+            name, child = running.pop(pipe)
+            try:
+                result = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"the process that played {name} has died: its error is above") from None
+            finally:
+                child.join()
+            yield name, result
 
 
 def told(story: Story) -> int:

@@ -1,13 +1,16 @@
-"""What a machine listed before, on a network file system, decides nothing about a whole run."""
+"""What a machine listed before, on a network file system, decides nothing about a checkpoint or a whole run."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
+from runner.checkpoint import directory
 from runner.cli import archive
 from runner.cli.housekeeping import branches
 from runner.rundir.custody import custody
+from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from simulation.disk import ROOT
@@ -23,10 +26,10 @@ NEW = (
 )
 
 
-class _TwoMachines(Scenario):
+class _Adding(Scenario):
     """One machine looks at the run before the other one adds to it, and a moment later takes custody of it."""
 
-    name = "two machines"
+    name = "adding"
     network = True
     begun: tuple[str, ...] = BEGUN
 
@@ -61,10 +64,10 @@ class _TwoMachines(Scenario):
 
 def test_what_another_machine_has_just_made_is_packed_and_taken_into_custody() -> None:
     """An archive without it may be all that is left of the run, and an evaluation would lose its run."""
-    assert play(_TwoMachines, Schedule("1", ())).broken is None
+    assert play(_Adding, Schedule("1", ())).broken is None
 
 
-class _Branching(_TwoMachines):
+class _Branching(_Adding):
     """One machine lists the runs before the other one makes a branch, and a moment later takes custody of the trunk."""
 
     begun = ()
@@ -87,3 +90,80 @@ class _Branching(_TwoMachines):
 def test_a_branch_that_another_machine_has_just_submitted_is_waited_for() -> None:
     """A trunk that is moved or removed in spite of it leaves the branch without a beginning."""
     assert play(_Branching, Schedule("1", ())).broken is None
+
+
+class _Saving(Scenario):
+    """One machine looks at the checkpoints before and after the other one commits."""
+
+    name = "saving"
+    network = True
+    checkpoints = Path(ROOT) / "checkpoints"
+
+    def begin(self) -> None:
+        self.seen: list[list[str]] = []
+        self.disk.make_dir(self.checkpoints)
+        self.spawn(self.hosts[0], "reader", self._read)
+        self.spawn(self.hosts[1], "writer", self._write)
+
+    def _read(self) -> None:
+        self._look()
+        clock.sleep(1.0)
+        self._look()
+        directory.look_anew(self.checkpoints)
+        self._look()
+
+    def _look(self) -> None:
+        self.seen.append([entry.path.name for entry in directory.scan(self.checkpoints)])
+
+    def _write(self) -> None:
+        clock.sleep(0.5)
+        files.make_dir(self.checkpoints / "step_00000001")
+
+    def finish(self) -> None:
+        self.must(self.seen == [[], [], ["step_00000001"]], f"seen: {self.seen}")
+
+
+def test_a_resume_does_not_rely_on_what_its_machine_listed_before() -> None:
+    assert play(_Saving, Schedule("1", ())).broken is None
+
+
+class _LateRename(Scenario):
+    """A holder is superseded from another machine between its last look at the lease and its rename."""
+
+    name = "late rename"
+    network = True
+    run_dir = Path(ROOT) / "run"
+
+    def begin(self) -> None:
+        self.disk.make_dir(self.run_dir)
+        self.spawn(self.hosts[0], "older", self._older)
+        self.spawn(self.hosts[1], "newer", self._newer)
+
+    def _acquire(self, restart_count: int) -> Lease:
+        """By a job that was restarted, of which earlier starts are known to be gone, or will be."""
+        return Lease.acquire(self.run_dir / "lease", {"job_id": "7", "restart_count": restart_count}, 1.0)
+
+    def _older(self) -> None:
+        lease = self._acquire(0)
+
+        def check() -> None:
+            lease.check_fence()
+            clock.sleep(2.0)
+
+        clock.sleep(0.5)
+        with suppress(FileNotFoundError):
+            files.write_atomic(self.run_dir / "value", "old", guard=files.Guard(lease.guard.tag, check))
+
+    def _newer(self) -> None:
+        clock.sleep(0.4)
+        files.list_dir(self.run_dir)
+        clock.sleep(0.5)
+        files.write_atomic(self.run_dir / "value", "new", guard=self._acquire(1).guard)
+
+    def finish(self) -> None:
+        value = self.disk.tree()[f"{self.run_dir}/value"]
+        self.must(value == b"new", f"the newer holder has written, but found is {value!r}")
+
+
+def test_a_newer_holder_does_not_rely_on_what_its_machine_listed_before() -> None:
+    assert play(_LateRename, Schedule("1", ())).broken is None

@@ -1,50 +1,32 @@
-"""The simulated world keeps its own promises, and the runner's code keeps its promises in it."""
+"""The simulated world keeps its own promises: the same story again, processes, threads, power losses, old listings."""
 
 from __future__ import annotations
 
 import builtins
 import errno
 import gc
-import json
 import os
 import queue
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from new_seeds import new_seed
 
-from runner.errors import ExitStatus
 from runner.rundir import lease
 from runner.system import clock, files, processes
-from simulation import story as stories
-from simulation.brought_back import FAULTS
-from simulation.brought_back.measuring import measure
-from simulation.command import SAME_EVERYWHERE, parse
-from simulation.command import main as command
 from simulation.disk import OLD_S, ROOT
 from simulation.engine import Process, World
 from simulation.leases import Leases
 from simulation.scenario import Scenario, Story, play
-from simulation.scenarios import SCENARIOS, find, schedule
+from simulation.scenarios import find, schedule
 from simulation.schedule import Schedule, Strike
-from simulation.search import Explorer, search
-from simulation.shrink import length, promise, shrink
 
 HOME = Path(ROOT)
 SEEDS = range(60)  # enough for each of the few things that may happen to have happened
-FIXED = {"lease": 30, "training": 8, "jobs": 15, "custody": 20}  # schedules of the fast test
-MORE = {"training": 60, "jobs": 120, "custody": 120}  # of the slow one
-NEW = {"lease": 4000, "training": 1000, "jobs": 1500, "custody": 3000}
-"""New schedules for each commit: some minutes. A search of many thousands has found nothing in any of them."""
-CLONE = Path(__file__).resolve().parents[2]
 
 
 def written(path: Path, content: bytes, *, synced: bool = True) -> None:
@@ -92,35 +74,26 @@ def contents(scenario: Scenario) -> dict[str, bytes]:
 # ---- the same seed
 
 
-@pytest.mark.parametrize("text", ["0", "3", "17", "17.3.8"])
-def test_a_schedule_is_the_same_story_to_the_last_call(text: str) -> None:
-    first, second = (play(Leases, schedule(Leases, text)) for _ in range(2))
-    assert first.events == second.events
-    assert first.steps > 20
+@pytest.fixture(scope="module", params=["lease 17.3.8", "training 3", "jobs 4", "custody 4"])
+def told(request: pytest.FixtureRequest) -> tuple[str, Story]:
+    """A scenario, and a story of it."""
+    name, text = request.param.split()
+    return name, play(find(name), schedule(find(name), text))
+
+
+def test_a_schedule_is_the_same_story_to_the_last_call(told: tuple[str, Story]) -> None:
+    name, story = told
+    assert story.broken is None
+    assert story.steps > 50
+    assert play(find(name), story.schedule).events == story.events
 
 
 def test_another_schedule_is_another_story() -> None:
     """A mutation may change what would have come after the end."""
-    seeds = [str(seed) for seed in range(10)]
+    seeds = [str(seed) for seed in range(5)]
     told = {text: tuple(play(Leases, schedule(Leases, text)).events) for seed in seeds for text in (seed, f"{seed}.1")}
     assert len({told[seed] for seed in seeds}) == len(seeds)
     assert len(set(told.values())) > 1.5 * len(seeds)
-
-
-def simulate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "simulation", *arguments]
-    variables = {**os.environ, "PYTHONPATH": f"{CLONE}:{CLONE / 'tests'}", **environment}
-    return subprocess.run(words, env=variables, capture_output=True, text=True, check=False, timeout=500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_seed_is_the_same_story_in_every_process(name: str) -> None:
-    """Whatever order sets have there, by which the command would otherwise differ from one call to the next."""
-    told = [simulate("--scenario", name, "--seed", "17.3", "--calls", PYTHONHASHSEED=seed) for seed in ("1", "2")]
-    assert [done.returncode for done in told] == [0, 0], told[0].stdout + told[0].stderr
-    assert told[0].stdout == told[1].stdout
-    assert told[0].stdout.endswith("every promise holds\n")
 
 
 def test_nothing_of_a_story_is_left() -> None:
@@ -405,214 +378,3 @@ def test_only_a_network_file_system_may_have_done_what_it_refused(network: bool)
     assert {name for left in found for name in left} == ({"old", "new", "other"} if network else {"old"})
     assert all(left.get("old", left.get("new")) == b"x" for left in found)
     assert {left.get("other") for left in found} == ({b"", b"y"} if network else {None})
-
-
-# ---- search, shrinking, stories
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes do not ask whether the lease is still held."""
-    FAULTS["no-check"].apply(monkeypatch)
-
-
-def test_a_search_is_repeated_by_its_seed_and_mutates_what_was_new() -> None:
-    texts = []
-    for _ in range(2):
-        explorer = Explorer(Leases, 5)
-        texts.append([explorer.play()[0].schedule.text for _ in range(20)])
-    assert texts[0] == texts[1]
-    fresh = [text for text in texts[0] if "." not in text]
-    assert fresh == [str(5 + number) for number in range(len(fresh))]
-    assert 3 < len(fresh) < 18
-    assert {text.split(".")[0] for text in texts[0]} == set(fresh)
-
-
-@pytest.mark.usefixtures("faulty")
-def test_a_search_stops_at_a_failure_unless_it_is_told_to_go_on() -> None:
-    found = search("lease", 0, schedules=300)
-    (failure,) = found.failures.values()
-    assert found.broken == 1
-    assert found.schedules < 300
-    assert play(Leases, schedule(Leases, failure.seed)).broken == failure.broken
-    more = search("lease", 0, schedules=found.schedules + 10, keep_going=True)
-    assert more.schedules == found.schedules + 10
-
-
-@pytest.mark.usefixtures("faulty")
-def test_shrinking_keeps_the_failure_and_the_story_comes_back() -> None:
-    (failure,) = search("lease", 17, schedules=500).failures.values()
-    story = play(Leases, schedule(Leases, failure.seed))
-    shortest = shrink(Leases, story)
-    assert story.broken is not None
-    assert shortest.broken is not None
-    assert promise(shortest.broken) == promise(story.broken)
-    assert length(shortest) < length(story)
-    options = parse(stories.arguments("lease", shortest.schedule).split())
-    again = play(Leases, schedule(Leases, options.seed or "", options.without, options.switching))
-    assert again.events == shortest.events
-    for number, _ in enumerate(shortest.schedule.strikes):  # none of the strikes that are left is superfluous
-        fewer = replace(shortest.schedule, without=shortest.schedule.without | {number})
-        if fewer != shortest.schedule:
-            broken = play(Leases, fewer).broken
-            assert broken is None or promise(broken) != promise(story.broken)
-
-
-def test_a_promise_is_recognised_by_its_words() -> None:
-    assert promise("number 1 was given twice") == promise("number 23 was given twice")
-    assert promise("value.json is lost") != promise("number 1 was given twice")
-    first, second = (f"worker 1 ended with a traceback:\nTraceback\n{kind}: x" for kind in ("OSError", "KeyError"))
-    assert promise(first) != promise(second)
-
-
-def test_a_story_is_told_without_the_calls_that_do_not_matter() -> None:
-    good = play(Leases, schedule(Leases, "17"))
-    told = list(stories.lines("lease", good))
-    everything = list(stories.lines("lease", good, calls=True))
-    assert told[-1] == "every promise holds"
-    assert len(told) == sum(event.shown for event in good.events) + 4
-    assert len(everything) == len(good.events) + 4
-    assert not any(ROOT in line for line in everything)
-    last = list(stories.lines("lease", replace(good, broken=f"{ROOT}/run is gone")))
-    assert last[-1] == "broken: run is gone"
-    assert sum(" · " in line for line in last) == stories.LAST_CALLS
-
-
-# ---- the command
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command does not begin anew in another process."""
-    for name, value in SAME_EVERYWHERE.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("faulty", "here")
-def test_the_command_prints_the_shortest_story_and_how_to_bring_it_back(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--scenario", "lease", "--seed", "17", "--schedules", "500", "--workers", "1"]
-    assert command(options) == ExitStatus.FAILED
-    printed = capsys.readouterr().out
-    told, _, replay = printed.partition("the story above again: make simulate ARGS=")
-    words = replay.strip().strip('"').split()
-    assert command(words) == ExitStatus.FAILED
-    again = capsys.readouterr().out
-    assert again in told
-    assert again.splitlines()[-1].startswith("broken: number ")
-    assert command([*words, "--json"]) == ExitStatus.FAILED
-    assert json.loads(capsys.readouterr().out)["broken"].startswith("number ")
-
-
-@pytest.mark.usefixtures("here")
-def test_the_command_tells_one_story_or_searches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["--scenario", "lease", "--seed", "17"]) == ExitStatus.FINISHED
-    assert capsys.readouterr().out.splitlines() == list(stories.lines("lease", play(Leases, schedule(Leases, "17"))))
-    words = ["--scenario", "lease", "--seed", "17", "--schedules", "5", "--workers", "1", "--json"]
-    assert command(words) == ExitStatus.FINISHED
-    (result,) = json.loads(capsys.readouterr().out)
-    assert (result["schedules"], result["broken"], result["failures"]) == (5, 0, [])
-
-
-@pytest.mark.slow
-def test_several_processes_share_a_search() -> None:
-    done = simulate("--scenario", "lease", "--schedules", "21", "--workers", "3", "--json")
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)
-    assert result["schedules"] == 21
-    assert done.stderr.startswith("from seed ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("here")
-def test_a_process_that_takes_over_continues_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that play are replaced now and then, and nobody can tell from what was played."""
-    alone = search("lease", 3, schedules=25, keep_going=True)
-    monkeypatch.setattr("simulation.search.SHIFT", 10)
-    in_turns = search("lease", 3, schedules=25, keep_going=True)
-    assert replace(in_turns, seconds=0.0) == replace(alone, seconds=0.0)
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("--scenario leese", ["did you mean 'lease'?", "training", "all"]),
-        ("--seed 17", ["--scenario", "lease"]),
-        ("--scenario lease --seed 17.3 --schedules 5", ["whole number"]),
-        ("--scenario lease --seed x", ["'x'", "17.3"]),
-        ("--scenario lease --seed 17 --without 99", ["strike 99", "0 to "]),
-        ("--scenario lease --seed 17 --without a", ["--without a"]),
-        ("--without 1 --schedules 5", ["--seed"]),
-        ("--schedules 0", ["1 or more"]),
-        ("--minutes 0", ["more than 0"]),
-        ("--minutes nan", ["more than 0"]),
-        ("--workers 0", ["from 1 to"]),
-        ("--scenario lease --seed 1 --switching 2", ["from 0 to 1"]),
-    ],
-)
-@pytest.mark.usefixtures("here")
-def test_a_mistake_is_one_line(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(words.split()) == ExitStatus.USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert [part for part in parts if part not in line] == []
-
-
-def test_help_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command(["--help"])
-    printed = capsys.readouterr().out
-    assert [name for name in SCENARIOS if f"  {name} " not in printed] == []
-    assert [find(name).name for name in SCENARIOS] == list(SCENARIOS)
-
-
-# ---- the scenarios
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_promise_holds_under_some_schedules(name: str) -> None:
-    _assert_holds(name, 0, FIXED[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_every_promise_holds_under_more_schedules(name: str) -> None:
-    _assert_holds(name, 1_000, MORE[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NEW)
-def test_every_promise_holds_under_new_schedules(name: str) -> None:
-    """The seed is at the top of what pytest prints, and in the message of a failure."""
-    _assert_holds(name, new_seed(), NEW[name])
-
-
-def _assert_holds(name: str, start: int, schedules: int) -> None:
-    """By the command, in a process of its own: so that a failure is the same story again."""
-    options = ["--scenario", name, "--seed", str(start), "--schedules", str(schedules), "--workers", "1"]
-    done = simulate(*options)
-    assert done.returncode == 0, f"{options}\n{done.stdout}\n{done.stderr}"
-    assert f"{schedules:,} schedules" in done.stdout, done.stdout
-
-
-QUICK = ("no-sweep", "no-check", "no-fsync", "no-fsync-of-names", "in-place", "process-number")
-
-
-@pytest.fixture(scope="module")
-def holds() -> Iterator[Callable[[str, int], None]]:
-    """Whether the unchanged code keeps its promises under the schedules that found a fault."""
-    known: dict[str, int] = {}
-
-    def check(scenario: str, schedules: int) -> None:
-        if known.get(scenario, 0) < schedules:
-            _assert_holds(scenario, 0, schedules)
-            known[scenario] = schedules
-
-    yield check  # noqa: PT022
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_a_fault_is_found(name: str, holds: Callable[[str, int], None]) -> None:
-    measured = measure(name, schedules=300)
-    assert measured.found, f"{name} was not found in {measured.schedules} schedules"
-    assert 0 < measured.lines <= 20, measured.text
-    holds(FAULTS[name].scenario, measured.schedules)

@@ -1,0 +1,17 @@
+"""Plays schedules by the command, in a process of its own: so that what a seed brings is the same again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CLONE = Path(__file__).resolve().parents[2]
+
+
+def command(*words: str, timeout: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m WORDS` with the modules of tests/."""
+    variables = {**os.environ, "PYTHONPATH": f"{CLONE}:{CLONE / 'tests'}", **environment}
+    line = [sys.executable, "-m", *words]
+    return subprocess.run(line, env=variables, capture_output=True, text=True, check=False, timeout=timeout)
