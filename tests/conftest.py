@@ -43,13 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--shard", metavar="K/N", help="run shard K of N of similar length, such as 2/4")
     group.addoption("--costs", metavar="N", type=int, help="list the N tests that take the most CPU time")
+    group.addoption("--unlimited", action="store_true", help="let fast tests take as long as they like")
     group.addoption("--record-durations", action="store_true", help="write tests/durations.json anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the tests in the processes that run them; report from the one that the user started."""
     if not config.getoption("numprocesses", None):
-        config.pluginmanager.register(Costs())
+        config.pluginmanager.register(Costs(unlimited=config.getoption("unlimited")))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config))
 

@@ -39,6 +39,7 @@ def test_the_same_command_resumes_the_same_run(run: Command) -> None:
     assert len(FakeLauncher.launched) == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_started_unless_it_is_made_longer(
     run: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_single_failed_run_is_resumed_here(run: Command) -> None:
     assert len(FakeLauncher.launched) == 2
 
 
+@pytest.mark.slow
 def test_a_live_run_is_not_touched(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     run("train.steps=10", launcher="here")
     (path,) = run_dirs()
@@ -289,6 +291,7 @@ def test_ctrl_c_ends_the_launch_with_status_130(run: Command) -> None:
 class TestRanks:
     """Under torchrun only rank 0 writes."""
 
+    @pytest.mark.slow
     def test_the_other_ranks_wait_for_the_config_of_this_launch(
         self, run: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -175,6 +175,7 @@ class TestCompletion:
         (tmp_path / "data/mine.yaml").write_text("{}")
         assert completion.candidates(f"runner --config-dir {tmp_path} data=mi") == ["data=mine", "data=mixture"]
 
+    @pytest.mark.slow
     def test_bash_takes_what_follows_the_equals_sign(self, tmp_path: Path) -> None:
         """Bash splits words at `=`, and replaces only the last part."""
         (tmp_path / "runner").write_text(f'#!/bin/sh\nexec {sys.executable} -m runner "$@"\n')

@@ -117,6 +117,7 @@ def test_a_branch_that_was_not_started_starts_at_the_step_of_its_fork(
     assert ": starting at step 2: it was never started" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_value_of_a_sweep_is_a_branch(trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2", "-n") == 0
     assert branches(trunk) == []
@@ -141,6 +142,7 @@ def test_a_branch_of_the_future_waits_and_its_checkpoint_is_pinned(
     assert pins(trunk) == ["step_00000005.pinned"]
 
 
+@pytest.mark.slow
 def test_a_waiting_branch_that_left_the_queue_waits_again(trunk: Path, waiting: Waiting, command: Command) -> None:
     assert command("fork", "o/trunk", "--step", "5") == 0
     (branch,) = waiting.started
@@ -219,6 +221,7 @@ def test_a_refused_run_that_may_be_used_keeps_its_name(
 
 
 @pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.slow
 def test_a_run_that_a_command_was_killed_in_refusing_gets_its_name_back(
     trunk: Path, waiting: Waiting, command: Command, capsys: pytest.CaptureFixture[str], taken: bool
 ) -> None:

@@ -65,6 +65,7 @@ def test_two_spellings_of_a_value_are_one_run(composer: Composer) -> None:
         composer.jobs(["experiment=smoke", "optimizer.lr=1e-4,0.0001"])
 
 
+@pytest.mark.slow
 def test_a_single_run_is_that_of_the_sweep_whatever_its_directory_is_called(
     run: Command, command: Command, conf: Path
 ) -> None:

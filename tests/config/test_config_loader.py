@@ -101,6 +101,7 @@ def test_files_are_merged_once_however_many_errors_there_are(
     assert (len(merges), len(found.splitlines())) == (merged, lines), found
 
 
+@pytest.mark.slow
 def test_what_a_composition_changes_is_its_own() -> None:
     """Nothing of one config comes back in the next one, which is what a new composer makes of it."""
     composer = Composer()

@@ -169,6 +169,7 @@ def test_varied_is_composed_over_a_trunk(tmp_path: Path) -> None:
         ("optimizer.lr=0.1", "+optimizer={lr:0.5}"),
     ],
 )
+@pytest.mark.slow
 def test_single_values_change_what_follows_them(override: str, other: str) -> None:
     where, together = Path("/nowhere"), Composer().sweeping()
     changed = override.replace("0.1", "0.2")
@@ -182,6 +183,7 @@ def test_single_values_change_what_follows_them(override: str, other: str) -> No
         assert outcome(together, job, where) == outcome(Composer(), job, where), job
 
 
+@pytest.mark.slow
 def test_dictionaries_of_one_entry_are_different_entries() -> None:
     """Each sets a single value, but not the same one."""
     where, together = Path("/nowhere"), Composer().sweeping()

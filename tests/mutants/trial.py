@@ -23,7 +23,8 @@ PRELOADED = """
     torch torch.distributed.checkpoint torch.utils.data numpy hydra omegaconf yaml orjson xxhash rich.progress submitit
     safetensors.torch hypothesis hypothesis.strategies psutil coverage
 """.split()
-OPTIONS = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are preloaded
+OPTIONS = ["-q", "-p", "no:cacheprovider", "--unlimited", "-m", "(promise or not slow) and not slurm"]
+OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are preloaded
 
 
 def preload() -> None:

