@@ -64,6 +64,7 @@ def test_a_file_edited_while_a_sweep_is_composed_changes_none_of_its_jobs(tmp_pa
     assert Composer([tree]).compose(["model=mine"]).plain["model"]["size"] == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> None:
     """Also one whose primary config adds a directory."""
     own = own_tree(tmp_path / "own", f"defaults: [config, _self_]\nhydra: {{searchpath: [{tmp_path}/more]}}\n")

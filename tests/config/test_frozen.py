@@ -118,6 +118,7 @@ def test_values_of_another_type_are_not_what_is_frozen(tmp_path: Path, composed:
     assert not holds(tmp_path / "missing", composed)
 
 
+@pytest.mark.slow
 def test_what_a_composition_over_a_run_leaves_does_not_grow(tmp_path: Path) -> None:
     """Hydra copies its store at each composition: after a thousand runs one would take seconds."""
     composer = Composer()

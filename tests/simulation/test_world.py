@@ -96,6 +96,7 @@ def test_another_schedule_is_another_story() -> None:
     assert len(set(told.values())) > 1.5 * len(seeds)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_story_is_left() -> None:
     """A search plays a million of them; and the real system layer is back afterwards."""
 

@@ -30,7 +30,7 @@ class Durations:
     """
 
     def __init__(self, functions: Mapping[str, float], other: float) -> None:
-        self._functions = functions
+        self.functions = functions
         self._other = other
 
     @classmethod
@@ -41,7 +41,7 @@ class Durations:
 
     def of(self, name: str) -> float:
         """The expected seconds of a test by its id."""
-        return self._functions.get(function_of(name), self._other)
+        return self.functions.get(function_of(name), self._other)
 
     def shard(self, names: Sequence[str], number: int, count: int) -> list[bool]:
         """Which of `names` belong to shard `number` of `count`. Neighbours stay together: they share fixtures."""
@@ -55,12 +55,13 @@ class Durations:
 
 
 def record(measured: Iterable[tuple[str, float]]) -> None:
-    """Write the file anew from (test id, wall seconds)."""
+    """Write the file anew from (test id, wall seconds); functions that were not run keep what they have."""
     cases: dict[str, list[float]] = defaultdict(list)
     for name, seconds in measured:
         cases[function_of(name)].append(seconds)
     means = {name: sum(each) / len(each) for name, each in cases.items()}
     short = [each for name, mean in means.items() if mean <= SHORT_S for each in cases[name]]
-    functions = {name: round(mean, 1) for name, mean in sorted(means.items()) if mean > SHORT_S}
-    content = {"other": round(sum(short) / max(len(short), 1), 4), "functions": functions}
+    before = {name: mean for name, mean in Durations.read().functions.items() if name not in means}
+    long = before | {name: round(mean, 1) for name, mean in means.items() if mean > SHORT_S}
+    content = {"other": round(sum(short) / max(len(short), 1), 4), "functions": dict(sorted(long.items()))}
     FILE.write_text(json.dumps(content, indent=1) + "\n")
