@@ -1,4 +1,4 @@
-"""Make random small changes of the code in a copy, and find out which of them the fast tests notice."""
+"""Make random small changes of the code in a copy, and find out which of them `make test` notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fast tests execute which lines: a coverage pass over each file of tests, kept until that file changes.
+"""Which tests of `make test` execute which lines: a coverage pass over each file of tests, kept until it changes.
 
 If the code has changed since, its lines are found again by their text.
 """
