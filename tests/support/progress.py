@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -26,6 +27,7 @@ class Progress:
         self._count = self._done = self._failed = 0
         self._whole_s = self._done_s = 0.0
         self._begun = self._printed = time.monotonic()
+        self._over = threading.Event()
         self._measured: list[tuple[str, float, float, bool]] = []  # id, wall, CPU, whether it is in `make fast`
         self._shown: list[tuple[str, str, float]] = []  # outcome, promise, wall
         self._outcomes: dict[str, str] = {}
@@ -46,6 +48,8 @@ class Progress:
             return  # another worker has told
         self._count, self._begun = len(ids), time.monotonic()
         self._whole_s = sum(map(self._durations.of, ids))
+        if self._config.getoption("numprocesses", None):  # no thread beside tests, some of which fork
+            threading.Thread(target=self._report, daemon=True).start()
         estimate = _minutes(self._whole_s / self._workers)
         self._print(f"{self._count:,} tests in {self._workers} processes, about {estimate} on two quiet cores")
 
@@ -73,13 +77,18 @@ class Progress:
         self._measured.append((report.nodeid, told["wall_s"], told["cpu_s"], told["fast"]))
         for promise in told["promises"]:
             self._shown.append((self._outcomes[report.nodeid], promise, told["wall_s"]))
-        if time.monotonic() - self._printed > (0.5 if self._live else EVERY_S):
-            self._print(self._state(), stays=False)
+
+    def _report(self) -> None:
+        """Print the state now and then, also while tests take long."""
+        while not self._over.wait(0.5):
+            if time.monotonic() - self._printed >= (0.5 if self._live else EVERY_S):
+                self._print(self._state(), stays=False)
 
     def _state(self) -> str:
         spent = time.monotonic() - self._begun
-        # What was recorded elsewhere, corrected by how fast this machine has been so far.
-        left = (self._whole_s - self._done_s) * spent / max(self._done_s, 1e-9)
+        left = (self._whole_s - self._done_s) / self._workers
+        if self._done_s > self._whole_s / 10:  # what was recorded elsewhere, corrected by how fast this machine is
+            left *= spent * self._workers / self._done_s
         failed = f", {self._failed} failed" if self._failed else ""
         share = 100 * self._done_s / max(self._whole_s, 1e-9)
         rate = self._done / max(spent, 1e-9)
@@ -92,6 +101,7 @@ class Progress:
         self._out.flush()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        self._over.set()
         if self._live:
             self._out.write("\r\x1b[K")
             self._out.flush()
