@@ -6,7 +6,7 @@ SHARD ?=
 BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -q -n 2
 # pip's own messages, without the lines that tell a newcomer nothing.
-SHOW = | sed -u -n -E '/^(Collecting|Downloading|Building|Installing)/ s/^(.{,100}).*/  \1/p'
+SHOW = | sed -u -n -E '/^(Collecting|Processing|Downloading|Building|Installing)/ s/^(.{,100}).*/  \1/p'
 SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 

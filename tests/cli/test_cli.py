@@ -33,6 +33,7 @@ def test_a_run_is_frozen_and_launched(run: Command) -> None:
     assert list(Path.cwd().iterdir()) == [Path("outputs").absolute()]  # no .hydra, no multirun.yaml
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_the_same_run(run: Command) -> None:
     assert run("seed=4") == run("seed=4") == 0
     assert len(run_dirs()) == 1
@@ -173,6 +174,7 @@ def test_a_run_in_the_queue_of_another_launcher_is_not_started_here(
     assert FakeLauncher.launched == [path]
 
 
+@pytest.mark.slow
 def test_a_single_failed_run_is_resumed_here(run: Command) -> None:
     run(launcher="here")
     fail(run_dirs()[0])
@@ -234,6 +236,7 @@ class TestChangesOfAnExistingRun:
         finish(Path("one"), 300)
         assert run("run.dir=one", "seed=3") == ExitStatus.USAGE
 
+    @pytest.mark.slow
     def test_data_changes_must_be_allowed(self, run: Command, capsys: pytest.CaptureFixture[str]) -> None:
         run("run.dir=one", "data=mixture")
         change = ("run.dir=one", "data=mixture", "sampler.weights.prose=3")
@@ -242,6 +245,7 @@ class TestChangesOfAnExistingRun:
         assert run(*change, "run.allow_data_change=true") == 0
         assert load(Path("one")).sampler.weights == {"prose": 3.0}
 
+    @pytest.mark.slow
     def test_shape_and_free_settings_may_change(self, run: Command) -> None:
         run("run.dir=one")
         assert run("run.dir=one", "train.batch_size=8", "checkpoint.every_steps=5", "data.num_workers=1") == 0

@@ -64,6 +64,7 @@ class TestShowing:
         assert "hydra" not in done.stderr
         assert "data=mixture sampler.temperature=0.7" in done.stdout
 
+    @pytest.mark.slow
     def test_cfg_resolve_prints_what_would_be_frozen(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert entry.run(["data=mixture", "seed=3", "--cfg", "job", "--resolve"]) == 0
         assert capsys.readouterr().out == Composer().compose(["data=mixture", "seed=3"]).text

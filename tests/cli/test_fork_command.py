@@ -127,6 +127,7 @@ def test_each_value_of_a_sweep_is_a_branch(trunk: Path, command: Command, capsys
     assert len(branches(trunk)) == 4
 
 
+@pytest.mark.slow
 def test_a_branch_of_the_future_waits_and_its_checkpoint_is_pinned(
     trunk: Path, waiting: Waiting, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_waiting_branch_that_left_the_queue_waits_again(trunk: Path, waiting: 
     assert RunDir(branch).checkpoint_steps() == [5]
 
 
+@pytest.mark.slow
 def test_of_a_refused_submission_nothing_remains(trunk: Path, waiting: Waiting, command: Command) -> None:
     """Neither a directory that has a checkpoint already, nor a pin; one that is pinned by hand stays so."""
     before = hashes(trunk)
@@ -192,6 +194,7 @@ def test_what_the_disk_refuses_to_remove_of_a_refused_submission_is_named(
 
 
 @pytest.mark.parametrize("again", [False, True])
+@pytest.mark.slow
 def test_a_refused_run_that_may_be_used_keeps_its_name(
     trunk: Path,
     waiting: Waiting,
@@ -437,6 +440,7 @@ def test_where_a_branch_was_moved_from_nothing_is_made(trunk: Path) -> None:
     assert not branch.exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
     trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -475,6 +479,7 @@ def test_refused_in_one_line(
     assert branches(trunk) == []
 
 
+@pytest.mark.slow
 def test_a_step_between_checkpoints_is_refused_with_those_there_are(
     trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 class TestMove:
+    @pytest.mark.slow
     def test_a_renamed_run_is_found_by_its_command(self, made: Path, command: Command, run: Command) -> None:
         """By the hash, which stays."""
         before = contents(made)
@@ -88,6 +89,7 @@ class TestMove:
         assert run("train.steps=10", launcher="here") == 0
         assert FakeLauncher.launched == run_dirs() == [target]
 
+    @pytest.mark.slow
     def test_a_run_in_another_directory_is_resumed_from_there(
         self, made: Path, command: Command, run: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -984,6 +986,7 @@ def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
 
 
 @pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.slow
 def test_where_a_run_was_moved_that_a_suspended_command_had_locked_nothing_is_made(
     made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, sweep: bool
 ) -> None:

@@ -255,6 +255,7 @@ def test_a_dry_run_prints_what_would_be_done_and_changes_no_byte(
         ]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_failed_runs_says_what_to_do(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-m", "seed=1,2") == 0
     fail(run_dirs()[0])

@@ -74,6 +74,7 @@ def test_many_sizes_are_thinned_out() -> None:
     assert len(rows) <= 16
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_real_model_and_its_optimizer_and_grows_with_the_tree() -> None:
     config = compose([*ELASTIC, "train.ema_decay=0.9"]).config
     found = footprint(config)
@@ -137,6 +138,7 @@ def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> t
     return status, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_doctor_prints_a_table_of_the_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = doctor(capsys, tmp_path, "launcher.ranks=1-3")
     assert status == 0

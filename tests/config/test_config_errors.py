@@ -167,6 +167,7 @@ def test_what_would_never_happen_is_an_error_before_the_start(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 20, 99, 100, 300])
+@pytest.mark.slow
 def test_defaults_fit_a_run_of_any_length(composer: Composer, steps: int) -> None:
     """An evaluation at every 10th step of a short run: at 10 and 20 of the 20 steps of experiment=smoke."""
     for choice in ("data=mixture", "experiment=smoke", "experiment=anneal"):

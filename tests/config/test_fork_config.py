@@ -169,6 +169,7 @@ def test_refused_in_one_line(trunk: Path, overrides: list[str], said: str) -> No
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_no_fork_is_no_fork() -> None:
     assert compose([*BASE, "fork=null"]).run_dir == compose(BASE).run_dir
     assert replaced_values({"train": {"steps": 3}}, {"train": {"steps": 4}}) == {}

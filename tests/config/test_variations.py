@@ -127,6 +127,7 @@ def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
         assert outcome(together, job, where) == outcome(Composer(), job, where), job
 
 
+@pytest.mark.slow
 def test_a_sweep_of_values_is_composed_once_for_each_choice_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A composition takes 0.1 s, and a sweep may have thousands of jobs."""
     composer, composed = Composer(), list[tuple[str, ...]]()
@@ -192,6 +193,7 @@ def test_dictionaries_of_one_entry_are_different_entries() -> None:
         assert outcome(together, job, where) == outcome(Composer(), job, where), job
 
 
+@pytest.mark.slow
 def test_what_a_sweep_keeps_does_not_grow_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "KEPT_VARIATIONS", 2)
     composer = Composer()

@@ -42,6 +42,7 @@ def test_a_search_is_repeated_by_its_seed_and_mutates_what_was_new() -> None:
 
 
 @pytest.mark.usefixtures("faulty")
+@pytest.mark.slow
 def test_a_search_stops_at_a_failure_unless_it_is_told_to_go_on() -> None:
     found = search("lease", 0, schedules=300)
     (failure,) = found.failures.values()
@@ -102,6 +103,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("faulty", "here")
+@pytest.mark.slow
 def test_the_command_prints_the_shortest_story_and_how_to_bring_it_back(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--scenario", "lease", "--seed", "17", "--schedules", "100", "--workers", "1"]
     assert command(options) == ExitStatus.FAILED

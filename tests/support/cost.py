@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 WARN_S, FAIL_S = 0.75, 1.5
-REFERENCE_S = 0.02
-"""What `_loop` may take before the limits grow: a processor of 2026 takes 0.012 s."""
+REFERENCE_S = 0.0125
+"""What `_loop` takes on a quiet processor of 2026. Where it takes longer, the limits are higher."""
 
 
 def marked(item: pytest.Item) -> bool:
@@ -134,8 +134,11 @@ class Costs:
                 ("fast", not marked(item)),
                 ("promises", [mark.args[0] for mark in item.iter_markers("promise")]),
             ]
+            limited = report.passed and not (self._unlimited or marked(item))
+            if limited and spent > FAIL_S * self.slowness:  # others may share the processor's caches now
+                self.slowness = max(self.slowness, slowness())
             limit = FAIL_S * self.slowness
-            if report.passed and not (self._unlimited or marked(item)) and spent > limit:
+            if limited and spent > limit:
                 report.outcome = "failed"
                 report.longrepr = (
                     f"{item.nodeid} took {spent:.2f} s of CPU; a test of `make fast` may take {limit:.2f} s: "

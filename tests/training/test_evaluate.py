@@ -159,6 +159,7 @@ def requested(run: Path, *overrides: str, step: str = "all", follow: bool = Fals
     return request
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_once_and_other_settings_are_others(run: Path, capsys: Any) -> None:
     for words, now, before in (
         (["--step", "4"], 1, 0),
@@ -176,6 +177,7 @@ def test_a_checkpoint_is_evaluated_once_and_other_settings_are_others(run: Path,
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_with_other_evaluations_keeps_both(run: Path) -> None:
     assert here.command("evaluate", run, "--step", "6") == 0
     assert here.command("resume", run, "eval.batches=1", "train.steps=8") == 0
