@@ -77,12 +77,16 @@ class Progress:
         self._measured.append((report.nodeid, told["wall_s"], told["cpu_s"], told["fast"]))
         for promise in told["promises"]:
             self._shown.append((self._outcomes[report.nodeid], promise, told["wall_s"]))
+        self._print_if_due()
 
     def _report(self) -> None:
         """Print the state now and then, also while tests take long."""
         while not self._over.wait(0.5):
-            if time.monotonic() - self._printed >= (0.5 if self._live else EVERY_S):
-                self._print(self._state(), stays=False)
+            self._print_if_due()
+
+    def _print_if_due(self) -> None:
+        if time.monotonic() - self._printed >= (0.5 if self._live else EVERY_S):
+            self._print(self._state(), stays=False)
 
     def _state(self) -> str:
         spent = time.monotonic() - self._begun
