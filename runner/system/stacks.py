@@ -6,6 +6,7 @@ Lines of source are left out: to read them could block, where a file system hang
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -46,18 +47,33 @@ class Frame(NamedTuple):
 
 def of_threads() -> dict[int, list[Frame]]:
     """The calls in progress in each thread of this process, by its ident; the innermost first."""
-    return {ident: _frames(frame) for ident, frame in sys._current_frames().items()}
+    return {ident: _frames(frame) for ident, frame in _innermost().items()}
 
 
 def running_modules() -> set[str]:
     """The names of the modules whose functions are in progress, in any thread of this process."""
     found = set()
-    for frame in sys._current_frames().values():
+    for frame in _innermost().values():
         calls: FrameType | None = frame
         while calls is not None:
             found.add(str(calls.f_globals.get("__name__")))
             calls = calls.f_back
     return found
+
+
+def _innermost() -> dict[int, FrameType]:
+    """Get the innermost frame of each thread.
+
+    Before Python 3.11.5 this holds a lock of the interpreter that a garbage collection may need, which then waits for
+    itself for ever: https://github.com/python/cpython/issues/106883.
+    """
+    if sys.version_info >= (3, 11, 5) or not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
 
 
 def _frames(frame: FrameType | None) -> list[Frame]:
