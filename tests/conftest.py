@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("slurm"):
             item.add_marker(pytest.mark.xdist_group("slurm"))
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("promise", "slow")))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what was imported: a full collection takes a tenth of the time then."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

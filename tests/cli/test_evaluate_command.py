@@ -10,6 +10,7 @@ from typing import Any
 import here
 import pytest
 import yaml
+from cli_fixtures import UNCHANGED
 from fake_launcher import EvaluationLauncher, FakeLauncher
 
 from runner.checkpoint.pins import kept
@@ -24,13 +25,21 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here.trained(tmp_path_factory.mktemp("evaluate") / "run")
 
 
-@pytest.fixture
-def run(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A finished run, `run` in the current directory, and launcher=fake."""
-    made = EvaluationLauncher
+@pytest.fixture(scope="module")
+def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config directory with launcher=fake."""
+    made, directory = EvaluationLauncher, tmp_path_factory.mktemp("fake") / "conf"
     node = {"_target_": f"{made.__module__}.{made.__name__}", "retry_failed": False, "dry_run": False}
-    (tmp_path / "conf" / "launcher").mkdir(parents=True)
-    (tmp_path / "conf" / "launcher" / "fake.yaml").write_text(json.dumps({**node, "partition": None}))
+    (directory / "launcher").mkdir(parents=True)
+    (directory / "launcher" / "fake.yaml").write_text(json.dumps({**node, "partition": None}))
+    UNCHANGED.add(directory)
+    return directory
+
+
+@pytest.fixture
+def run(template: Path, conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run, `run` in the current directory beside `conf`."""
+    (tmp_path / "conf").symlink_to(conf)
     FakeLauncher.reset()
     monkeypatch.setattr(EvaluationLauncher, "launched", [])
     monkeypatch.setattr(EvaluationLauncher, "queued", {})

@@ -53,22 +53,22 @@ class Waiting(FakeLauncher):
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trunk of which steps 1 to 3 were saved."""
+def template(tmp_path_factory: pytest.TempPathFactory, shared_conf: Path) -> Path:
+    """A trunk of which steps 1 to 3 were saved; its launcher is the fake one."""
     path = tmp_path_factory.mktemp("o") / "trunk"
     train(path / "checkpoints", 3, keep_last=3)
-    job = compose([*WORDS, "checkpoint.every_steps=1", f"run.dir={path}"])
+    job = compose([*WORDS, "checkpoint.every_steps=1", "launcher=fake", f"run.dir={path}"], [shared_conf])
     (path / "config.yaml").write_text(job.text)
     (path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3)))
     return path
 
 
 @pytest.fixture
-def trunk(template: Path, run: Command, conf: Path) -> Path:
-    """In the current directory of the command; its launcher is the fake one."""
+def trunk(template: Path, run: Command) -> Path:
+    """In the current directory of the command."""
     made = Path(shutil.copytree(template, Path("o/trunk").absolute()))
-    job = compose([*WORDS, "checkpoint.every_steps=1", "launcher=fake", f"run.dir={made}"], [conf])
-    (made / "config.yaml").write_text(job.text)
+    config = made / "config.yaml"
+    config.write_text(config.read_text().replace(str(template), str(made)))
     return made
 
 

@@ -312,7 +312,8 @@ class TestRemove:
         assert command("rm", str(other), str(pinned), "--yes", "--force") == 0
         assert run_dirs() == []
 
-    def test_a_typing_error_removes_no_config_and_no_outputs(self, made: Path, conf: Path, command: Command) -> None:
+    def test_a_typing_error_removes_no_config_and_no_outputs(self, made: Path, command: Command) -> None:
+        (conf := Path("conf").absolute()).mkdir()
         (conf / "config.yaml").write_text("seed: 1")
         for path in (conf, made.parent, made / "checkpoints", Path("/"), Path.cwd()):
             assert command("rm", str(path), "--yes") == ExitStatus.USAGE

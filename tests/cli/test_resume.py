@@ -46,9 +46,8 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.removeprefix("error: ") for line in lines]
 
 
-def test_a_run_is_resumed_from_its_frozen_config(started: Path, command: Command, conf: Path) -> None:
+def test_a_run_is_resumed_from_its_frozen_config(started: Path, command: Command) -> None:
     before = load_plain(started)
-    (conf / "launcher/here.yaml").unlink()
     assert command("resume", str(started.relative_to(Path.cwd()))) == 0
     assert FakeLauncher.launched == [started]
     assert load_plain(started) == before

@@ -14,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.composition import Composer
 from runner.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("config_files_read_anew")
+
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

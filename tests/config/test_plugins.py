@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_fixtures import UNCHANGED
 
 from runner.config.composition import Composer
 from runner.config.targets import instantiate
@@ -25,6 +26,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "plugin"
 @pytest.fixture
 def composer(monkeypatch: pytest.MonkeyPatch) -> Composer:
     monkeypatch.syspath_prepend(str(EXAMPLE))
+    UNCHANGED.add(EXAMPLE / "conf")
     return Composer([EXAMPLE / "conf"])
 
 

@@ -6,13 +6,19 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import cast
+from weakref import WeakKeyDictionary
 
 import fake_launcher
 import pytest
 from fake_launcher import Command, FakeLauncher
 
 from runner import __main__ as entry
+from runner.config import search_path
+from runner.config.config_loader import ConfigLoader
+from runner.config.tree import ConfigTree
 from runner.rundir.lease import Lease
 from runner.system.signals import STOP, STOP_SIGNALS
 
@@ -42,9 +48,15 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
 
 
 @pytest.fixture
-def conf(tmp_path: Path) -> Path:
-    """A config directory with the fake launchers as launcher=fake, here and unfinished."""
-    directory = tmp_path / "conf"
+def conf(shared_conf: Path) -> Path:
+    """A config directory with the fake launchers as launcher=fake, here and unfinished. Tests do not change it."""
+    return shared_conf
+
+
+@pytest.fixture(scope="session")
+def shared_conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `conf`."""
+    directory = tmp_path_factory.mktemp("fake") / "conf"
     (directory / "launcher").mkdir(parents=True)
     for name, made in (
         ("fake", FakeLauncher),
@@ -54,6 +66,40 @@ def conf(tmp_path: Path) -> Path:
         node = {"_target_": f"{made.__module__}.{made.__name__}", "retry_failed": False, "dry_run": False}
         (directory / f"launcher/{name}.yaml").write_text(json.dumps({**node, "partition": None}))
     return directory
+
+
+UNCHANGED: set[Path] = set()
+"""Directories of config files that no test changes: a fixture that makes one adds it."""
+
+_own_loader = cast("cached_property[ConfigLoader]", ConfigTree.__dict__["_loader"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def config_files_read_once(shared_conf: Path) -> Iterator[None]:
+    """Read the shipped config files and the `UNCHANGED` ones once in each process: most of what a command takes."""
+    UNCHANGED.add(shared_conf)
+    loaders: dict[tuple[Path, ...], ConfigLoader] = {}
+    its_own = WeakKeyDictionary[ConfigTree, ConfigLoader]()
+
+    def loader(tree: ConfigTree) -> ConfigLoader:
+        if not set(tree.config_dirs) <= UNCHANGED:
+            if tree not in its_own:
+                its_own[tree] = _own_loader.func(tree)
+            return its_own[tree]
+        key = (search_path.conf_dir(), *tree.config_dirs)
+        if key not in loaders:
+            loaders[key] = _own_loader.func(tree)
+        return loaders[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigTree, "_loader", property(loader))
+        yield
+
+
+@pytest.fixture
+def config_files_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each composer read the config files, as in a process of its own."""
+    monkeypatch.setattr(ConfigTree, "_loader", _own_loader)
 
 
 @pytest.fixture

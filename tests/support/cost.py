@@ -6,20 +6,19 @@ share. CPU time and not wall time, so that a busy machine makes no difference; a
 
 from __future__ import annotations
 
-import builtins
 import os
 import resource
-import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import resolve_name
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 WARN_S, FAIL_S = 0.75, 1.5
+BOOTSTRAP: Any = import_module("importlib._bootstrap")
 REFERENCE_S = 0.0125
 """What `_loop` takes on a quiet processor of 2026. Where it takes longer, the limits are higher."""
 
@@ -61,11 +60,6 @@ def _forked_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _full_name(name: str, package: Any = None, _: Any = None, __: Any = (), level: int = 0, **named: Any) -> str:
-    """The module that a call of `__import__` means: Hydra has many relative imports inside functions."""
-    return resolve_name("." * level + name, package["__package__"]) if level and package else name
-
-
 class Costs:
     """Measures each test in the process that runs it.
 
@@ -78,7 +72,7 @@ class Costs:
         self.slowness = slowness()
         self._shared = 0.0  # spent for others than the test since it began
         self._importing = False
-        self._import = builtins.__import__
+        self._patch = pytest.MonkeyPatch()
         self._begun = self._wall = 0.0
 
     @contextmanager
@@ -90,22 +84,24 @@ class Costs:
         finally:
             self._shared = before + cpu_s() - begun
 
-    def _timed_import(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Import as the built-in function does, and do not count what that takes."""
-        if self._importing or _full_name(name, *arguments, **named) in sys.modules:
-            return self._import(name, *arguments, **named)
-        self._importing = True
-        try:
-            with self._for_all():
-                return self._import(name, *arguments, **named)
-        finally:
-            self._importing = False
-
     def pytest_sessionstart(self) -> None:
-        builtins.__import__ = self._timed_import
+        """Do not count imports. The interpreter calls this function for a module that is not imported yet."""
+        find = BOOTSTRAP._find_and_load
+
+        def timed(*arguments: Any) -> Any:
+            if self._importing:
+                return find(*arguments)
+            self._importing = True
+            try:
+                with self._for_all():
+                    return find(*arguments)
+            finally:
+                self._importing = False
+
+        self._patch.setattr(BOOTSTRAP, "_find_and_load", timed)
 
     def pytest_sessionfinish(self) -> None:
-        builtins.__import__ = self._import
+        self._patch.undo()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
