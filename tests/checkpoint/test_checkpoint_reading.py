@@ -174,10 +174,12 @@ def test_more_ranks_may_have_saved_than_a_process_may_have_files_open(tmp_path: 
 
 
 @pytest.mark.parametrize("verified", [False, True])
-@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("rows", [3, 32, 300])
 def test_a_part_is_read_into_memory_of_any_layout(tmp_path: Path, rows: int, verified: bool) -> None:
-    """Columns of a tensor, whole rows into a transposed target, another dtype; large pieces and small ones."""
-    columns = 1000
+    """Columns of a tensor, whole rows into a transposed target, another dtype; pieces small, large and just large
+    enough to be read straight to where they belong (256 KiB).
+    """
+    columns = 1024
     part = Part("model.w", torch.int64, (rows, columns), (0, 0), (rows, columns))
     whole = torch.arange(rows * columns).reshape(rows, columns)
     contents = {file_name(0): header([part]) + whole.numpy().tobytes(), INDEX: index([[part]])}

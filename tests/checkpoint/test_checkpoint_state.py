@@ -127,6 +127,8 @@ def test_the_positions_of_another_number_of_ranks_are_split_anew_or_refused() ->
     loader = Splitting()
     restore_train_state(state, dataloader=loader)
     assert loader.position == 31
+    restore_train_state(build_train_state(1, 1, None, Clockwork(7)), dataloader=loader)
+    assert loader.position == 7, "one rank's is loaded as it was saved"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -155,6 +155,18 @@ def test_a_difference_far_ahead_is_found_at_once() -> None:
     assert order_queries.first_difference(one, other)["position"] == 9_000_000_000
 
 
+@pytest.mark.parametrize("before", [[], ["positions:600-603"]])
+def test_a_call_changes_nothing_before_what_it_excludes(before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of which one has excluded something that is far ahead need not be compared up to there."""
+    monkeypatch.setattr(order_queries, "_SCAN", 8)
+    monkeypatch.setattr(order_queries, "_SCAN_LIMIT", 16)
+    called = elastic(exclude=before)
+    called.exclude(["positions:900-903"], position=500)
+    one = record(exclude=before)
+    other = replace(one, exclusions=called.order.exclusions)
+    assert order_queries.first_difference(one, other)["position"] == 900
+
+
 @pytest.mark.parametrize("kind", ["distributed", "mixture"])
 def test_seeded_steps_and_samples_agree_with_the_samplers(kind: str) -> None:
     """Iterated step by step: epochs follow one another, and a change of weights begins a new one."""

@@ -19,7 +19,7 @@ from runner.data.elastic import ElasticSampler
 from runner.data.order import kept_samples
 from runner.data.order.exclusions import Exclusions, Selections
 from runner.data.order.kept_samples import KeptSamples
-from runner.data.order.packed import pack_columns, unpack_columns
+from runner.data.order.packed import pack_columns, pack_rows, unpack_columns, unpack_rows
 from runner.data.order.ranges import Ranges, rest_of
 from runner.data.order.weights import SamplerError, SamplerStateError
 
@@ -177,6 +177,18 @@ def test_a_damaged_text_is_one_line(count: int, data: st.DataObject) -> None:
             unpack_columns(damaged, count)
 
 
+@pytest.mark.parametrize("spoilt", ["{}!", "!{}", "{}\n"])
+def test_a_text_with_foreign_characters_is_refused(spoilt: str) -> None:
+    """Rows have no checksum: what else was edited could not be told."""
+    for text, unpack in (
+        (pack_columns([np.arange(50)]), lambda text: unpack_columns(text, 1)),
+        (pack_rows(np.arange(6, dtype=np.uint64).reshape(3, 2)), lambda text: unpack_rows(text, 2, 3)),
+    ):
+        assert len(unpack(text))
+        with pytest.raises(ValueError, match="damaged"):
+            unpack(spoilt.format(text))
+
+
 def test_a_text_that_unpacks_to_gigabytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = pack_columns([np.zeros(10**6, np.int64)])
     monkeypatch.setattr("runner.data.order.packed.MOST", 1000)
@@ -219,6 +231,18 @@ def test_100_000_exclusions_are_kept_small_and_mean_the_same_after_a_resume(kind
     with pytest.raises(SamplerStateError, match=r"exclude was .* and \d+ more and is") as error:
         make(exclude=texts[1000:]).load_state_dict(state)
     assert len(str(error.value)) < 1000
+
+
+def test_exclusions_that_stay_keep_what_stood_at_their_positions() -> None:
+    """Whichever others are withdrawn before they act; also in the state that the run saves."""
+    texts = ["a:7", "10-12", "40-45", "b:3", "70", "90-99"]
+    state = make(exclude=texts).state_dict_at(0)
+    for gone in (["a:7"], ["10-12"], ["40-45", "70"], ["10-12", "b:3", "90-99"]):
+        rest = [text for text in texts if text not in gone]
+        mine = make(exclude=rest, allow_data_change=True)
+        mine.load_state_dict(state)
+        assert mine.order.exclusions == make(exclude=rest).order.exclusions
+        assert Exclusions.from_json(mine.order.exclusions.to_json()) == mine.order.exclusions
 
 
 def test_a_call_for_each_of_many_exclusions_means_the_same_as_one_for_all() -> None:

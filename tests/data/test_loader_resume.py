@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ from loading import (
 )
 from properties import given_in_tiers
 from resume import assert_resumes_exactly, assert_same
-from torch.utils.data import RandomSampler, SubsetRandomSampler
+from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler
 
 from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
 from runner.data.loading.protocols import LoaderStateError
@@ -257,6 +257,34 @@ def test_states_before_the_first_batch_after_the_last_and_after_the_end() -> Non
     assert_same(list(loaded(make(), after)), second_epoch)
 
 
+class DrawnAtOnce(Sampler[int]):
+    """Each call of `__iter__` draws the next order, which the state counts."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.drawn += 1
+        return iter([(self.drawn + 5 * place) % SIZE for place in range(SIZE)])
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+def test_an_order_that_was_drawn_and_not_begun_is_drawn_again_at_a_resume() -> None:
+    make = sampled(Squares(SIZE), DrawnAtOnce)
+    loader = make(batch_size=5)
+    iterator = iter(loader)
+    state = loader.state_dict()
+    assert_same(list(loaded(make(batch_size=5), state)), list(iterator))
+
+
 def test_a_loaded_state_is_returned_unchanged_until_a_batch_is_yielded() -> None:
     for make in KINDS.values():
         loader = seeded(make, batch_size=4)()
@@ -266,6 +294,38 @@ def test_a_loaded_state_is_returned_unchanged_until_a_batch_is_yielded() -> None
         assert_same([again.state_dict()], [state])
         iter(again)
         assert_same([again.state_dict()], [state])
+
+
+class Changing:
+    """A sampler by position with one state, which it goes on changing."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.state = size, {"place": [0]}
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def state_dict_at(self, samples: int) -> dict[str, Any]:
+        self.state["place"][0] = samples
+        return self.state
+
+
+def test_a_state_is_not_changed_by_the_batches_after_it() -> None:
+    """It may be written while the training goes on, whatever the sampler does with its own."""
+    loader = StatefulDataLoader(Squares(12), 2, sampler=Changing(12))
+    stream = iter(loader)
+    next(stream)
+    state = loader.state_dict()
+    assert state["sampler"] == {"place": [2]}
+    before = json.dumps(state)
+    next(stream)
+    assert loader.state_dict()["sampler"] == {"place": [4]}
+    assert json.dumps(state) == before
 
 
 def test_loading_a_state_in_the_middle_of_an_epoch_resumes_from_it() -> None:

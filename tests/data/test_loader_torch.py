@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from runner.data import DistributedSampler, StatefulDataLoader
+from runner.data.loading import loader as loader_module
 from runner.data.loading.index_stream import shuffled
 from runner.data.loading.pinning import can_pin
 
@@ -296,6 +297,23 @@ def test_pinning_without_an_accelerator_is_logged_once(caplog: pytest.LogCapture
     loader = StatefulDataLoader(DATA, pin_memory=True)
     list(loader), list(loader)
     assert caplog.messages == ([] if can_pin() else ["pin_memory=True has no effect: there is no accelerator"])
+
+
+@pytest.mark.parametrize("data", [range(3), Stateless([2, 1])], ids=["map", "iterable"])
+@pytest.mark.parametrize(("asked", "possible"), [(True, True), (True, False), (False, True)])
+def test_batches_are_pinned_where_that_is_asked_for_and_possible(
+    data: Any, asked: bool, possible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[Any] = []
+
+    def pin(batch: Any) -> Any:
+        pinned.append(batch)
+        return batch
+
+    monkeypatch.setattr(loader_module, "can_pin", lambda: possible)
+    monkeypatch.setattr(loader_module, "pin", pin)
+    batches = list(StatefulDataLoader(data, batch_size=None, pin_memory=asked))
+    assert pinned == (batches if asked and possible else [])
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])

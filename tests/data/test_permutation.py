@@ -112,6 +112,8 @@ def test_golden_values() -> None:
     """The data order is built on these; they must never change."""
     assert mix64(np.array([0, 1, 2**64 - 1], np.uint64)).tolist() == [0, 6238072747940578789, 13029008266876403067]
     assert stream_key(42, "source", "code") == 17380702669895051261
+    pairs = {1: 12, 2: 12, 3: 9, 4: 7, 7: 7, 8: 5, 15: 5, 16: 4, 255: 4, 256: 3, 2**31: 3}
+    assert {width: round_pairs(width) for width in pairs} == pairs
     assert [int(permuted(n, 1, np.array([n // 2]))[0]) for n in (1, 2, 3, 10, 1000, 10**9, 2**62)] == [
         0,
         1,

@@ -239,6 +239,17 @@ def test_a_rank_that_has_ended_its_epoch_gives_nothing_of_it_to_other_ranks(
     assert sorted(item % EPOCH for item in found + rest) == list(range(13))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_rank_that_has_not_begun_its_epoch_gives_the_shards_of_all_its_workers_to_other_ranks(count: int) -> None:
+    """The other one has been told that its epoch has ended: it has no items."""
+    ranks = Ranks(lambda: Units([0, 0, 3, 4]), 2, 2, 3)
+    with played(0, 2):
+        assert list(ranks.loaders[0]) == []
+    again = Ranks(lambda: Units([0, 0, 3, 4]), count, 0, 3, state=ranks.state())
+    again.begin()
+    assert sorted(again.take(None)[0]) == list(range(7))
+
+
 class Keeping(IterableDataset[int]):
     """A stream that takes its items out of the state that it was given."""
 

@@ -97,8 +97,9 @@ def test_a_step_whose_line_looks_like_that_of_an_evaluation_is_kept(run: RunDir)
 
 
 def test_resuming_at_step_0_keeps_nothing(run: RunDir) -> None:
-    assert resume_jsonl(run.metrics, 0).reached == 0
-    assert run.metrics.read_bytes() == b""
+    for _ in ("missing", "empty"):
+        assert resume_jsonl(run.metrics, 0).reached == 0
+        assert run.metrics.read_bytes() == b""
     write(run, 1, 5)
     assert resume_jsonl(run.metrics, 0).reached == 5
     assert run.metrics.read_bytes() == b""

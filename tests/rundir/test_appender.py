@@ -155,6 +155,25 @@ def test_what_is_truncated_in_place_stays_one_file(run: RunDir) -> None:
     assert (run.path / "backup.jsonl").stat().st_size == size
 
 
+def test_what_is_truncated_in_place_stays_so_after_a_power_failure(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise lines that were cut off could be found among those that are written in their place."""
+    write(run, 1, 9)
+    synced: list[tuple[int, int]] = []
+
+    def note(fd: int) -> None:
+        found = os.fstat(fd)
+        synced.append((found.st_ino, found.st_size))
+
+    monkeypatch.setattr(files, "fsync_fd", note)
+    writers = resume_records(run, 6)
+    kept = [(path.stat().st_ino, len(lines(1, 6))) for path in (run.metrics, run.timings)]
+    assert set(kept) <= set(synced)
+    for writer in writers:
+        writer.close()
+
+
 def test_only_the_end_of_the_records_is_read_and_nothing_is_copied(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

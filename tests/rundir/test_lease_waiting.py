@@ -148,6 +148,22 @@ def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeyp
     assert not run.code.exists()
 
 
+def test_a_command_whose_run_was_moved_meanwhile_makes_nothing_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended for longer than others wait for it. Nor does it blame the disk."""
+    job = compose([f"run.dir={tmp_path / 'run'}"])
+
+    def moved() -> dict[str, object]:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        return {}
+
+    monkeypatch.setattr(provenance, "describe_code", moved)
+    with pytest.raises(SupersededError):
+        start.run_here(PlannedRun(job, "new", ""))
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
 def test_a_superseded_command_does_not_call_a_run_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exit status says that another process has finished the run."""
     job = compose([f"run.dir={tmp_path / 'run'}"])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_attempts import STEPS, TinyJob, TinySession, tiny_attempts
+from tiny_attempts import STEPS, TinyJob, TinySession, tiny_attempts, training_to
 from torch._C._distributed_c10d import HashStore
 
 from runner.errors import ExitStatus, SupersededError, TrainingError, UserError
@@ -26,6 +26,7 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
 from runner.training import peers
+from runner.training.peer_watch import PeerWatch
 
 
 class Requeued(TinyJob):
@@ -159,20 +160,42 @@ def test_a_run_is_finished_only_once_the_name_of_its_last_checkpoint_is_durable(
 
 
 def test_a_bug_in_a_users_code_is_a_crash_with_its_traceback(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """And not the end of this process, whose records would be those of one that was killed."""
+    """And not the end of this process, whose records would be those of one that was killed; nor is it for the watch of
+    the other ranks to record another one meanwhile.
+    """
+    end, done = AttemptLog.end, list[str]()
 
     def raises(session: TinySession, steps: int) -> bool:
         raise LookupError("a bug in the model")
 
+    def recorded(log: AttemptLog, *arguments: Any) -> None:
+        done.append("recorded")
+        end(log, *arguments)
+
     with tiny_attempts() as patch:
         patch.setattr(TinySession, "train", raises)
+        patch.setattr(PeerWatch, "stop", lambda watch: done.append("not watched"))
+        patch.setattr(AttemptLog, "end", recorded)
         assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FAILED
+    assert done[:2] == ["not watched", "recorded"]
     (line,) = ended_attempts(run)
     assert (line["cause"], line["reason"]) == ("crash", "LookupError: a bug in the model")
     assert json.loads(run.status.read_text())["state"] == "failed"
     printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert "in raises" in printed
+
+
+def test_what_the_disk_refuses_before_the_records_are_open_is_printed(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else would say why the process has failed."""
+
+    def make(world: World) -> ExitStatus:
+        raise OSError(errno.EIO, "Input/output error", str(run.lease))
+
+    assert training_attempt.carry_out(run.path, TinyJob(0), make) == ExitStatus.FAILED
+    assert capsys.readouterr().err == f"error: Input/output error: {run.lease} (run directory {run.path})\n"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +264,19 @@ def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_makes_no_crash_of_a_
     printed = capsys.readouterr()
     assert "stopped before the first step" in printed.out
     assert printed.err == ""
+
+
+def test_a_signal_before_a_resumed_run_trains_leaves_it_saved_where_it_was(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = TinyJob(1)
+    job.early_signal = signal.SIGTERM
+    with tiny_attempts() as patch:
+        patch.setattr(STOP, "signum", None)
+        assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FINISHED
+        with training_to(2 * STEPS):
+            assert training_attempt.attempt(run.path, job) == ExitStatus.INTERRUPTED
+    assert f": saved at step {STEPS}; rerun the command to resume" in capsys.readouterr().out
 
 
 def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,13 @@ def test_without_a_sync_there_is_no_checkpoint(recorder: RunRecorder, monkeypatc
     assert recorder.before_save()
 
 
+def test_an_evaluation_shows_its_numbers(recorder: RunRecorder) -> None:
+    """Not its step, nor what it found of each source."""
+    recorder.evaluation({"step": 3, "eval_loss": 1.25, "eval_mae": 0.5, "eval_loss_by_source": {"a": 1.25}})
+    assert isinstance(recorder.bar, Bar)
+    assert recorder.bar.said == ["step 3: eval loss 1.2500  eval mae 0.5000"]
+
+
 @pytest.mark.parametrize("lasts", [False, True])
 def test_records_that_still_wait_at_the_end_are_written_or_keep_the_run_unfinished(
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch, lasts: bool

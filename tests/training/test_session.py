@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import here
 import pytest
+import torch
 from composing import compose
 from recorders import Bar, recorder_of
 
+from runner.config.schema import ForkConfig
 from runner.data.order.batch_shape import BatchShape
+from runner.errors import MismatchError, UserError
+from runner.metrics.lineage import Fork
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system.distributed import World
+from runner.training import session
+from runner.training.run_state import RunState
 from runner.training.session import _Opening
 
 
@@ -59,6 +66,78 @@ def test_the_first_line_states_the_number_of_ranks(tmp_path: Path, before: int |
     _Opening(run, config, World(0, ranks), log, None, None)._show_start(recorder, 5, log)
     assert isinstance(recorder.bar, Bar)
     assert recorder.bar.said == [f"resuming at step 5 of 10{where} in {run.path}"]
+
+
+def opening_of(path: Path, *words: str, **fork: Any) -> _Opening:
+    """What opens a session of a tiny run in this process, or of a branch."""
+    config = compose([*here.SHORT, f"run.dir={path}", *words]).config
+    config.fork = ForkConfig(**fork)
+    return _Opening(RunDir(path), config, World(), None, None, None)
+
+
+def test_what_held_out_data_and_metrics_draw_when_they_are_made_is_the_same_in_each_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the generators are that the checkpoint restores; and these do not move."""
+    drawn: list[float] = []
+
+    def draw(*_: Any) -> list[Any]:
+        drawn.append(torch.rand(1).item())
+        return []
+
+    monkeypatch.setattr(session, "build_metrics", draw)
+    opening = opening_of(tmp_path)
+    for step in (1, 2):
+        restored = opening._restored()
+        torch.manual_seed(step)
+        opening._assembled(restored)
+        found = torch.rand(1)
+        torch.manual_seed(step)
+        assert torch.equal(found, torch.rand(1))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("keep_best", [0, 1])
+def test_evaluations_need_the_number_of_the_best_only_if_any_are_kept(tmp_path: Path, keep_best: int) -> None:
+    opening = opening_of(tmp_path, "checkpoint.best.metric=eval_mae", f"checkpoint.keep_best={keep_best}")
+    trainer = opening.session().trainer
+    assert trainer.evaluation is not None
+    trainer.step, results = 2, {"eval_loss": 1.0}
+    with pytest.raises(UserError, match=r"checkpoint\.best\.metric=eval_mae") if keep_best else nullcontext():
+        assert trainer._judged(trainer.evaluation, results) == results
+
+
+def test_a_task_with_steps_of_its_own_is_not_trained_in_parts_of_a_model(tmp_path: Path) -> None:
+    words = ["task=own", "task._target_=custom_tasks.Twice", "strategy=fsdp", "eval.every_steps=0"]
+    with pytest.raises(UserError, match=r"Twice.* has take_step, .*: use strategy=ddp"):
+        opening_of(tmp_path, *words)._restored()
+
+
+def test_a_branch_states_what_it_began_with(tmp_path: Path) -> None:
+    """To loggers; another run states none."""
+    assert opening_of(tmp_path / "run")._lineage(1).fork is None
+    branch = opening_of(tmp_path / "branch", run=str(tmp_path / "run"), step=4, digest="d")
+    assert branch._lineage(1).fork == Fork(RunDir(tmp_path / "run"), 4, "d")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_what_a_branch_cannot_change_is_refused_with_its_own_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """At its beginning, where a remedy for the trunk's checkpoints would be of no use."""
+    opening = opening_of(tmp_path, run="trunk", step=4)
+    monkeypatch.setattr(session, "newest_step", lambda run: 4 if begins else 6)
+    error = "a branch of trunk at step 4 cannot change this: other weights; leave it as" if begins else "; restore it"
+    with pytest.raises(UserError, match=error) as raised, opening._fits():
+        raise MismatchError("other weights; restore it")
+    assert isinstance(raised.value, MismatchError) != begins
+
+
+def test_data_that_are_no_batch_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    opening = _Opening(RunDir(tmp_path), compose(["train.batch_size=9"]).config, World(), None, None, None)
+    data, state = {"few": range(8)}, RunState({}, False, 1, (), {})
+    with pytest.raises(UserError, match=r"train\.batch_size=9 is more than the 8 samples"):
+        opening._training_data(data, torch.device("cpu"), state, None, 0)
 
 
 @pytest.mark.parametrize(("ranks", "idle"), [(1, 0), (5, 0), (6, 0), (8, 2)])

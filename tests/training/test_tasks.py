@@ -218,6 +218,34 @@ def test_a_loss_that_is_not_finite_is_not_applied() -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize(("factor", "applied"), [(1.0, True), (float("inf"), False)])
+def test_a_task_is_told_whether_its_update_was_applied(factor: float, applied: bool) -> None:
+    told: list[bool] = []
+
+    def take_step(step: Any) -> None:
+        for batch in step.batches:
+            step.backward(factor * step.model(batch).square().mean(1))
+        told.append(step.update())
+
+    stepped(whole(take_step), [torch.ones(4, 3)])
+    assert told == [applied]
+
+
+def test_what_a_loss_was_computed_from_is_freed_unless_that_is_asked_for() -> None:
+    """As in torch, which then refuses to go back through it a second time."""
+
+    def take_step(step: Any) -> None:
+        for batch in step.batches:
+            loss = step.model(batch).square().mean(1)
+            step.backward(loss, retain_graph=True)
+            step.backward(loss)
+            with pytest.raises(RuntimeError, match="a second time"):
+                step.backward(loss)
+        step.update()
+
+    stepped(whole(take_step), [torch.ones(4, 3)])
+
+
 def test_alternating_updates_change_their_own_parameters_only() -> None:
     torch.manual_seed(0)
     model = Pair()

@@ -142,6 +142,15 @@ def test_an_update_waits_for_the_copies_of_a_save() -> None:
     assert lending.manager.checked == 3
 
 
+def test_a_users_loader_is_read_to_its_end_before_it_is_iterated_again() -> None:
+    made, seen = trainer([BATCH]), list[float]()
+    made.evaluation = None
+    made.loader[:] = [(torch.full((2, 3), float(number)), torch.ones(2, 1)) for number in range(3)]
+    made.train_step.forward.model.register_forward_hook(lambda model, inputs, _: seen.append(inputs[0][0, 0].item()))
+    assert made.run(5)
+    assert seen == [0, 1, 2, 0, 1]
+
+
 class Taking:
     """A task that takes whole steps, and changes weights before anything else."""
 
