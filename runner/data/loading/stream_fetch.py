@@ -48,7 +48,7 @@ class StreamFetcher:
         self.samples = 0  # yielded of this leg: the state, if the dataset has none of its own
         self.ended = False
         self.legs = 0  # opened in this process; a state's `samples` are of one of them
-        self.exhausted = False  # the dataset has ended at least once in this process
+        self.exhausted = False  # the dataset has ended at least once, in this process or before the state loaded
         self._base: State | None = None  # the state until the first batch is fetched
         self._failed: State | None = None  # the state after an error: that of the batch before
         self._waiting: list[State] = []
@@ -96,7 +96,7 @@ class StreamFetcher:
             as_it_was = protocols.Acting(tuple(saved["shard"]), self._epoch)
             self.iterator = restart(self.dataset, saved, as_it_was)
             if not saved["boundary"]:
-                self.ended = not self._waiting
+                self.ended, self.exhausted = not self._waiting, True
                 self.iterator = iter(())
         else:
             if saved["dataset"] is not None:
