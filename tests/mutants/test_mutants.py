@@ -93,6 +93,7 @@ def project(tmp_path: Path) -> Path:
         "runner/__init__.py": "",
         "runner/rundir/__init__.py": "",
         "tests/rundir/test_lease.py": TEST,
+        "tests/conftest.py": 'def pytest_addoption(parser):\n    parser.addoption("--unlimited", action="store_true")\n',
         ".gitignore": "build/\n__pycache__/\n",
     }.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
