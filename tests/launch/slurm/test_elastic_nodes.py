@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,5 +88,5 @@ def assert_no_difference(one: Run, other: Run) -> None:
     done = subprocess.run(
         [*command, *paths], cwd=ROOT, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
     )
-    names = {difference["name"].split(".")[1] for difference in json.loads(done.stdout)["differences"]}
+    names = {re.split(r"[.\[]", difference["name"])[1] for difference in json.loads(done.stdout)["differences"]}
     assert names <= {"dataloader", "dataloader_by_rank", "rng_by_rank", "batch_shapes"}, done.stdout
