@@ -84,6 +84,12 @@ call: NOTED.append(value) -> pass
 """.splitlines()
 
 
+CONFTEST = """\
+def pytest_addoption(parser):
+    parser.addoption("--unlimited", action="store_true")
+"""
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project with one module and one test."""
@@ -93,7 +99,7 @@ def project(tmp_path: Path) -> Path:
         "runner/__init__.py": "",
         "runner/rundir/__init__.py": "",
         "tests/rundir/test_lease.py": TEST,
-        "tests/conftest.py": 'def pytest_addoption(parser):\n    parser.addoption("--unlimited", action="store_true")\n',
+        "tests/conftest.py": CONFTEST,
         ".gitignore": "build/\n__pycache__/\n",
     }.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
