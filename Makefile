@@ -17,17 +17,17 @@ run: $(VENV)/.run
 
 # Unmarked tests. Three processes, since some tests wait; a file stays in one process, and so what its tests share.
 fast: $(VENV)/.test
-	@echo "make fast: every fast test; a minute and three quarters on two quiet cores"
+	@echo "make fast: every fast test; a minute and 40 s on two quiet cores"
 	$(PYTEST) -n 3 --dist loadfile -m "not promise and not slow" $(ARGS)
 
 # The fast tests, and each promise once for real: processes are killed, a Slurm is started where it is installed.
 test: $(VENV)/.test
-	@echo "make test: the fast tests, and each promise once for real; 8 minutes on two quiet cores"
+	@echo "make test: the fast tests, and each promise once for real; 5 minutes on two quiet cores"
 	$(PYTEST) --dist loadgroup -m "promise or not slow" $(ARGS)
 
 # Everything; SHARD=2/4 is the second quarter of it.
 test-all: $(VENV)/.test
-	@echo "make test-all: $(if $(SHARD),shard $(SHARD) of everything; 12 minutes,everything; 45 minutes) on two quiet cores"
+	@echo "make test-all: $(if $(SHARD),shard $(SHARD) of everything; 8 minutes,everything; half an hour) on two quiet cores"
 	$(PYTEST) --dist loadgroup -m "" $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 check: $(VENV)/.test
