@@ -39,7 +39,7 @@ LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status.
+    """Run the command; return its exit status.
 
     Raises:
         UserError: an argument or the configuration is wrong.

@@ -32,7 +32,7 @@ WEIGHT_FILES = (".bin", ".ckpt", ".h5", ".npz", ".onnx", ".pt", ".pth")  # what 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status: 0, 1 if a checkpoint is corrupt or two differ.
+    """Run the command; return its exit status: 0, 1 if a checkpoint is corrupt or two differ.
 
     Raises:
         UserError: an argument is wrong, or a file cannot be read or written.

@@ -26,7 +26,7 @@ from runner.system.terminal import printable_lines
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status.
+    """Run the command; return its exit status.
 
     Raises:
         UserError: an argument is wrong, or the run cannot be read.

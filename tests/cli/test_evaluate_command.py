@@ -10,7 +10,7 @@ from typing import Any
 import here
 import pytest
 import yaml
-from cli_fixtures import UNCHANGED
+from cli_fixtures import UNCHANGED, write_launchers
 from fake_launcher import EvaluationLauncher, FakeLauncher
 
 from runner.checkpoint.pins import kept
@@ -28,10 +28,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config directory with launcher=fake."""
-    made, directory = EvaluationLauncher, tmp_path_factory.mktemp("fake") / "conf"
-    node = {"_target_": f"{made.__module__}.{made.__name__}", "retry_failed": False, "dry_run": False}
-    (directory / "launcher").mkdir(parents=True)
-    (directory / "launcher" / "fake.yaml").write_text(json.dumps({**node, "partition": None}))
+    directory = tmp_path_factory.mktemp("fake") / "conf"
+    write_launchers(directory, fake=EvaluationLauncher)
     UNCHANGED.add(directory)
     return directory
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import fake_launcher
 import pytest
@@ -47,6 +46,14 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
         signal.signal(signum, handler)
 
 
+def write_launchers(directory: Path, **made: type) -> None:
+    """Write a config directory with an option of `launcher` for each class."""
+    (directory / "launcher").mkdir(parents=True)
+    for name, launcher in made.items():
+        node = {"_target_": f"{launcher.__module__}.{launcher.__name__}", "retry_failed": False, "dry_run": False}
+        (directory / f"launcher/{name}.yaml").write_text(json.dumps({**node, "partition": None}))
+
+
 @pytest.fixture
 def conf(shared_conf: Path) -> Path:
     """A config directory with the fake launchers as launcher=fake, here and unfinished. Tests do not change it."""
@@ -57,14 +64,7 @@ def conf(shared_conf: Path) -> Path:
 def shared_conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """See `conf`."""
     directory = tmp_path_factory.mktemp("fake") / "conf"
-    (directory / "launcher").mkdir(parents=True)
-    for name, made in (
-        ("fake", FakeLauncher),
-        ("here", fake_launcher.HereLauncher),
-        ("unfinished", fake_launcher.Unfinished),
-    ):
-        node = {"_target_": f"{made.__module__}.{made.__name__}", "retry_failed": False, "dry_run": False}
-        (directory / f"launcher/{name}.yaml").write_text(json.dumps({**node, "partition": None}))
+    write_launchers(directory, fake=FakeLauncher, here=fake_launcher.HereLauncher, unfinished=fake_launcher.Unfinished)
     return directory
 
 
@@ -79,13 +79,10 @@ def config_files_read_once(shared_conf: Path) -> Iterator[None]:
     """Read the shipped config files and the `UNCHANGED` ones once in each process: most of what a command takes."""
     UNCHANGED.add(shared_conf)
     loaders: dict[tuple[Path, ...], ConfigLoader] = {}
-    its_own = WeakKeyDictionary[ConfigTree, ConfigLoader]()
 
     def loader(tree: ConfigTree) -> ConfigLoader:
         if not set(tree.config_dirs) <= UNCHANGED:
-            if tree not in its_own:
-                its_own[tree] = _own_loader.func(tree)
-            return its_own[tree]
+            return _own_loader.__get__(tree)
         key = (search_path.conf_dir(), *tree.config_dirs)
         if key not in loaders:
             loaders[key] = _own_loader.func(tree)
