@@ -125,6 +125,23 @@ def test_a_lost_peer_is_distinguished_from_an_error_of_this_rank(tmp_path: Path,
     assert {rank for rank in range(3) if (tmp_path / f"done-{rank}").exists()} == survivors
 
 
+@pytest.mark.parametrize(("seconds", "lost"), [(0.001, True), (4.0, False), (4.999, False), (5.1, False)])
+def test_a_wait_that_ends_early_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch, seconds: float, lost: bool) -> None:
+    """A dead peer is noticed at once; an error after most of the wait is its end, whatever the clocks say."""
+    now = [100.0]
+
+    class Message:
+        def wait(self, timeout: object) -> None:
+            now[0] += seconds
+            raise RuntimeError("Timed out waiting 5000ms for send operation to complete")
+
+    monkeypatch.setattr(distributed.clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(torch.distributed, name, lambda *args, **options: Message())
+    assert World(0, 2).lost_a_peer() == lost
+
+
 def test_a_single_process_needs_no_process_group() -> None:
     world = World()
     assert current_ranks() == (0, 1)
