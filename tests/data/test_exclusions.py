@@ -108,6 +108,21 @@ def test_what_is_left_of_each_epoch_is_counted(
             assert ranks[i * size : (i + 1) * size].tolist() == [sum(kept[:offset]) for offset in range(size)]
 
 
+def test_a_place_behind_blocks_that_are_excluded_as_a_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_samples, "_FEW", 1)
+    monkeypatch.setattr(kept_samples, "_BLOCK", 2)
+    left = KeptSamples(12, ranges([(2, 3)]), lambda epoch, values, inverse: values)
+    assert [left.locate(np.array([key]))[1].tolist() for key in (2, 7)] == [[6], [11]]
+
+
+def test_a_source_of_one_sample_is_drawn_once_an_epoch_beside_one_that_is_excluded_from() -> None:
+    mine = make(sizes={"a": 1, "b": 4}, weights=[1, 1], exclude=["b:0"])
+    ids, index, epochs = mine.locate(np.arange(20))
+    of_a = ids == "a"
+    assert index[of_a].tolist() == [0] * 10
+    assert epochs[of_a].tolist() == list(range(10))
+
+
 @pytest.mark.parametrize(
     ("size", "gone", "position"),
     [

@@ -25,7 +25,7 @@ from mutants.trial import Copy, preload
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGED = "tests/mutants/judged.toml"
-HANG, LIVES = "time limit", "lives"
+HANG, START, LIVES = "time limit", "start of pytest", "lives"
 STAGES = OWN, OTHERS, SIMULATION = "own", "others", "simulation"
 ADDED = "added"  # noticed at a stage that had not noticed it before
 
@@ -84,9 +84,20 @@ def _tested(change: Change, copy: Copy, tests: Executed, own: bool, budget: floa
             cost, slowest = cost + sum(seconds), max(slowest, *seconds)
     if not chosen:
         return None, 0, of
+    options, limit = ["-x", "-o", f"timeout={30 + 5 * slowest:.0f}"], 60 + 4 * cost
     with copy.changed(change):
-        result = copy.pytest(["-x", "-o", f"timeout={30 + 5 * slowest:.0f}", *chosen], 60 + 4 * cost, First)
-    return HANG if result is None else result["failed"], len(chosen), of
+        result = copy.pytest([*options, *chosen], limit, First)
+        if result and result["status"] == pytest.ExitCode.USAGE_ERROR:  # the change may give a test another name
+            result = copy.pytest([*options, *dict.fromkeys(test.partition("::")[0] for test in chosen)], limit, First)
+    return _noticed(result), len(chosen), of
+
+
+def _noticed(result: dict[str, Any] | None) -> str | None:
+    """The test that failed, or what else kept pytest from passing: without the change it did."""
+    if result is None:
+        return HANG
+    failed: str | None = result["failed"]
+    return failed or (None if result["status"] == pytest.ExitCode.OK else START)
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:

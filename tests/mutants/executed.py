@@ -30,6 +30,9 @@ disable_warnings = no-data-collected, module-not-measured, dynamic-conflict
 """
 
 
+_RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
 class Recorder:
     """Notes which test executes what; commands that a test starts are measured, too, under its name."""
 
@@ -190,6 +193,8 @@ def _measured(copy: Copy, file: str, files: list[str]) -> dict[str, Any]:
     measured = copy.pytest([file], LIMIT_S, lambda: Recorder(settings))
     if measured is None:
         raise RuntimeError(f"{file} did not end:\n{copy.output[-2000:]}")
+    if measured["status"] not in _RAN:
+        raise RuntimeError(f"pytest did not run {file}:\n{copy.output[-2000:]}")
     lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for part in folder.glob("data.*"):
         data = coverage.CoverageData(str(part))

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mutants import changes, executed, simulation
-from mutants.__main__ import read
+from mutants.__main__ import _noticed, read
+from mutants.executed import Executed
 from mutants.trial import Copy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +155,7 @@ def test_the_tests_that_execute_a_line_are_found_those_beside_the_module_first(p
     """What a fixture of several tests executes, each of them does; a line that nobody executes is tried with all."""
     every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] != 25}
     with Copy(project) as copy:
-        tests = executed.Executed(copy, project / "build", lambda line: None)
+        tests = Executed(copy, project / "build", lambda line: None)
         tests.measure = lambda folder: None  # type: ignore[method-assign]
         line = {
             str(every["call"].lines[0]): ["tests/rundir/test_a.py::x", "tests/cli/test_b.py", "tests/cli/test_c.py::y"]
@@ -181,7 +183,7 @@ def test_what_was_measured_stays_valid_when_the_code_moves(project: Path, monkey
     def found(kind: str) -> dict[str, list[str]]:
         change = next(each for each in changes.changes_of(project, MODULE) if each.kind == kind)
         with Copy(project) as copy:
-            return executed.Executed(copy, project / "build", lambda line: None).tests_of(change, own=True)
+            return Executed(copy, project / "build", lambda line: None).tests_of(change, own=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(executed, "_measured", lambda copy, file, files: measured)
@@ -239,6 +241,28 @@ def test_the_simulation_of_the_copy_is_played_and_told_again() -> None:
         assert played._run(simulation.SEARCH, "lease", "2", limit=300) is not None
         assert played._run(simulation.REPLAY, "lease", "1", limit=300) == {"broken": None}
         assert "runner/rundir/lease.py" in played._look("lease")
+
+
+@pytest.mark.slow
+def test_options_that_pytest_does_not_know_are_an_error(project: Path) -> None:
+    """Else no test would run, and every change live."""
+    (project / "tests/conftest.py").unlink()
+    with Copy(project) as copy, pytest.raises(RuntimeError, match=r"pytest did not run tests/rundir/test_lease\.py"):
+        Executed(copy, project / "kept", print).measure("tests/rundir/")
+
+
+@pytest.mark.parametrize(
+    ("result", "noticed"),
+    [
+        (None, "time limit"),
+        ({"failed": None, "status": 0}, None),
+        ({"failed": "test_it", "status": 1}, "test_it"),
+        ({"failed": None, "status": 4}, "start of pytest"),  # a conftest that cannot be imported
+        ({"failed": None, "status": 5}, "start of pytest"),  # no test is left
+    ],
+)
+def test_a_change_lives_only_if_pytest_passes(result: dict[str, Any] | None, noticed: str | None) -> None:
+    assert _noticed(result) == noticed
 
 
 @pytest.mark.slow

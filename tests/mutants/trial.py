@@ -84,7 +84,7 @@ class Copy:
             plugin: called in the process; an object with pytest's hooks and `result`, a dict.
 
         Returns:
-            The plugin's result; None if the process did not end by itself.
+            The plugin's result, with pytest's exit `status`; None if the process did not end by itself.
         """
         result = self._folder / "result.json"
         result.unlink(missing_ok=True)
@@ -119,9 +119,9 @@ class Copy:
             own = ("", str(self._root), str(self._root / "tests"))
             sys.path[:] = [str(self.path), *(entry for entry in sys.path if entry not in own)]
             hooks = plugin()
-            pytest.main([*OPTIONS, f"--basetemp={temporary}", *arguments], plugins=[hooks])
+            status = pytest.main([*OPTIONS, f"--basetemp={temporary}", *arguments], plugins=[hooks])
             whole = result.with_suffix(".part")
-            whole.write_text(json.dumps(hooks.result))
+            whole.write_text(json.dumps(hooks.result | {"status": int(status)}))
             whole.rename(result)
         except BaseException:  # noqa: BLE001 nothing may return into the process that was forked
             traceback.print_exc()

@@ -68,6 +68,16 @@ def test_without_a_sync_there_is_no_checkpoint(recorder: RunRecorder, monkeypatc
     assert recorder.before_save()
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(None, {"samples_per_s"}), (40, {"samples_per_s", "tokens_per_s"})])
+def test_speeds_are_recorded_every_ten_steps(recorder: RunRecorder, tokens: int | None, expected: set[str]) -> None:
+    """Of tokens only if the data have any."""
+    for number in range(1, 21):
+        recorder.step({"step": number, "loss": 1.0}, 0.5, 4, tokens)
+    lines = list(read_lines(recorder.timings.path))
+    assert [line["step"] for line in lines] == [10, 20]
+    assert all(line["samples_per_s"] == 8 and expected == {key for key in line if "_per_s" in key} for line in lines)
+
+
 def test_an_evaluation_shows_its_numbers(recorder: RunRecorder) -> None:
     """Not its step, nor what it found of each source."""
     recorder.evaluation({"step": 3, "eval_loss": 1.25, "eval_mae": 0.5, "eval_loss_by_source": {"a": 1.25}})

@@ -43,6 +43,16 @@ def test_a_resumed_run_continues_its_schedule_and_its_optimizer(tmp_path: Path) 
     assert len({record["lr"] for record in steps(run)}) > 3
 
 
+def test_a_run_that_is_resumed_in_a_later_phase_draws_with_its_weights(tmp_path: Path) -> None:
+    """A seeded sampler is told the weights of the last step before its state is restored."""
+    mixture = ["data=mixture", "sampler=mixture", "eval.every_steps=0", "scheduler.total_steps=3", "train.steps=3"]
+    phases = ["+phases.first={start_step: 0}", "+phases.then={start_step: 1, weights: {code: 3}}"]
+    whole = here.trained(tmp_path / "whole", *mixture, *phases)
+    run = here.trained(tmp_path / "run", *mixture, *phases, "train.steps=2")
+    here.trained(run, *mixture, *phases)
+    assert steps(run) == steps(whole)
+
+
 def test_loggers_that_show_what_run_this_is_are_told(tmp_path: Path) -> None:
     """In each attempt; others need no such method."""
     loggers = [f"+logger.{name}._target_=recorders.{name.title()}" for name in ("plain", "informed")]
