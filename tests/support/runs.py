@@ -11,14 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-import torch
 import zygote
 
 from runner.metrics.records import read_records
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -222,4 +224,4 @@ def assert_same_run(one: Run, other: Run) -> None:
     mine, theirs = one.weights(), other.weights()
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
-        assert torch.equal(tensor, theirs[name]), name
+        assert tensor.equal(theirs[name]), name
