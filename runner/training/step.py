@@ -122,7 +122,7 @@ class TrainStep:
                     Computation(forward.model, forward.task.training_step), forward.device
                 )
 
-    def __call__(self, draw: Callable[[], Drawn], index: int) -> StepResult:
+    def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
         """Make the step that begins when `index` steps are complete.
 
         Args:

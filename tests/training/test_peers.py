@@ -69,8 +69,8 @@ def train(world: World, kind: str) -> None:
     scheduler = LearningRateScheduler(optimizer, lambda step: 1.0)
     forward = Forward(world, torch.device("cpu"), model, Task.of(loss), nullcontext)
     step = TrainStep(forward, Optimizers.of_one(model, optimizer, scheduler), [])
-    for index in range(5):
-        step(lambda: Drawn(torch.ones(2, 3)), index)
+    for _ in range(5):
+        step(lambda: Drawn(torch.ones(2, 3)))
 
 
 def attempt(rank: int, port: int, kind: str, directory: str) -> None:

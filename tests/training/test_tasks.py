@@ -261,7 +261,7 @@ def test_alternating_updates_change_their_own_parameters_only() -> None:
         return any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n.startswith(part))
 
     adversarial.between = lambda: seen.append((changed("generator"), changed("discriminator")))
-    result = step(lambda: Drawn(torch.randn(4, 2)), 0)
+    result = step(lambda: Drawn(torch.randn(4, 2)))
     assert seen == [(False, True)]
     assert changed("generator")
     assert all(parameter.grad is None for parameter in model.parameters())
