@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import fake_launcher
 import pytest
 from fake_launcher import Command, FakeLauncher
+from hydra._internal import defaults_list
+from hydra.core.default_element import InputDefault
 
 from runner import __main__ as entry
 from runner.config import search_path
@@ -90,6 +92,21 @@ def config_files_read_once(shared_conf: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigTree, "_loader", property(loader))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def choices_mapped_if_needed() -> Iterator[None]:
+    """Let Hydra make a map of all choices only for a defaults list that refers to one: a tenth of a composition."""
+    mapped = defaults_list._create_interpolation_map
+
+    def needed(overrides: Any, defaults: list[InputDefault], self_added: bool) -> Any:
+        if any(default.is_interpolation() for default in defaults):
+            return mapped(overrides, defaults, self_added)
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults_list, "_create_interpolation_map", needed)
         yield
 
 

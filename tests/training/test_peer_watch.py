@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -14,12 +15,14 @@ import pytest
 from ranks import start_ranks
 from runs import PATIENCE_S, TINY, Run
 
+from runner.system import clock
 from runner.system.distributed import World
 from runner.training import peer_watch
 from runner.training.peer_watch import PeerWatch
 
 TIMEOUT_S = 5.0
-WATCH_S = 0.5
+INTERVAL_S = 0.005
+WATCH_S = INTERVAL_S * peer_watch.LOOKS
 COMMON = [
     *TINY,
     "model._target_=stopping.StoppingGPT",
@@ -33,10 +36,15 @@ COMMON = [
 
 
 class Store:
-    """The part of the key-value store that is used; `blocks`: it does not answer any more."""
+    """The part of the key-value store that is used, and the clock; `blocks`: it does not answer any more.
+
+    Time passes when the store answers, so that no rank is silent because a thread of this process got no processor; if
+    the store blocks, whenever somebody looks at the clock.
+    """
 
     def __init__(self, **signs: dict[str, Any]) -> None:
         self.signs = signs
+        self.now = 0.0
         self.blocks = threading.Event()
         self.closed = threading.Event()
 
@@ -44,12 +52,37 @@ class Store:
         if self.blocks.is_set():
             self.closed.wait()
         self.signs[key] = json.loads(value)
+        self.now += INTERVAL_S
+
+    def monotonic(self) -> float:
+        if self.blocks.is_set():
+            self.now += INTERVAL_S
+        return self.now
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.signs for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [json.dumps(self.signs[key]).encode() for key in keys]
+
+
+class Leaping(Store):
+    """Its clock leaps once between two signs, while both of the watch's threads wait, as after SIGCONT."""
+
+    def __init__(self, **signs: dict[str, Any]) -> None:
+        super().__init__(**signs)
+        self.looks = 0
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(5 * INTERVAL_S)
+        super().set(key, value)
+        self.looks = 0
+
+    def monotonic(self) -> float:
+        self.looks += 1  # the first is of the thread that shows the sign, the second may be the first after the answer
+        if self.looks == 3:
+            self.now += 1000.0
+        return self.now
 
 
 def sign(**changes: Any) -> dict[str, Any]:
@@ -67,6 +100,7 @@ def watch(
     def make(store: Store, rank: int) -> tuple[PeerWatch, list[str], threading.Event]:
         monkeypatch.setattr(peer_watch, "connect", lambda timeout_s: store)
         monkeypatch.setattr(peer_watch, "in_group", lambda: True)
+        monkeypatch.setattr(clock, "monotonic", store.monotonic)
         found: list[str] = []
         done = threading.Event()
 
@@ -105,13 +139,31 @@ def test_the_others_see_at_once_that_a_session_is_open(watch: Any, monkeypatch: 
     watching.stop()
 
 
-def beating(store: Store, *ranks: int) -> None:
-    """Let the counters of `ranks` go up at every look."""
-    seen = store.multi_get
+def not_accused(watching: PeerWatch, store: Store, done: threading.Event) -> bool:
+    """Whether nobody is accused in three times the time that it would take."""
+    looks, silent = 0, watching.silent
+
+    def look(share: float = 0.5) -> str | None:
+        nonlocal looks
+        looks += 1
+        return silent(share)
+
+    watching.silent = look  # type: ignore[method-assign]
+    until, deadline = store.now + 3 * WATCH_S, time.monotonic() + PATIENCE_S
+    while (looks < 3 * peer_watch.LOOKS or store.now < until) and not done.is_set():
+        assert time.monotonic() < deadline
+        time.sleep(INTERVAL_S)
+    return not done.is_set()
+
+
+def beating(store: Store, *ranks: int, every: int = 1) -> None:
+    """Let the counters of `ranks` go up at every look, or at every second one, say."""
+    seen, looks = store.multi_get, itertools.count()
 
     def multi_get(keys: list[str]) -> list[bytes]:
+        look = next(looks)
         for rank in ranks:
-            store.signs[f"alive/{rank}"]["beat"] += 1
+            store.signs[f"alive/{rank}"]["beat"] = look // every
         return seen(keys)
 
     store.multi_get = multi_get  # type: ignore[method-assign]
@@ -152,18 +204,24 @@ def test_a_port_that_refuses_is_no_silence(served: str, watch: Any, monkeypatch:
         monkeypatch.setenv("MASTER_PORT", str(port.getsockname()[1]))
         if served == "stopped":
             port.listen()
-        watching, found, done = watch(Store(), 1)
+        store = Store()
+        watching, found, done = watch(store, 1)
 
         def connect(timeout_s: float) -> Any:
             raise RuntimeError("no answer")
 
         monkeypatch.setattr(peer_watch, "connect", connect)
         watching.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while served == "ended" and not watching._gone:
+            assert time.monotonic() < deadline
+            time.sleep(INTERVAL_S)
+        store.blocks.set()
         if served == "stopped":
             assert done.wait(PATIENCE_S)
             assert found[0].startswith("rank 0 ")
         else:
-            assert not done.wait(3 * WATCH_S)
+            assert not_accused(watching, store, done)
             watching.stop()
 
 
@@ -178,12 +236,12 @@ def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(  # or builds i
     watching, found, done = watch(store, 1)
     if case == "no group yet":
         monkeypatch.setattr(peer_watch, "in_group", lambda: False)
-    watching.start()
     if case == "torchrun's store":
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    watching.start()
     if case in ("torchrun's store", "no group yet"):
         store.blocks.set()
-    assert not done.wait(2 * WATCH_S)
+    assert not_accused(watching, store, done)
     store.closed.set()
     store.blocks.clear()
     watching.stop()
@@ -195,17 +253,12 @@ def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(  # or builds i
     assert (watching.absent() is None) == (expected is None)
 
 
-def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(
-    watch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock leaps at every look, as after SIGCONT, but the others beat at every look."""
-    store = Store(**{"alive/0": sign(), "alive/2": sign()})
-    beating(store, 0, 2)
-    ticks = iter(range(0, 10**9, 1000))
-    monkeypatch.setattr("runner.system.clock.monotonic", lambda: float(next(ticks)))
+def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(watch: Any) -> None:
+    store = Leaping(**{"alive/0": sign(), "alive/2": sign()})
+    beating(store, 0, 2, every=2)
     watching, found, done = watch(store, 1)
     watching.start()
-    assert not done.wait(0.5)
+    assert not_accused(watching, store, done)
     watching.stop()
     assert found == []
 
