@@ -55,15 +55,15 @@ def _forked_s() -> float:
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # a thread or a process that ends meanwhile
             for pid in _text(f"/proc/self/task/{thread}/children").split():
-                fields = _text(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+                fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
                 ticks += int(fields[13]) + int(fields[14])  # of its children: see proc(5)
     return ticks / CLOCK_TICKS
 
 
-def _text(path: str) -> bytes:
+def _text(path: str) -> str:
     """What a file of the kernel says: without a buffer, since this is read before and after each test."""
     with open(path, "rb", buffering=0) as file:
-        return file.readall()
+        return file.readall().decode(errors="replace")
 
 
 class Costs:

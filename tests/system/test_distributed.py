@@ -16,7 +16,7 @@ import torch
 from ranks import on_ranks
 
 from runner.errors import CheckpointError, PeerError, UnreadableError, UserError
-from runner.system import distributed
+from runner.system import clock, distributed
 from runner.system.distributed import World, current_ranks
 
 
@@ -135,7 +135,7 @@ def test_a_wait_that_ends_early_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch,
             now[0] += seconds
             raise RuntimeError("Timed out waiting 5000ms for send operation to complete")
 
-    monkeypatch.setattr(distributed.clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for name in ("isend", "irecv"):
         monkeypatch.setattr(torch.distributed, name, lambda *args, **options: Message())
