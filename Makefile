@@ -17,7 +17,7 @@ run: $(VENV)/.run
 
 # Unmarked tests. Three processes, since some tests wait; a file stays in one process, and so what its tests share.
 fast: $(VENV)/.test
-	@echo "make fast: every fast test; a minute and 40 s on two quiet cores"
+	@echo "make fast: every fast test; a minute and a half on two quiet cores"
 	$(PYTEST) -n 3 --dist loadfile -m "not promise and not slow" $(ARGS)
 
 # The fast tests, and each promise once for real: processes are killed, a Slurm is started where it is installed.
