@@ -551,6 +551,23 @@ def test_one_thread_beats_for_many_leases_with_few_open_files(tmp_path: Path) ->
     assert all(read_holder(lease.directory)[1]["released"] for lease in leases)  # type: ignore[index]
 
 
+def test_a_heartbeat_that_the_disk_refuses_is_made_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Heart() as heart, monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        patch.setattr(files, "overwrite", refuse)
+        lease = Lease.acquire(tmp_path / "lease", {}, 0.6, heart=heart)
+        time.sleep(0.05)
+        assert heartbeat_file(lease.directory, lease.fence).read_text() == ""
+        patch.undo()
+        deadline = time.monotonic() + 60
+        while not heartbeat_file(lease.directory, lease.fence).read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def test_a_lease_that_was_taken_over_does_not_beat_any_more(tmp_path: Path) -> None:
     with Heart() as heart:
         older = Lease.acquire(tmp_path / "lease", {}, 0.6, heart=heart)

@@ -107,6 +107,14 @@ def test_what_held_out_data_and_metrics_draw_when_they_are_made_is_the_same_in_e
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize(("step", "recorded"), [(0, True), (3, True), (4, False)])
+def test_the_steps_of_a_profile_that_are_still_to_be_made_are_recorded(
+    step: int, recorded: bool, tmp_path: Path
+) -> None:
+    profiler = opening_of(tmp_path, "train.profile='3:4'")._profiler(step, torch.device("cpu"))
+    assert ((profiler._first, profiler._last) == (3, 4)) == recorded
+
+
 @pytest.mark.parametrize("keep_best", [0, 1])
 def test_evaluations_need_the_number_of_the_best_only_if_any_are_kept(tmp_path: Path, keep_best: int) -> None:
     opening = opening_of(tmp_path, "checkpoint.best.metric=eval_mae", f"checkpoint.keep_best={keep_best}")

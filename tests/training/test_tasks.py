@@ -43,6 +43,19 @@ OWN_PAIR = [
 ]
 
 
+class Infinite(torch.autograd.Function):
+    """Multiplies gradients alone."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        context.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * context.factor, None
+
+
 def maker(compute: Any, model: nn.Module, sources: list[str] | None = None, accum: int = 1) -> TrainStep:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizers = Optimizers.of_one(model, optimizer, LearningRateScheduler(optimizer, lambda step: 1.0))
@@ -216,6 +229,22 @@ def test_a_loss_that_is_not_finite_is_not_applied() -> None:
     assert result.skipped
     assert not result.overflow
     assert torch.equal(model.weight, before)
+
+
+def test_an_overflow_halves_the_scale_for_the_next_step() -> None:
+    factor = torch.tensor(float("inf"))
+
+    def compute(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = Infinite.apply(model(batch), factor)  # type: ignore[no-untyped-call]
+        return output.square().mean(1)
+
+    step = maker(compute, nn.Linear(3, 2))
+    step.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    result = step(lambda: Drawn(torch.ones(4, 3)))
+    assert (result.skipped, result.overflow) == (True, True)
+    assert step.optimizers.scaler.get_scale() == 2.0
+    factor.fill_(1.0)
+    assert not step(lambda: Drawn(torch.ones(4, 3))).skipped
 
 
 @pytest.mark.parametrize(("factor", "applied"), [(1.0, True), (float("inf"), False)])
