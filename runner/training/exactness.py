@@ -8,23 +8,27 @@ import torch
 
 from runner.config.schema import Config
 from runner.data.order.batch_shape import BatchShape
+from runner.system import processes
 
 
 def make_exact(config: Config, device: torch.device) -> None:
-    """Choose torch's algorithms for `config`; before this process computes anything in several threads.
+    """Choose torch's algorithms for `config`; before this process computes anything in several threads, or on a GPU.
 
     On a CPU, torch.compile adds from several threads at once (in the backward pass of an embedding, for example), in an
     order that differs from run to run. Eager operations have an order, and it calls those instead where torch asks for
     deterministic algorithms: a few percent slower.
     """
     _choose_vector_kernels()
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-    elif config.train.compile and device.type == "cpu":
-        # An operation that has no deterministic algorithm is reported by torch, and used.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        options: Any = torch.utils.deterministic  # not typed
-        options.fill_uninitialized_memory = False  # for debugging, and slow
+    compiled_on_cpu = config.train.compile and device.type == "cpu"
+    if not (config.train.deterministic or compiled_on_cpu):
+        return
+    # Without train.deterministic, an operation that has no deterministic algorithm is reported by torch, and used.
+    torch.use_deterministic_algorithms(True, warn_only=not config.train.deterministic)
+    options: Any = torch.utils.deterministic  # not typed
+    options.fill_uninitialized_memory = False  # for debugging, and slow
+    if device.type == "cuda":
+        # cuBLAS adds in a fixed order only with workspaces of fixed sizes, and torch refuses to compute without them.
+        processes.environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _choose_vector_kernels() -> None:

@@ -11,6 +11,7 @@ from runs import PACED, TINY, Run, assert_same_run
 
 from runner.config.schema import Config
 from runner.data.order.batch_shape import BatchShape
+from runner.system import processes
 from runner.training.exactness import inexact, make_exact
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -60,6 +61,26 @@ def test_another_way_to_split_a_step_is_said(shape: BatchShape, before: BatchSha
     found = inexact(Config(), CPU, None, shape, before)
     assert len(found) == len(said)
     assert all(words in reason for words, reason in zip(said, found, strict=True))
+
+
+def test_deterministic_training_on_a_gpu_has_the_workspaces_that_torch_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them its first matrix product raises; a choice of the user's is left."""
+    monkeypatch.setattr(processes, "environment", environment := dict[str, str]())
+    config = Config()
+    try:
+        make_exact(config, GPU)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert environment == {}
+        config.train.deterministic = True
+        make_exact(config, GPU)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+        make_exact(config, GPU)
+        assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def mkl_cpu() -> ctypes.c_int32:
