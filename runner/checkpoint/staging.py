@@ -122,6 +122,8 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
     state: dict[str, Tensors] = {}
     values: dict[str, dict[str, Any]] = {}
     on_cpu = []
+    # Of these, torch wants even the number of steps beside the parameter.
+    on_device = {p for group in optimizer.param_groups if _counts_on_device(group) for p in group["params"]}
     for parameter, entries in optimizer.state.items():
         name = names[parameter]
         for key, value in entries.items():
@@ -131,7 +133,8 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
             entry = f"{name}.{key}"
             collected.tensors[OPTIMIZER + entry] = value
             state.setdefault(name, {})[str(key)] = value
-            if value.is_cpu:
+            # Where the parameter is on the CPU as well, a number such as that of the steps would stay there.
+            if value.is_cpu and (not parameter.is_cpu or (value.dim() == 0 and parameter not in on_device)):
                 on_cpu.append(entry)
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
@@ -139,6 +142,10 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
     collected.nested["optimizer"] = {"state": state}
     # Sorted: a resume on several ranks fills the state in another order.
     collected.optimizer = OptimizerState(class_name(optimizer), groups, values, sorted(on_cpu))
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

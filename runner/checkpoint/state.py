@@ -53,7 +53,7 @@ class OptimizerState:
         class_name: the optimizer's class; names and classes of several.
         param_groups: the options of each group, and the names of its parameters as `params`.
         values: entries of the state that are not tensors, by parameter and key.
-        on_cpu: `<parameter>.<key>` of each tensor that is on the CPU, wherever its parameter is.
+        on_cpu: `<parameter>.<key>` of each tensor that stays on the CPU, wherever its parameter will be.
     """
 
     class_name: str

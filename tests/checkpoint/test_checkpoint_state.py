@@ -6,6 +6,7 @@ import io
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,38 @@ def test_what_has_no_state_is_named() -> None:
     for name in ("scheduler", "dataloader"):
         with pytest.raises(UserError, match=f"the {name} is a object, which has no state_dict"):
             build_train_state(1, 2, **{name: object()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "steps_on"),
+    [
+        (torch.optim.AdamW, "cpu"),
+        (partial(torch.optim.AdamW, fused=True), "meta"),
+        (partial(torch.optim.AdamW, capturable=True), "meta"),
+        (torch.optim.Adafactor, "cpu"),
+    ],
+    ids=["usual", "fused", "capturable", "state of other shapes"],
+)
+def test_a_state_saved_on_a_cpu_moves_with_the_model_to_another_device(
+    make: Any, steps_on: str, tmp_path: Path
+) -> None:
+    """But for the number of steps where torch wants it on the CPU; a GPU reads another place in memory otherwise."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    for group in optimizer.param_groups:  # a capturable step cannot be made on a CPU
+        capturable = group.pop("capturable", None)
+        group["capturable"] = False
+        torch.autograd.backward(model(torch.ones(3)).sum())
+        optimizer.step()
+        group["capturable"] = capturable
+    assert manager(tmp_path).save(1, model, optimizer, build_train_state(1, 0), wait=True)
+    elsewhere = nn.Linear(3, 2, device="meta")
+    resumed = make(elsewhere.parameters())
+    assert manager(tmp_path).load(elsewhere, resumed)
+    devices: dict[str, set[str]] = {}
+    for state in resumed.state.values():
+        for key, value in state.items():
+            devices.setdefault(key, set()).add(value.device.type)
+    assert devices.pop("step") == {steps_on}
+    assert all(found == {"meta"} for found in devices.values())
+    assert devices
