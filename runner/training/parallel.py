@@ -23,12 +23,15 @@ def place(model: nn.Module, strategy: str, world: World, device: torch.device) -
     way.
     """
     model = model.to(device)
-    if world.size == 1 or strategy != "fsdp":
-        return model
+    return model if world.size == 1 or strategy != "fsdp" else sharded(model, world.size, device)
+
+
+def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
+    """`model`, sharded by FSDP2 over the default process group, which has `ranks` ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (world.size,))
+    mesh = init_device_mesh(device.type, (ranks,))
     for block in getattr(model, "blocks", []):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -63,12 +66,12 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
     # Without find_unused_parameters DDP rebuilds its buckets after the first iteration, in the order in which gradients
     # arrived. From three ranks on, a gradient's place in its bucket decides the order in which the ranks' parts are
     # added, so the first step after a resume would differ in the last bit.
-    return DistributedDataParallel(
-        computation,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        forward_sync_buffers=False,  # see SharedBuffers
-        find_unused_parameters=True,
+    wrapped = DistributedDataParallel(
+        computation, device_ids=[device.index] if device.type == "cuda" else None, find_unused_parameters=True
     )
+    # See SharedBuffers. The argument for it has had another name, and another meaning, before torch 2.13.
+    wrapped.broadcast_buffers = False
+    return wrapped
 
 
 def _is_sharded(model: nn.Module) -> bool:
