@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 SHARD ?=
+WHEELS ?=
 BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -q -n 2
 # pip's own messages, without the lines that tell a newcomer nothing.
@@ -10,7 +11,7 @@ SHOW = | sed -u -n -E '/^(Collecting|Processing|Downloading|Building|Installing)
 SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 
-.PHONY: run test fast test-all check docs bench simulate mutants clean
+.PHONY: run test fast test-all check docs bench gpu gpu-wheels simulate mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m runner $(ARGS)
@@ -43,6 +44,22 @@ docs: $(VENV)/.docs
 # Ratios against peers and limits; run it on an otherwise idle machine. ARGS="loader" runs one of them.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# What only a GPU can show, in six minutes: docs/benchmarks.md. ARGS="speed saving" runs some of its parts. By default with
+# the packages of $(VENV); with WHEELS=build/wheels, from `make gpu-wheels`, with those of $(PYTHON), its torch among them.
+gpu: $(if $(WHEELS),build/site,$(VENV)/.test)
+	$(if $(WHEELS),PYTHONPATH=$(CURDIR)/build/site $(PYTHON),$(BIN)/python) -m benchmarks gpu $(ARGS)
+
+build/site: $(WHEELS)
+	$(PYTHON) -m pip install --quiet --upgrade --no-index --no-deps --target $@ $(WHEELS)/*.whl
+	@touch $@
+
+# For a machine with CPython 3.12 and no network. Pip takes the name of a platform as it is.
+LINUX = manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
+gpu-wheels:
+	$(PYTHON) -m pip wheel -c constraints.txt --no-deps -w build/wheels $$(grep ^antlr4 benchmarks/gpu/wheels.txt) $(SHOW)
+	$(PYTHON) -m pip download -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(addprefix --platform ,$(LINUX)) --find-links build/wheels -d build/wheels -r benchmarks/gpu/wheels.txt $(SHOW)
 
 # The runner's code on simulated machines: docs/simulation.md. ARGS="--scenario jobs --minutes 10"
 simulate: $(VENV)/.test

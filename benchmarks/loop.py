@@ -28,17 +28,28 @@ from runner.training.job import LocalJob
 from runner.training.session import Session
 
 TURNS, STEPS = 21, 10
+CPU = torch.device("cpu")
 
 
-def by_hand(config: Config) -> Callable[[], None]:
-    """One step of the loop that a user would write: torch's loader and optimizer, no bookkeeping."""
+def by_hand(config: Config, device: torch.device = CPU, **options: Any) -> Callable[[], None]:
+    """One step of the loop that a user would write: torch's loader and optimizer, no bookkeeping.
+
+    Args:
+        options: further ones of AdamW.
+    """
     dataset = next(iter(build.sources(config).values()))
     sampler = DistributedSampler(dataset, 1, 0, seed=config.seed)
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=config.train.batch_size, sampler=sampler, collate_fn=collate, drop_last=True
+        dataset,
+        batch_size=config.train.batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=True,
+        pin_memory=device.type == "cuda",
     )
-    model = build.model(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    model = build.model(config).to(device)
+    precision = build.autocast(config, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     def endless() -> Iterator[Any]:
@@ -48,7 +59,9 @@ def by_hand(config: Config) -> Callable[[], None]:
     batches = endless()
 
     def step() -> None:
-        loss = next_token_loss(model, next(batches)).mean()
+        batch = {key: value.to(device, non_blocking=True) for key, value in next(batches).items()}
+        with precision():
+            loss = next_token_loss(model, batch).mean()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -68,7 +81,7 @@ def ours(config: Config, run: RunDir, save_every: int | None = None) -> tuple[Ca
 
     def step() -> None:
         trainer.advance()
-        if save_every and trainer.step % save_every == 0:
+        if save_every and trainer.step % save_every == save_every // 2:  # within a turn: the next step ends the copy
             trainer.save(wait=False)
 
     return step, session

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import cycle
 from multiprocessing import SimpleQueue, get_context
@@ -49,13 +49,21 @@ PER_RANK = (1, 3)  # micro-batches
 GOALS = {1: 1.02, 2: 1.15, 4: 1.15}
 
 
-def train_step(model: GPT, world: World, micro_batches: int, sequences: int, invariant: bool) -> TrainStep:
+def train_step(
+    model: GPT,
+    world: World,
+    micro_batches: int,
+    sequences: int,
+    invariant: bool,
+    device: torch.device = CPU,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> TrainStep:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     optimizers = Optimizers.of_one(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
     task = Task.of(next_token_loss)
     shape = BatchShape.dealt(0, world.size, sequences, micro_batches)
-    division = FixedMicroBatches(world, model, task, optimizers, shape, 0, CPU) if invariant else None
-    forward = Forward(world, CPU, model, task, nullcontext)
+    division = FixedMicroBatches(world, model, task, optimizers, shape, 0, device) if invariant else None
+    forward = Forward(world, device, model, task, precision)
     return TrainStep(forward, optimizers, [], micro_batches // world.size, 1.0, NONE_STATED, None, division)
 
 

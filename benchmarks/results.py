@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -134,6 +132,8 @@ def table(name: str, heading: str = "") -> Table:
 
 def machine() -> str:
     """What the figures were measured on."""
+    import psutil
+
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
     memory = round(psutil.virtual_memory().total / 2**30)
     system = f"{platform.system()} {platform.release().split('-')[0]}"
@@ -173,14 +173,29 @@ def keep(tables: Iterable[Table], accept: bool, file: Path | None = None) -> lis
         worse = list(regressions(each, read(entries[each.name], each.name))) if each.name in entries else []
         found += worse
         if accept or not worse:
-            figures = [
-                {name: value for name, value in asdict(figure).items() if not (value is None or value is False)}
-                for figure in each.figures
-            ]
-            today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-            entries[each.name] = {"date": today, "machine": machine(), "heading": each.heading, "figures": figures}
-    (file or FILE).write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
+            entries[each.name] = entry(each)
+    write(entries, file)
     return found
+
+
+def entry(found: Table, device: str = "") -> dict[str, Any]:
+    """A table as it stands in the file.
+
+    Args:
+        device: what it was measured on beside this machine's processor.
+    """
+    figures = [
+        {name: value for name, value in asdict(figure).items() if not (value is None or value is False)}
+        for figure in found.figures
+    ]
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    where = f"{device}, {machine()}" if device else machine()
+    return {"date": today, "machine": where, "heading": found.heading, "figures": figures}
+
+
+def write(entries: dict[str, dict[str, Any]], file: Path | None = None) -> None:
+    """Replace what stands in the file."""
+    (file or FILE).write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
 
 
 def with_figures(page: str, entries: dict[str, dict[str, Any]]) -> str:

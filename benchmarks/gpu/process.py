@@ -1,0 +1,13 @@
+"""The process of one part: `python -m benchmarks.gpu.process PART FILE`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.report import Report
+
+if __name__ == "__main__":
+    name, file = sys.argv[1], Path(sys.argv[2])
+    importlib.import_module(f"benchmarks.gpu.{name}").main(Report(file), file.parent)

@@ -1,0 +1,105 @@
+"""DistributedDataParallel and FSDP2 over NCCL with one rank: they start, save and resume.
+
+A run with one rank uses neither, so the parts of a run are put together here: the module in its wrapper, steps, saves.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.gpu import sizes
+from benchmarks.gpu.report import Report
+from benchmarks.results import Table, table
+from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint.staging import bare, local
+from runner.models.loss import next_token_loss
+from runner.system.distributed import World
+from runner.training.optimizers import Optimizers
+from runner.training.parallel import sharded
+from runner.training.step import Drawn, Forward, TrainStep
+from runner.training.tasks import Task
+
+SAVED, STEPS = 3, 6
+BACKEND = "cpu:gloo,cuda:nccl" if sizes.ON_GPU else "gloo"
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model.to(sizes.DEVICE), find_unused_parameters=True)
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    return sharded(model.to(sizes.DEVICE), 1, sizes.DEVICE)
+
+
+class Ranked:
+    """A wrapped model with its optimizer; the batch of a step depends on its number alone."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = wrap(sizes.SIZE.model())
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        self.optimizers = Optimizers.of_one(self.model, optimizer, schedule)
+        task = Task.of(next_token_loss)
+        forward = Forward(World(), sizes.DEVICE, self.model, task, sizes.autocast)
+        self._step = TrainStep(forward, self.optimizers, [], clip_norm=1.0)
+
+    def train(self, begin: int, end: int) -> list[float]:
+        """Make the steps after `begin` up to `end`; their losses."""
+        losses = []
+        for step in range(begin, end):
+            torch.manual_seed(step)
+            losses.append(self._step(lambda: Drawn(sizes.batch(sizes.SIZE.small_batch)), step).loss)
+        return losses
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: local(tensor) for name, tensor in bare(self.model).state_dict().items()}
+
+
+def saved_and_resumed(name: str, wrap: Callable[[nn.Module], nn.Module], folder: Path, found: Table) -> None:
+    """Train to the end with a save on the way, and again from there with a new model; both have to end alike."""
+    one = Ranked(wrap, seed=0)
+    one.train(0, SAVED)
+    manager = TrainStateManager(folder / name)
+    manager.save(SAVED, one.model, one.optimizers, build_train_state(SAVED, 0, one.optimizers))
+    losses = one.train(SAVED, STEPS)
+    manager.wait()
+    if manager.last_error:
+        raise RuntimeError(manager.last_error)
+    two = Ranked(wrap, seed=1)
+    state = TrainStateManager(folder / name).load(two.model, two.optimizers)
+    if state is None:
+        raise RuntimeError("no checkpoint was found")
+    two.optimizers.load_state_dict(state["scheduler"])
+    again = two.train(SAVED, STEPS)
+    pairs = [(tensor, two.tensors()[name]) for name, tensor in one.tensors().items()]
+    wrong = sum(not torch.equal(*pair) for pair in pairs)
+    found.add(name, "tensors", len(pairs), "tensors")
+    found.add(name, "that differ after a resume", wrong, "tensors", at_most=0)
+    if wrong or losses != again:
+        raise RuntimeError(f"{wrong} of {len(pairs)} tensors differ after a resume; losses {losses} and {again}")
+
+
+def main(report: Report, folder: Path) -> None:
+    """One process group of this process alone."""
+    found = table("gpu-ranks", "one rank, saved at step 3, resumed, ended at step 6")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if sizes.ON_GPU:
+        torch.cuda.set_device(0)
+    with tempfile.NamedTemporaryFile(dir=folder) as store:
+        dist.init_process_group(BACKEND, init_method=f"file://{store.name}.store", rank=0, world_size=1)
+        over = "NCCL" if sizes.ON_GPU else "gloo"
+        for name, wrap in (("DDP", ddp), ("FSDP2", fsdp)):
+            title = f"{name} over {over}"
+            report.step(title, partial(saved_and_resumed, title, wrap, folder, found))
+        dist.destroy_process_group()

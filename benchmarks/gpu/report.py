@@ -1,0 +1,78 @@
+"""What a part has found: tables of figures, what was not run and why, what failed. Written after each of its steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+
+
+@dataclass
+class Report:
+    """Of one process.
+
+    Attributes:
+        file: where it is written.
+        device: what is measured.
+        not_run: what was not run, and why.
+        failed: what failed, and the traceback.
+    """
+
+    file: Path
+    device: str = ""
+    not_run: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def step(self, name: str, action: Callable[[], object], unless: str = "") -> None:
+        """Do what `name` is about; an error is noted, and the next step is made.
+
+        Args:
+            unless: why it cannot be done here, if so.
+        """
+        began = time.perf_counter()
+        if unless:
+            self.not_run[name] = unless
+            print(f"  {name}: not run: {unless}", flush=True)
+        else:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 the other steps are worth having
+                self.failed[name] = traceback.format_exc()
+                print(f"  {name}: FAILED: {type(error).__name__}: {str(error)[:2000]}", file=sys.stderr, flush=True)
+            else:
+                print(f"  {name}: {time.perf_counter() - began:.1f} s", flush=True)
+        self.write()
+
+    def write(self, **more: Any) -> None:
+        """Replace the file by what is known now."""
+        tables = {name: results.entry(found, self.device) for name, found in results.RECORDED.items() if found.figures}
+        content = {"gpu": self.device, **more, "tables": tables, "not_run": self.not_run, "failed": self.failed}
+        temporary = self.file.with_name(f"{self.file.name}.tmp")
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        temporary.replace(self.file)
+
+    def add(self, part: str, file: Path, ended: str) -> None:
+        """Take over what the process of a part has written.
+
+        Args:
+            ended: how it ended, if it did not end well.
+        """
+        content = json.loads(file.read_text()) if file.exists() else {"tables": {}, "not_run": {}, "failed": {}}
+        for name, found in content["tables"].items():
+            results.RECORDED[name] = results.read(found, name)
+        self.not_run |= content["not_run"]
+        self.failed |= content["failed"]
+        if ended:
+            self.failed[part] = ended
+
+    def summary(self) -> Iterable[str]:
+        """A line for whatever is missing."""
+        yield from (f"not run: {name}: {reason}" for name, reason in self.not_run.items())
+        yield from (f"FAILED: {name}: {reason.strip().splitlines()[-1]}" for name, reason in self.failed.items())

@@ -1,0 +1,121 @@
+"""Runs by the command that users give, each killed at a chosen step where that is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD = ("+callbacks.hold._target_=benchmarks.gpu.runs.Hold", "train.hang_timeout_s=null")
+"""The overrides of a run that may be held."""
+PATIENCE_S = 600.0
+
+
+class Hold:
+    """A callback that stops the run at a step, until it is killed."""
+
+    def on_step_end(self, context: Any) -> None:
+        if str(context.step) == os.environ.get("HOLD_AT"):
+            Path(os.environ["HELD"]).touch()
+            time.sleep(PATIENCE_S)
+
+
+@dataclass
+class Run:
+    """A run directory, and the command that works on it.
+
+    Attributes:
+        overrides: with `HELD` among them where it is to be killed.
+        environment: in addition to this process's.
+    """
+
+    path: Path
+    overrides: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, hold_at: int | None = None, *more: str) -> subprocess.Popen[bytes]:
+        """Begin an attempt, whose output goes into a file."""
+        environment = {**os.environ, **self.environment}
+        if hold_at is not None:
+            self._held.unlink(missing_ok=True)
+            environment |= {"HOLD_AT": str(hold_at), "HELD": str(self._held)}
+        command = [sys.executable, "-m", "runner", f"run.dir={self.path}", "logger=none", *self.overrides, *more]
+        with open(self._output, "ab") as output:
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    def finish(self, *more: str) -> None:
+        """Make an attempt that trains to the end.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        if self.start(None, *more).wait(PATIENCE_S):
+            raise RuntimeError(f"{self.path.name} failed: {self.tail()}")
+
+    def kill_at(self, step: int, *more: str) -> None:
+        """Make an attempt that is killed, with all its ranks, when `step` is complete.
+
+        Raises:
+            RuntimeError: it ended before.
+        """
+        process = self.start(step, *more)
+        try:
+            self.wait_until_held(process)
+            while self.saving() and process.poll() is None:
+                time.sleep(0.01)
+        finally:
+            kill(process)
+
+    def wait_until_held(self, process: subprocess.Popen[bytes]) -> None:
+        """Return when an attempt has made the step at which it is held.
+
+        Raises:
+            RuntimeError: it ended before.
+        """
+        while not self._held.exists():
+            if process.poll() is not None:
+                raise RuntimeError(f"{self.path.name} ended before it was held: {self.tail()}")
+            time.sleep(0.002)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, which a kill would take from the run."""
+        folder = RunDir(self.path).checkpoints
+        return folder.exists() and any(".tmp" in path.name for path in folder.iterdir())
+
+    def resumed_at(self) -> list[int]:
+        """At which step each attempt began whose end is recorded; an attempt records the end of the one before."""
+        return [attempt["start_step"] for attempt in files.read_lines(RunDir(self.path).attempts)]
+
+    def tail(self) -> str:
+        """The end of its output."""
+        return self._output.read_text(errors="replace")[-1500:]
+
+    @property
+    def _held(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.held")
+
+    @property
+    def _output(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.log")
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants at once."""
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(process.pid)
+        for each in [found, *found.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGKILL)
+    process.wait()

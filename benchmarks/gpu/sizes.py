@@ -1,0 +1,149 @@
+"""What the parts train: a GPT of 124 million parameters on a GPU, a tiny one on a CPU, on tokens that are made here."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.models.gpt import GPT
+
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bf16 operations a second by the datasheet, by what a GPU's name contains."""
+TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the model, of a batch, and of what is repeated.
+
+    Attributes:
+        batch: sequences per step where speed is measured.
+        small_batch: sequences per step of runs that are compared, several of which share the GPU.
+        turns, steps: how often speed is measured, and over how many steps each.
+        rounds: saves whose content is checked.
+        matrix: rows of the matrix product that gives the speed of the device.
+    """
+
+    vocabulary: int
+    length: int
+    layers: int
+    heads: int
+    width: int
+    batch: int
+    small_batch: int
+    turns: int
+    steps: int
+    rounds: int
+    matrix: int
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of the model and the data, but for their paths."""
+        shape = {"layers": self.layers, "heads": self.heads, "width": self.width}
+        return [
+            *(f"model.{name}={value}" for name, value in shape.items()),
+            f"data.vocab_size={self.vocabulary}",
+            f"data.sequence_length={self.length}",
+        ]
+
+    def smaller(self) -> Size:
+        """With a quarter of the layers and of the vocabulary."""
+        return replace(self, layers=max(self.layers // 4, 1), vocabulary=self.vocabulary // 4)
+
+    def model(self, **options: Any) -> GPT:
+        return GPT(self.vocabulary, self.length, self.layers, self.heads, self.width, **options)
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of a token, forward and backward (Chowdhery et al. 2022, appendix B)."""
+        parameters = self.vocabulary * self.width + 12 * self.layers * self.width**2
+        return 6 * parameters + 12 * self.layers * self.width * self.length
+
+
+FULL = Size(50304, 1024, 12, 12, 768, batch=16, small_batch=4, turns=4, steps=50, rounds=8, matrix=8192)
+TINY = Size(512, 64, 2, 2, 64, batch=4, small_batch=4, turns=3, steps=10, rounds=4, matrix=512)
+
+# As it is used: every process sees the same devices.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+SIZE = FULL if ON_GPU else TINY
+NO_GPU = "" if ON_GPU else "there is no GPU"
+"""Why a part that needs one is not run."""
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast(DEVICE.type, torch.bfloat16)
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    """Give back the memory of the device that nothing uses any more."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def goal(**bound: float | None) -> dict[str, Any]:
+    """What a figure should reach on a GPU; small sizes on a CPU have no goal."""
+    return bound if ON_GPU else {}
+
+
+def fused_adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def batch(rows: int) -> dict[str, torch.Tensor]:
+    """Random tokens and their labels, int64 (rows, length), on the device."""
+    drawn = torch.randint(SIZE.vocabulary, (rows, SIZE.length + 1), device=DEVICE)
+    return {"input_ids": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
+
+
+def write_tokens(folder: Path) -> None:
+    """Shards of tokens, of which few are frequent, as in a text: P(rank r) falls as 1 / r."""
+    for size in (SIZE, SIZE.smaller()):
+        generator = np.random.default_rng(0)
+        ranks = np.exp(generator.random(TOKENS) * math.log(size.vocabulary)).astype(np.int64) - 1
+        np.save(_tokens(folder, size), generator.permutation(size.vocabulary).astype(np.uint16)[ranks])
+
+
+def data(folder: Path, size: Size) -> list[str]:
+    """The overrides that train a model of this size on the tokens in a folder."""
+    return ["data=shards", f"data.sources.tokens.paths={_tokens(folder, size)}", *size.overrides]
+
+
+def _tokens(folder: Path, size: Size) -> Path:
+    return folder / f"tokens-{size.vocabulary}.npy"
+
+
+def machine() -> str:
+    """The GPU with its driver, in words; nothing without one."""
+    if not ON_GPU:
+        return ""
+    found = torch.cuda.get_device_properties(0)
+    count = torch.cuda.device_count()
+    several = f"{count} x " if count > 1 else ""
+    return f"{several}{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def peak() -> float | None:
+    """Operations a second by the datasheet, if the GPU is known."""
+    name = torch.cuda.get_device_name(0) if ON_GPU else ""
+    return next((value for part, value in PEAKS.items() if all(word in name for word in part.split())), None)
+
+
+def at_once() -> int:
+    """How many runs that are not timed may share the machine."""
+    return max(1, min(14 if ON_GPU else 2, os.cpu_count() or 1))

@@ -1,0 +1,145 @@
+"""Tokens a second of the runner's loop against one by hand, data wait, and what a rank-invariant step costs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks import loop
+from benchmarks.gpu import sizes
+from benchmarks.gpu.report import Report
+from benchmarks.ranks import train_step
+from benchmarks.results import table
+from benchmarks.timing import seconds
+from runner.config.composition import compose
+from runner.config.schema import Config
+from runner.rundir.paths import RunDir
+from runner.system.distributed import World
+from runner.training.step import Drawn
+
+SIZE = sizes.SIZE
+WORKERS = (0, 4)
+MICRO_BATCHES = (1, 4)
+TRAINING = [
+    *("train.steps=1000000", "scheduler=constant", "train.precision=bfloat16", "+optimizer.fused=true"),
+    *(f"train.batch_size={SIZE.batch}", "eval.every_steps=0", "logger=none"),
+]
+
+
+def config_of(*words: str) -> Config:
+    return compose([*TRAINING, *words]).config
+
+
+def rate(step: Callable[[], object], steps: int) -> float:
+    """Seconds of so many steps, to the end of what the device does."""
+
+    def turn() -> None:
+        for _ in range(steps):
+            step()
+        sizes.synchronize()
+
+    return seconds(turn)
+
+
+def matrix_rate() -> float:
+    """Operations a second of a large product of matrices in bfloat16."""
+    one, two = (torch.randn(SIZE.matrix, SIZE.matrix, device=sizes.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    times = [rate(lambda: one @ two, 10) for _ in range(4)]
+    return 10 * 2 * SIZE.matrix**3 / min(times[1:])
+
+
+def against_by_hand(folder: Path) -> None:
+    """Tokens a second and MFU, with saves and without, each against the loop before it."""
+    config = config_of(*sizes.data(folder, SIZE))
+    plain, session = loop.ours(config, RunDir(folder / "plain"))
+    saving, saving_session = loop.ours(config, RunDir(folder / "saving"), save_every=SIZE.steps)
+    loops = {"by hand": loop.by_hand(config, sizes.DEVICE, fused=True), "runner": plain, "saving": saving}
+    turns: dict[str, list[float]] = {name: [] for name in loops}
+    for turn in range(SIZE.turns + 1):
+        for name, step in loops.items():
+            took = rate(step, SIZE.steps)
+            if name == "saving":
+                saving_session.trainer.manager.wait()  # the disk is not what is measured, nor may it slow the others
+            if turn:  # the first compiles, allocates and begins to save
+                turns[name].append(took)
+    for opened in (session, saving_session):
+        opened.close()
+    found, tokens = table("gpu-speed"), SIZE.steps * SIZE.batch * SIZE.length
+    peak, measured = sizes.peak(), matrix_rate()
+    rows = {
+        "by hand": ("by hand", None),
+        "runner": ("runner, with metrics, digest and status; ratio to by hand", 0.98),
+        "saving": (f"with a save every {SIZE.steps} steps; ratio to none", 0.99),
+    }
+    peer = ""
+    for name, (row, goal) in rows.items():
+        speed = tokens / statistics.median(turns[name])
+        found.add(row, "tokens/s", speed, "per s")
+        found.add(row, "of a matrix product's speed", 100 * speed * SIZE.operations / measured, "%")
+        if peak:
+            found.add(row, "MFU", 100 * speed * SIZE.operations / peak, "%")
+        if goal:
+            ratio = statistics.median(a / b for a, b in zip(turns[peer], turns[name], strict=True))
+            found.add(row, "ratio", ratio, **sizes.goal(at_least=goal))
+        peer = name
+    found.add("a matrix product in bfloat16", "TFLOP/s", measured / 1e12, "TFLOP/s")
+
+
+def data_wait(folder: Path) -> None:
+    """What a step waits for samples that take about a millisecond each to be read."""
+    found = table("gpu-data-wait", "samples of a millisecond")
+    options = f"_target_: benchmarks.gpu.models.Zipped, length: {SIZE.length}, vocabulary: {SIZE.vocabulary}"
+    for workers in WORKERS:
+        sizes.free()
+        config = config_of(
+            *("data=own", f"+data.sources.zipped={{{options}}}", f"data.num_workers={workers}", *SIZE.overrides)
+        )
+        step, session = loop.ours(config, RunDir(folder / f"workers-{workers}"))
+        rate(step, 5)
+        session.trainer.meter.take()
+        rate(step, SIZE.steps)
+        times = session.trainer.meter.take()
+        session.close()
+        row = f"{workers} workers, batch of {SIZE.batch}"
+        found.add(row, "wait in a step", 1000 * times["data_wait_s"], "ms")
+        found.add(row, "of the step", 100 * times["data_wait_s"] / times["step_s"], "%")
+
+
+def invariant() -> None:
+    """A rank-invariant step against plain accumulation over the same micro-batches."""
+    found = table("gpu-invariant", "a rank-invariant step")
+    for micro_batches in MICRO_BATCHES:
+        sizes.free()
+        sequences = max(SIZE.batch // micro_batches, 1)
+        turns = {}
+        for name in ("invariant", "usual"):
+            torch.manual_seed(0)
+            model = SIZE.model().to(sizes.DEVICE)
+            step = train_step(
+                model, World(), micro_batches, sequences, name == "invariant", sizes.DEVICE, sizes.autocast
+            )
+            source = itertools.cycle([Drawn(sizes.batch(sequences))])
+            numbers = itertools.count()
+            turns[name] = lambda step=step, source=source, numbers=numbers: step(lambda: next(source), next(numbers))
+            rate(turns[name], 3)
+        times = [{name: rate(turn, SIZE.steps // 5) for name, turn in turns.items()} for _ in range(SIZE.turns)]
+        row = f"{micro_batches} micro-batches of {sequences}"
+        usual = statistics.median(each["usual"] for each in times) / (SIZE.steps // 5)
+        found.add(row, "usual step", 1000 * usual, "ms")
+        found.add(
+            row,
+            "ratio",
+            statistics.median(each["invariant"] / each["usual"] for each in times),
+            **sizes.goal(at_most=1.02),
+        )
+
+
+def main(report: Report, folder: Path) -> None:
+    """Take the figures, one table after the other."""
+    report.step("tokens a second", lambda: against_by_hand(folder))
+    report.step("rank-invariant steps", invariant)
+    report.step("data wait", lambda: data_wait(folder))

@@ -1,0 +1,177 @@
+"""`make gpu` is ready for the few minutes in which there is a GPU: its parts work, nothing is missing in silence."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks import results
+from benchmarks.__main__ import main
+from benchmarks.gpu import command
+from benchmarks.gpu.report import Report
+from benchmarks.results import table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of this test alone."""
+    monkeypatch.setattr(results, "RECORDED", {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sped"], "no part sped; there are exactness, speed, saving, ranks, start"),
+        (["--minutes", "0"], "--minutes 0 must be more than 0"),
+        (["--keep", "none.json"], "not a file that this command has written (FileNotFoundError"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gpu", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_packages_that_are_missing_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.missing() == []
+    monkeypatch.setattr(command, "NEEDED", ["torch", "hydra_of_lerna", "json"])
+    monkeypatch.setattr(command, "DISTRIBUTIONS", {"hydra_of_lerna": "hydra-of-lerna"})
+    with pytest.raises(SystemExit):
+        main(["gpu"])
+    assert "not installed: hydra-of-lerna: pip install hydra-of-lerna; without a network" in capsys.readouterr().err
+
+
+def test_the_folder_of_wheels_is_complete() -> None:
+    """With what its packages need in turn, but for torch and numpy, which every machine with a GPU has."""
+    lines = (ROOT / "benchmarks/gpu/wheels.txt").read_text().splitlines()
+    listed = {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
+    needed = {canonicalize_name(command.DISTRIBUTIONS.get(name, name)) for name in command.NEEDED}
+    open_ends = needed | listed
+    for name in listed:
+        for text in requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                open_ends.add(canonicalize_name(requirement.name))
+    assert open_ends - listed == {"torch", "numpy"}
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_step_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is complete after each of them: a process may be stopped at any time."""
+    report = Report(tmp_path / "part.json", "a GPU")
+    found = table("gpu-a", "what")
+    report.step("divides", lambda: found.add("row", "ratio", 1 / 0))
+    report.step("is elsewhere", lambda: found.add("row", "ratio", 3.0), unless="there is no other")
+    report.step("works", lambda: found.add("row", "ratio", 2.0))
+    whole = Report(tmp_path / "whole.json")
+    whole.add("the part", report.file, "its process ended with status 1")
+    whole.add("another", tmp_path / "never-written.json", "stopped after 3 s")
+    assert results.RECORDED["gpu-a"].markdown() == "| what | ratio |\n| --- | --- |\n| row | 2.00 |\n"
+    assert list(whole.summary()) == [
+        "not run: is elsewhere: there is no other",
+        "FAILED: divides: ZeroDivisionError: division by zero",
+        "FAILED: the part: its process ended with status 1",
+        "FAILED: another: stopped after 3 s",
+    ]
+    assert "divides: FAILED: ZeroDivisionError" in capsys.readouterr().err
+    assert json.loads(report.file.read_text())["gpu"] == "a GPU"
+
+
+def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    assert command.ended("start", tmp_path / "start.json", 0.05) == "stopped after 0 s, which were left of --minutes"
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_part_for_which_no_time_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "gpu.json"
+    assert main(["gpu", "saving", "--minutes", "0.1", "--out", str(out)]) == 0
+    reason = json.loads(out.read_text())["not_run"]["saving"]
+    assert re.fullmatch(r"it needs 30 s, and \d s were left of --minutes", reason)
+    assert f"not run: saving: {reason}" in capsys.readouterr().out
+
+
+def test_figures_of_a_gpu_are_kept_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(results, "FILE", tmp_path / "results.json")
+    results.PAGE.write_text("<!-- figures: gpu-a -->\n\nNot measured.\n\n<!-- end of figures -->\n")
+    file, entry = tmp_path / "gpu.json", {"date": "2026-11-27", "machine": "one H100", "heading": "what"}
+    content: dict[str, Any] = {"gpu": "", "tables": {"gpu-a": {**entry, "figures": []}}}
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        main(["gpu", "--keep", str(file)])
+    assert "its figures were taken without a GPU" in capsys.readouterr().err
+    content["gpu"] = "one H100"
+    content["tables"]["gpu-a"]["figures"] = [{"row": "stall", "column": "time", "value": 2.0, "unit": "ms"}]
+    file.write_text(json.dumps(content))
+    assert main(["gpu", "--keep", str(file)]) == 0
+    assert "| stall | 2 ms |\n\n2026-11-27: one H100.\n" in results.PAGE.read_text()
+    assert set(results.kept()) == {"gpu-a"}
+
+
+def test_every_table_has_its_place_in_the_docs() -> None:
+    places = set(re.findall(r"<!-- figures: (gpu-\S+) -->", (ROOT / "docs/benchmarks.md").read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "benchmarks/gpu").glob("*.py"))
+    assert places == set(re.findall(r'table\(\s*"(gpu-[a-z-]+)"', sources))
+
+
+@pytest.mark.slow
+def test_a_save_that_is_not_what_was_saved_is_noticed(tmp_path: Path) -> None:
+    from benchmarks.gpu.saving import Training
+
+    training = Training(tmp_path / "checkpoints", rows=1)
+    training.step()
+    expected = {name: tensor.detach().clone() for name, tensor in training.tensors.items()}
+    training.save()
+    training.step()
+    training.wait()
+    assert training.differing(expected) == 0
+    now = {name: tensor.detach().clone() for name, tensor in training.tensors.items()}
+    assert training.differing(now) > len(now) / 2
+
+
+NO_STREAMS = {"the control of it": "a CPU has no streams"}
+PARTS = {
+    "exactness": ({"gpu-exactness"}, {}),
+    "speed": ({"gpu-speed", "gpu-invariant", "gpu-data-wait"}, {}),
+    "saving": ({"gpu-copies", "gpu-stall", "gpu-memory"}, NO_STREAMS),
+    "ranks": ({"gpu-ranks"}, {}),
+    "start": ({"gpu-start"}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is for machines without a GPU: run make gpu")
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_works_on_a_cpu_with_small_sizes(part: str, tmp_path: Path) -> None:
+    """So that a GPU's minutes are not spent on mistakes."""
+    out = tmp_path / "gpu.json"
+    words = [sys.executable, "-m", "benchmarks", "gpu", part, "--minutes", "50", "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    tables, not_run = PARTS[part]
+    assert set(found["tables"]) == tables
+    assert found["not_run"] == not_run
+    figures = [figure for each in found["tables"].values() for figure in each["figures"]]
+    assert all(figure["value"] == 0 for figure in figures if figure.get("at_most") == 0)
+    if part == "exactness":
+        rows = {figure["row"] for figure in figures}
+        assert len(rows) == 10  # with two ranks, which every CPU has
+        assert sum(figure["value"] == 0 for figure in figures) == 2 * len(rows)  # deterministic or not
