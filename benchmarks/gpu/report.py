@@ -73,6 +73,10 @@ class Report:
             self.failed[part] = ended
 
     def summary(self) -> Iterable[str]:
-        """A line for whatever is missing."""
+        """A line for each goal that is missed, and for whatever is missing."""
+        for found in results.RECORDED.values():
+            for each in found.figures:
+                if each.missed:
+                    yield f"missed: {found.name}: {each.row}, {each.column}: {each.shown} ({each.goal})"
         yield from (f"not run: {name}: {reason}" for name, reason in self.not_run.items())
         yield from (f"FAILED: {name}: {reason.strip().splitlines()[-1]}" for name, reason in self.failed.items())

@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -76,12 +78,16 @@ def test_a_step_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest
     found = table("gpu-a", "what")
     report.step("divides", lambda: found.add("row", "ratio", 1 / 0))
     report.step("is elsewhere", lambda: found.add("row", "ratio", 3.0), unless="there is no other")
-    report.step("works", lambda: found.add("row", "ratio", 2.0))
+    report.step("works", lambda: found.add("row", "ratio", 2.0, at_most=1))
     whole = Report(tmp_path / "whole.json")
     whole.add("the part", report.file, "its process ended with status 1")
     whole.add("another", tmp_path / "never-written.json", "stopped after 3 s")
-    assert results.RECORDED["gpu-a"].markdown() == "| what | ratio |\n| --- | --- |\n| row | 2.00 |\n"
+    assert (
+        results.RECORDED["gpu-a"].markdown()
+        == "| what | ratio | goal |\n| --- | --- | --- |\n| row | 2.00 **missed** | at most 1 |\n"
+    )
     assert list(whole.summary()) == [
+        "missed: gpu-a: row, ratio: 2.00 (at most 1)",
         "not run: is elsewhere: there is no other",
         "FAILED: divides: ZeroDivisionError: division by zero",
         "FAILED: the part: its process ended with status 1",
@@ -143,6 +149,28 @@ def test_a_save_that_is_not_what_was_saved_is_noticed(tmp_path: Path) -> None:
     assert training.differing(expected) == 0
     now = {name: tensor.detach().clone() for name, tensor in training.tensors.items()}
     assert training.differing(now) > len(now) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("recorded")
+def test_runs_that_differ_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import exactness
+    from benchmarks.gpu.runs import Run
+
+    monkeypatch.setattr(exactness, "STEPS", 6)
+    one, two = (
+        Run(here.trained(tmp_path / f"seed-{seed}", f"seed={seed}", "optimizer.lr=1e-4"), []) for seed in (1, 2)
+    )
+    jobs = {"a case": Future[exactness.Judgement]()}
+    jobs["a case"].set_result(exactness.judged([], one, two))
+    found = table("gpu-exactness", "what")
+    with pytest.raises(RuntimeError, match="not the same after a kill: step 1, loss"):
+        exactness.add(exactness.Case("a case", []), jobs, found)
+    exactness.add(exactness.Case("a case", [], exact=False), jobs, found)
+    values = {figure.column: figure.value for figure in found.figures}
+    assert values["that differ"] == values["steps"] == 9  # with three evaluations
+    assert 1e5 < values["distance of the weights / their norm"] < 2e6  # weights drawn independently: about sqrt(2)
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 NO_STREAMS = {"the control of it": "a CPU has no streams"}
