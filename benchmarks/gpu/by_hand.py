@@ -1,4 +1,4 @@
-"""A resume by hand: `python -m benchmarks.gpu.by_hand FILE` loads what torch.save wrote, and makes a step."""
+"""Resume as a hand-written script does: load FILE, which torch.save wrote, and make one step."""
 
 import sys
 

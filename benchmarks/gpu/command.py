@@ -1,4 +1,4 @@
-"""The command `python -m benchmarks gpu`: which parts run, in how much time, and what becomes of their figures."""
+"""The command `python -m benchmarks gpu`: choose parts, run each within the time left, collect their figures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks import results
 from benchmarks.gpu.report import Report
 
 PARTS = {"exactness": 100, "speed": 40, "saving": 30, "ranks": 15, "start": 45}
-"""In the order of their worth: seconds without which a part is not begun."""
+"""The parts in the order of their worth, and the seconds that each needs: with less time left it is not started."""
 NEEDED = "torch hydra omegaconf submitit numpy yaml rich orjson safetensors xxhash psutil".split()
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def missing() -> list[str]:
-    """The distributions that have to be installed."""
+    """Return the distributions that are needed and not installed."""
     return [DISTRIBUTIONS.get(name, name) for name in NEEDED if find_spec(name) is None]
 
 
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the arguments say; 1 if something failed."""
+    """Run the command; return 1 if a part failed."""
     made = parser()
     options = made.parse_args(arguments)
     if unknown := [name for name in options.parts if name not in PARTS]:
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def keep(made: argparse.ArgumentParser, file: Path) -> int:
-    """Put figures into results.json and the docs; 2 if they are none of a GPU."""
+    """Copy the figures of a JSON file into results.json and the docs; exit if no GPU gave them."""
     try:
         found = json.loads(file.read_text())
         tables = found["tables"]
@@ -78,7 +78,7 @@ def keep(made: argparse.ArgumentParser, file: Path) -> int:
 
 
 def run(parts: list[str], out: Path, seconds: float, folder: Path | None) -> int:
-    """Run parts one after the other; 1 if something failed."""
+    """Run parts one after the other; return 1 if one failed."""
     from benchmarks.gpu import sizes  # imports torch
 
     began = time.monotonic()
@@ -106,7 +106,7 @@ def run(parts: list[str], out: Path, seconds: float, folder: Path | None) -> int
 
 
 def ended(part: str, file: Path, seconds: float) -> str:
-    """Run the process of a part; how it ended, if not well. What it has started ends with it."""
+    """Run a part in a process of its own, and kill what it leaves behind; return how it failed, or nothing."""
     command = [sys.executable, "-m", "benchmarks.gpu.process", part, str(file)]
     # DDP advises against a search that the runner has a reason for.
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -121,7 +121,7 @@ def ended(part: str, file: Path, seconds: float) -> str:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and whatever of its session is left."""
+    """Kill a process and the rest of its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed, against the same runs without a kill: metrics and weights, bit for bit.
+"""Runs that are killed and resumed, compared bit for bit with the same runs without a kill.
 
 Both runs of a case begin with the same command, as processes of their own that compile, choose kernels and fill caches
 for themselves. One of them is killed after step `KILL` and resumes from step `RESUMED`. Some cases have a smaller
@@ -42,7 +42,7 @@ INVARIANT = ["sampler=elastic", f"train.global_batch_size={4 * sizes.SIZE.small_
 
 @dataclass(frozen=True)
 class Case:
-    """Two runs that should be, or are not expected to be, the same.
+    """Two runs of one config: one is killed and resumed, the other is not.
 
     Attributes:
         name: in the table.
@@ -82,7 +82,7 @@ def several_ranks(count: int) -> list[Case]:
 
 
 def runs_of(case: Case, folder: Path) -> tuple[Run, Run]:
-    """The run without a kill, and the one that is killed; each compiles for itself."""
+    """Create both runs of a case, each with a compiler cache of its own."""
     size = sizes.SIZE.smaller() if case.small else sizes.SIZE
     words = [
         *sizes.data(folder, size),
@@ -100,7 +100,7 @@ def runs_of(case: Case, folder: Path) -> tuple[Run, Run]:
 
 
 def ranks(count: int) -> list[str]:
-    """The overrides that start so many."""
+    """Return the overrides that start `count` ranks."""
     return [f"launcher.ranks={count}", *([] if sizes.ON_GPU else ["launcher.gpus=[]"])] if count > 1 else []
 
 
@@ -116,7 +116,7 @@ def records(run: Run) -> list[Any]:
 
 
 def weights_apart(one: Run, two: Run) -> float:
-    """The norm of the difference of two runs' last weights, as a share of that of the weights."""
+    """Return ‖a − b‖ / ‖a‖ of the last weights of two runs."""
     folders = [RunDir(run.path).checkpoints / step_name(STEPS) for run in (one, two)]
     gap = whole = 0.0
     for (_, a), (_, b) in zip(*(tensors(folder, manifest.read(folder), MODEL) for folder in folders), strict=True):
@@ -127,7 +127,7 @@ def weights_apart(one: Run, two: Run) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the comparison of two runs gave."""
+    """The result of comparing two runs."""
 
     steps: int
     differing: int
@@ -137,7 +137,7 @@ class Judgement:
 
 
 def judged(jobs: Sequence[Future[None]], whole: Run, killed: Run) -> Judgement:
-    """Compare two runs that have ended, and remove them.
+    """Wait for two runs, compare them, and delete them.
 
     Raises:
         RuntimeError: one of them failed, or nothing was compared.
@@ -179,7 +179,7 @@ def add(case: Case, jobs: Mapping[str, Future[Judgement]], found: Table) -> None
 
 
 def main(report: Report, folder: Path) -> None:
-    """Make all runs, several at a time, and compare them."""
+    """Start the runs of all cases, several at a time, and compare them."""
     found = table("gpu-exactness", f"killed after step {KILL}, resumed from step {RESUMED}")
     count = torch.cuda.device_count() if sizes.ON_GPU else 2
     several = several_ranks(max(count, 2))

@@ -1,4 +1,4 @@
-"""What runs of the benchmark name in their configs: models, a loss, a dataset."""
+"""Models, a loss and a dataset that the configs of the benchmark name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVERFLOW = 1e3
 
 
 def checkpointed(**options: Any) -> nn.Module:
-    """A GPT that computes the activations of its blocks again in the backward pass."""
+    """Build a GPT that recomputes the activations of its blocks in the backward pass."""
     model = GPT(**options)
     for place, block in enumerate(model.blocks):
         model.blocks[place] = checkpoint_wrapper(block)
@@ -27,12 +27,12 @@ def checkpointed(**options: Any) -> nn.Module:
 
 
 def large_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The usual loss, so large that its gradients overflow in float16 until the scale has come down."""
+    """Multiply the usual loss, so that its gradients overflow in float16 until the scaler has lowered the scale."""
     return OVERFLOW * next_token_loss(model, batch)
 
 
 class Zipped(Dataset[dict[str, torch.Tensor]]):
-    """Samples that take about a millisecond each to be read: tokens out of a compressed block."""
+    """A dataset whose samples take about a millisecond each: tokens from a compressed block."""
 
     def __init__(self, length: int, vocabulary: int, samples: int = 4096) -> None:
         tokens = np.random.default_rng(0).integers(vocabulary, size=1 << 17, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The process of one part: `python -m benchmarks.gpu.process PART FILE`."""
+"""Run one part and write its report: `python -m benchmarks.gpu.process PART FILE`."""
 
 from __future__ import annotations
 

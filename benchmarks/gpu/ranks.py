@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP2 over NCCL with one rank: they start, save and resume.
+"""DistributedDataParallel and FSDP2 over NCCL on one rank: start, save, resume.
 
 A run with one rank uses neither, so the parts of a run are put together here: the module in its wrapper, steps, saves.
 """
@@ -40,7 +40,7 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 
 class Ranked:
-    """A wrapped model with its optimizer; the batch of a step depends on its number alone."""
+    """A wrapped model with its optimizer. The batch of a step depends on the number of the step alone."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], seed: int) -> None:
         torch.manual_seed(seed)
@@ -53,7 +53,7 @@ class Ranked:
         self._step = TrainStep(forward, self.optimizers, [], clip_norm=1.0)
 
     def train(self, begin: int, end: int) -> list[float]:
-        """Make the steps after `begin` up to `end`; their losses."""
+        """Make the steps from `begin` to `end` and return their losses."""
         losses = []
         for step in range(begin, end):
             torch.manual_seed(step)
@@ -65,7 +65,7 @@ class Ranked:
 
 
 def saved_and_resumed(name: str, wrap: Callable[[nn.Module], nn.Module], folder: Path, found: Table) -> None:
-    """Train to the end with a save on the way, and again from there with a new model; both have to end alike."""
+    """Train with a save on the way, resume from it with a new model, and compare the last weights."""
     one = Ranked(wrap, seed=0)
     one.train(0, SAVED)
     manager = TrainStateManager(folder / name)
@@ -89,7 +89,7 @@ def saved_and_resumed(name: str, wrap: Callable[[nn.Module], nn.Module], folder:
 
 
 def main(report: Report, folder: Path) -> None:
-    """One process group of this process alone."""
+    """Check both wrappers in a process group of one."""
     found = table("gpu-ranks", "one rank, saved at step 3, resumed, ended at step 6")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""What a part has found: tables of figures, what was not run and why, what failed. Written after each of its steps."""
+"""The report of a part: tables of figures, what was not run and why, what failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import results
 
 @dataclass
 class Report:
-    """Of one process.
+    """The report of one process, written to its file after each step.
 
     Attributes:
         file: where it is written.
@@ -31,7 +31,7 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
     def step(self, name: str, action: Callable[[], object], unless: str = "") -> None:
-        """Do what `name` is about; an error is noted, and the next step is made.
+        """Run one step. An error is recorded, so that the next step can run.
 
         Args:
             unless: why it cannot be done here, if so.
@@ -51,7 +51,7 @@ class Report:
         self.write()
 
     def write(self, **more: Any) -> None:
-        """Replace the file by what is known now."""
+        """Write the file anew."""
         tables = {name: results.entry(found, self.device) for name, found in results.RECORDED.items() if found.figures}
         content = {"gpu": self.device, **more, "tables": tables, "not_run": self.not_run, "failed": self.failed}
         temporary = self.file.with_name(f"{self.file.name}.tmp")
@@ -59,7 +59,7 @@ class Report:
         temporary.replace(self.file)
 
     def add(self, part: str, file: Path, ended: str) -> None:
-        """Take over what the process of a part has written.
+        """Merge the report that the process of a part has written.
 
         Args:
             ended: how it ended, if it did not end well.
@@ -73,7 +73,7 @@ class Report:
             self.failed[part] = ended
 
     def summary(self) -> Iterable[str]:
-        """A line for each goal that is missed, and for whatever is missing."""
+        """Yield a line for each missed goal, each step that was not run, and each failure."""
         for found in results.RECORDED.values():
             for each in found.figures:
                 if each.missed:

@@ -1,4 +1,4 @@
-"""Runs by the command that users give, each killed at a chosen step where that is asked for."""
+"""Runs that are started by the command that users type, and killed at a chosen step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runner.system import files
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD = ("+callbacks.hold._target_=benchmarks.gpu.runs.Hold", "train.hang_timeout_s=null")
-"""The overrides of a run that may be held."""
+"""Overrides that let an attempt be held at a step."""
 PATIENCE_S = 600.0
 
 
 class Hold:
-    """A callback that stops the run at a step, until it is killed."""
+    """A callback that holds the attempt at the step HOLD_AT until it is killed."""
 
     def on_step_end(self, context: Any) -> None:
         if str(context.step) == os.environ.get("HOLD_AT"):
@@ -34,7 +34,7 @@ class Hold:
 
 @dataclass
 class Run:
-    """A run directory, and the command that works on it.
+    """A run directory and the command that trains in it.
 
     Attributes:
         overrides: with `HELD` among them where it is to be killed.
@@ -46,7 +46,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
 
     def start(self, hold_at: int | None = None, *more: str) -> subprocess.Popen[bytes]:
-        """Begin an attempt, whose output goes into a file."""
+        """Start an attempt and write its output to a file."""
         environment = {**os.environ, **self.environment}
         if hold_at is not None:
             self._held.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ class Run:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
     def finish(self, *more: str) -> None:
-        """Make an attempt that trains to the end.
+        """Start an attempt and wait until it has finished the run.
 
         Raises:
             RuntimeError: it does not.
@@ -65,7 +65,7 @@ class Run:
             raise RuntimeError(f"{self.path.name} failed: {self.tail()}")
 
     def kill_at(self, step: int, *more: str) -> None:
-        """Make an attempt that is killed, with all its ranks, when `step` is complete.
+        """Start an attempt and kill all its ranks once `step` is complete and no save is in flight.
 
         Raises:
             RuntimeError: it ended before.
@@ -79,7 +79,7 @@ class Run:
             kill(process)
 
     def wait_until_held(self, process: subprocess.Popen[bytes]) -> None:
-        """Return when an attempt has made the step at which it is held.
+        """Wait until an attempt has completed the step at which it is held.
 
         Raises:
             RuntimeError: it ended before.
@@ -90,16 +90,16 @@ class Run:
             time.sleep(0.002)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, which a kill would take from the run."""
+        """Return whether a checkpoint is being written."""
         folder = RunDir(self.path).checkpoints
         return folder.exists() and any(".tmp" in path.name for path in folder.iterdir())
 
     def resumed_at(self) -> list[int]:
-        """At which step each attempt began whose end is recorded; an attempt records the end of the one before."""
+        """Return the start step of each attempt in the log, which has an attempt once it ended or the next began."""
         return [attempt["start_step"] for attempt in files.read_lines(RunDir(self.path).attempts)]
 
     def tail(self) -> str:
-        """The end of its output."""
+        """Return the last lines of the output."""
         return self._output.read_text(errors="replace")[-1500:]
 
     @property
@@ -112,7 +112,7 @@ class Run:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its descendants at once."""
+    """Kill a process and its descendants."""
     with suppress(psutil.NoSuchProcess):
         found = psutil.Process(process.pid)
         for each in [found, *found.children(recursive=True)]:

@@ -1,4 +1,4 @@
-"""Saves beside training: their content while the next backward pass runs, their stall, and memory.
+"""Saves during training: their content, their stall, and memory.
 
 The content is compared with clones that are made in the order of the device's work, right where the save begins. As a
 control, the same is done with copies that do not wait for the work before them: then the check has to find differences,
@@ -30,12 +30,12 @@ from runner.system import processes
 
 SIZE = sizes.SIZE
 BUSY_CYCLES = 50_000_000
-"""So long the device is busy before an update, in cycles of its clock: about 30 ms."""
+"""Clock cycles for which the device is kept busy before an update: about 30 ms."""
 SAVES = 5
 
 
 class Training:
-    """A model that is trained on one batch, and its saves."""
+    """A model that is trained on one batch, and saved."""
 
     def __init__(self, folder: Path, model: nn.Module | None = None, rows: int = SIZE.batch) -> None:
         torch.manual_seed(0)
@@ -47,17 +47,17 @@ class Training:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is saved, by the name that it has in a checkpoint."""
+        """Return the tensors of a save by their names in the checkpoint."""
         return collect(self.model, self.optimizer).tensors
 
     def backward(self) -> None:
-        """A forward and a backward pass."""
+        """Run a forward and a backward pass."""
         with sizes.autocast():
             loss = next_token_loss(self.model, self.batch).mean()
         torch.autograd.backward(loss)
 
     def update(self) -> None:
-        """As soon as a save has its copies."""
+        """Wait for the copies of a save, then update the weights."""
         self.manager.finish_copy()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -68,7 +68,7 @@ class Training:
         self.update()
 
     def save(self) -> None:
-        """Begin a save, which is copied during the next backward pass."""
+        """Begin a save that copies during the next backward pass."""
         saved = self.manager.save(
             self.steps, self.model, self.optimizer, build_train_state(self.steps, self.steps), copy_later=True
         )
@@ -81,7 +81,7 @@ class Training:
             raise RuntimeError(f"a save failed: {self.manager.last_error}")
 
     def differing(self, expected: dict[str, torch.Tensor]) -> int:
-        """How many tensors of the newest checkpoint differ from these."""
+        """Count the tensors of the newest checkpoint that differ from `expected`."""
         folder = self.manager.directory / step_name(max(self.steps - 1, 0))
         with CheckpointReader(folder, manifest.read(folder)) as reader:
             if reader.entries.keys() != expected.keys():
@@ -90,13 +90,13 @@ class Training:
 
 
 def busy() -> None:
-    """Give the device work for a while, so that what follows in its queue begins late."""
+    """Keep the device busy for a while, so that the work queued behind starts late."""
     if sizes.ON_GPU:
         torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def rounds(folder: Path) -> list[int]:
-    """Save again and again in the middle of training; of each save, how many tensors are wrong."""
+    """Save again and again during training; return how many tensors of each save are wrong."""
     small = SIZE.smaller()
     training = Training(folder, small.model(), rows=2)
     training.batch = {key: value % small.vocabulary for key, value in training.batch.items()}
@@ -114,7 +114,7 @@ def rounds(folder: Path) -> list[int]:
 
 @contextmanager
 def copies_that_do_not_wait() -> Iterator[None]:
-    """The fault that is looked for: copies begin before the work on which they depend has ended."""
+    """Inject the fault that the check must notice: copies that start before the work they depend on has ended."""
     stream: Any = torch.cuda.Stream
     original = stream.wait_event
     stream.wait_event = lambda self, event: None
@@ -142,7 +142,7 @@ def control(folder: Path, found: Table) -> None:
 
 
 def measured(training: Training, save: bool) -> float:
-    """Seconds of a step, to the end of what the device does; after a save has begun, if there is one."""
+    """Time a step until the device is idle, with a save before it if `save`."""
     sizes.synchronize()
 
     def whole() -> None:
@@ -155,7 +155,7 @@ def measured(training: Training, save: bool) -> float:
 
 
 def stall(folder: Path) -> None:
-    """How much longer a step is with a save, against a copy of the same bytes into pinned memory."""
+    """Compare the time that a save adds to a step with a copy of the same bytes into pinned memory."""
     training = Training(folder / "stall")
     training.manager.warm_up()
     for _ in range(3):
@@ -193,9 +193,9 @@ def stall(folder: Path) -> None:
 
 
 def peak_of(folder: Path, name: str, model: nn.Module | None = None, save: bool = False) -> tuple[int, int]:
-    """What the device held at most in some steps, and what model, gradients and optimizer take, in bytes.
+    """Return the peak memory of a few steps and the bytes of model, gradients and optimizer.
 
-    On a CPU the first is what this process has held so far.
+    On a CPU the peak is that of this process so far.
     """
     sizes.free()
     if sizes.ON_GPU:
@@ -212,7 +212,7 @@ def peak_of(folder: Path, name: str, model: nn.Module | None = None, save: bool 
 
 
 def memory(folder: Path) -> None:
-    """Peak memory of the device against the model's state; what saves add, what activation checkpointing saves."""
+    """Compare the peak memory with the model's state: plain, with saves, and with activation checkpointing."""
     found = table("gpu-memory", f"batch of {SIZE.batch} sequences of {SIZE.length} tokens")
     options = {name: getattr(SIZE, name) for name in ("layers", "heads", "width")}
     cases: dict[str, dict[str, Any]] = {
@@ -232,7 +232,7 @@ def memory(folder: Path) -> None:
 
 
 def main(report: Report, folder: Path) -> None:
-    """Look at the content first."""
+    """Check the content of saves, then measure stall and memory."""
     found = table("gpu-copies", "what is in a checkpoint")
     report.step("saves while the next backward pass runs", lambda: content(folder, found))
     report.step("the control of it", lambda: control(folder, found), sizes.NO_GPU and "a CPU has no streams")

@@ -1,4 +1,4 @@
-"""What the parts train: a GPT of 124 million parameters on a GPU, a tiny one on a CPU, on tokens that are made here."""
+"""Model, data and device of all parts: a GPT of 124 million parameters on a GPU, a tiny one on a CPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from runner.models.gpt import GPT
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bf16 operations a second by the datasheet, by what a GPU's name contains."""
+"""Dense bf16 operations per second from the datasheet, keyed by words in the name of a GPU."""
 TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model, of a batch, and of what is repeated.
+    """The size of the model and of a batch, and how often things are repeated.
 
     Attributes:
         batch: sequences per step where speed is measured.
@@ -46,7 +46,7 @@ class Size:
 
     @property
     def overrides(self) -> list[str]:
-        """Of the model and the data, but for their paths."""
+        """Return the overrides of the model and the data, without paths."""
         shape = {"layers": self.layers, "heads": self.heads, "width": self.width}
         return [
             *(f"model.{name}={value}" for name, value in shape.items()),
@@ -55,7 +55,7 @@ class Size:
         ]
 
     def smaller(self) -> Size:
-        """With a quarter of the layers and of the vocabulary."""
+        """Return this size with a quarter of the layers and of the vocabulary."""
         return replace(self, layers=max(self.layers // 4, 1), vocabulary=self.vocabulary // 4)
 
     def model(self, **options: Any) -> GPT:
@@ -63,7 +63,7 @@ class Size:
 
     @property
     def operations(self) -> float:
-        """Floating-point operations of a token, forward and backward (Chowdhery et al. 2022, appendix B)."""
+        """Return the floating-point operations per token, forward and backward (Chowdhery et al. 2022, appendix B)."""
         parameters = self.vocabulary * self.width + 12 * self.layers * self.width**2
         return 6 * parameters + 12 * self.layers * self.width * self.length
 
@@ -76,7 +76,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 SIZE = FULL if ON_GPU else TINY
 NO_GPU = "" if ON_GPU else "there is no GPU"
-"""Why a part that needs one is not run."""
+"""The reason why a step that needs a GPU is not run."""
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -84,20 +84,20 @@ def autocast() -> AbstractContextManager[Any]:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device is idle."""
     if ON_GPU:
         torch.cuda.synchronize()
 
 
 def free() -> None:
-    """Give back the memory of the device that nothing uses any more."""
+    """Free unused memory of the device."""
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()
 
 
 def goal(**bound: float | None) -> dict[str, Any]:
-    """What a figure should reach on a GPU; small sizes on a CPU have no goal."""
+    """Return the goal of a figure; small sizes on a CPU have none."""
     return bound if ON_GPU else {}
 
 
@@ -106,13 +106,13 @@ def fused_adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:
-    """Random tokens and their labels, int64 (rows, length), on the device."""
+    """Draw random tokens and labels, int64 (rows, length), on the device."""
     drawn = torch.randint(SIZE.vocabulary, (rows, SIZE.length + 1), device=DEVICE)
     return {"input_ids": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
 
 
 def write_tokens(folder: Path) -> None:
-    """Shards of tokens, of which few are frequent, as in a text: P(rank r) falls as 1 / r."""
+    """Write token shards in which few tokens are frequent, as in text: P(rank r) falls as 1 / r."""
     for size in (SIZE, SIZE.smaller()):
         generator = np.random.default_rng(0)
         ranks = np.exp(generator.random(TOKENS) * math.log(size.vocabulary)).astype(np.int64) - 1
@@ -120,7 +120,7 @@ def write_tokens(folder: Path) -> None:
 
 
 def data(folder: Path, size: Size) -> list[str]:
-    """The overrides that train a model of this size on the tokens in a folder."""
+    """Return the overrides that train a model of this size on the shards in `folder`."""
     return ["data=shards", f"data.sources.tokens.paths={_tokens(folder, size)}", *size.overrides]
 
 
@@ -129,7 +129,7 @@ def _tokens(folder: Path, size: Size) -> Path:
 
 
 def machine() -> str:
-    """The GPU with its driver, in words; nothing without one."""
+    """Return name, memory and CUDA version of the GPU; empty without one."""
     if not ON_GPU:
         return ""
     found = torch.cuda.get_device_properties(0)
@@ -139,11 +139,11 @@ def machine() -> str:
 
 
 def peak() -> float | None:
-    """Operations a second by the datasheet, if the GPU is known."""
+    """Return the bf16 operations per second from the datasheet; None for an unknown GPU."""
     name = torch.cuda.get_device_name(0) if ON_GPU else ""
     return next((value for part, value in PEAKS.items() if all(word in name for word in part.split())), None)
 
 
 def at_once() -> int:
-    """How many runs that are not timed may share the machine."""
+    """Return how many runs that are not timed share the machine."""
     return max(1, min(14 if ON_GPU else 2, os.cpu_count() or 1))

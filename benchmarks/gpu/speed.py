@@ -1,4 +1,4 @@
-"""Tokens a second of the runner's loop against one by hand, data wait, and what a rank-invariant step costs."""
+"""Tokens per second of the runner's loop beside a hand-written one, data wait, and rank-invariant steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config_of(*words: str) -> Config:
 
 
 def rate(step: Callable[[], object], steps: int) -> float:
-    """Seconds of so many steps, to the end of what the device does."""
+    """Time `steps` steps until the device is idle, in seconds."""
 
     def turn() -> None:
         for _ in range(steps):
@@ -46,14 +46,14 @@ def rate(step: Callable[[], object], steps: int) -> float:
 
 
 def matrix_rate() -> float:
-    """Operations a second of a large product of matrices in bfloat16."""
+    """Measure the operations per second of a large matrix product in bfloat16."""
     one, two = (torch.randn(SIZE.matrix, SIZE.matrix, device=sizes.DEVICE, dtype=torch.bfloat16) for _ in range(2))
     times = [rate(lambda: one @ two, 10) for _ in range(4)]
     return 10 * 2 * SIZE.matrix**3 / min(times[1:])
 
 
 def against_by_hand(folder: Path) -> None:
-    """Tokens a second and MFU, with saves and without, each against the loop before it."""
+    """Measure tokens per second and MFU by hand, by the runner, and with saves; each beside the one before."""
     config = config_of(*sizes.data(folder, SIZE))
     plain, session = loop.ours(config, RunDir(folder / "plain"))
     saving, saving_session = loop.ours(config, RunDir(folder / "saving"), save_every=SIZE.steps)
@@ -90,7 +90,7 @@ def against_by_hand(folder: Path) -> None:
 
 
 def data_wait(folder: Path) -> None:
-    """What a step waits for samples that take about a millisecond each to be read."""
+    """Measure how long a step waits for samples that take a millisecond each."""
     found = table("gpu-data-wait", "samples of a millisecond")
     options = f"_target_: benchmarks.gpu.models.Zipped, length: {SIZE.length}, vocabulary: {SIZE.vocabulary}"
     for workers in WORKERS:
@@ -110,7 +110,7 @@ def data_wait(folder: Path) -> None:
 
 
 def invariant() -> None:
-    """A rank-invariant step against plain accumulation over the same micro-batches."""
+    """Compare a rank-invariant step with plain accumulation over the same micro-batches."""
     found = table("gpu-invariant", "a rank-invariant step")
     for micro_batches in MICRO_BATCHES:
         sizes.free()
@@ -139,7 +139,7 @@ def invariant() -> None:
 
 
 def main(report: Report, folder: Path) -> None:
-    """Take the figures, one table after the other."""
+    """Measure one table after the other."""
     report.step("tokens a second", lambda: against_by_hand(folder))
     report.step("rank-invariant steps", invariant)
     report.step("data wait", lambda: data_wait(folder))

@@ -1,4 +1,4 @@
-"""Time from the start of a process to its first step after a kill, against a script that resumes by hand."""
+"""The time from the start of a process to its first step after a kill, beside a script that resumes by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_HAND = [sys.executable, "-m", "benchmarks.gpu.by_hand"]
 
 
 def write_by_hand(path: Path) -> None:
-    """What a script saves with torch.save: the same model with its optimizer, after a step."""
+    """Save the same model and optimizer with torch.save, after a step."""
     shape = {name: getattr(SIZE, name) for name in ("layers", "heads", "width")}
     options = {"vocab_size": SIZE.vocabulary, "sequence_length": SIZE.length, **shape}
     model = SIZE.model().to(sizes.DEVICE)
@@ -38,7 +38,7 @@ def write_by_hand(path: Path) -> None:
 
 
 def by_hand(path: Path) -> float:
-    """Seconds until the script has made a step."""
+    """Time the script until it has made a step, in seconds."""
     began = time.perf_counter()
     with subprocess.Popen([*BY_HAND, path], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -50,7 +50,7 @@ def by_hand(path: Path) -> float:
 
 
 def resumed(run: Run) -> float:
-    """Seconds until an attempt that resumes has made a step."""
+    """Time an attempt that resumes until it has made a step, in seconds."""
     began = time.perf_counter()
     process = run.start(SAVED + 1)
     try:
