@@ -16,6 +16,7 @@ from pathlib import Path
 import benchmarks.gpu
 from benchmarks import results
 from benchmarks.gpu.report import Report
+from runner.system import processes
 
 PARTS = {"exactness": 100, "speed": 40, "saving": 30, "ranks": 15, "start": 45}
 """The parts in the order of their worth, and the seconds that each needs: with less time left it is not started."""
@@ -59,7 +60,13 @@ def main(arguments: list[str]) -> int:
             "where there is one, and pip install --no-index --find-links build/wheels ... here"
         )
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    return run(options.parts or list(PARTS), options.out, 60 * options.minutes, options.folder)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(options.parts or list(PARTS), options.out, 60 * options.minutes, options.folder)
+    except KeyboardInterrupt:  # before the first part, or after the last one
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def keep(made: argparse.ArgumentParser, file: Path) -> int:
@@ -81,7 +88,7 @@ def run(parts: list[str], out: Path, seconds: float, folder: Path | None) -> int
     """Run parts one after the other; return 1 if one failed."""
     from benchmarks.gpu import sizes  # imports torch
 
-    began = time.monotonic()
+    began, interrupted = time.monotonic(), ""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands are started as users have them: compiled
     whole = Report(out, sizes.machine())
     results.RECORDED.clear()
@@ -91,12 +98,16 @@ def run(parts: list[str], out: Path, seconds: float, folder: Path | None) -> int
         for part in parts:
             left = began + seconds - time.monotonic()
             print(f"\n== {part}, {max(left, 0):.0f} s left", flush=True)
-            if left < PARTS[part]:
+            if interrupted or left < PARTS[part]:
                 reason = f"it needs {PARTS[part]} s, and {max(left, 0):.0f} s were left of --minutes"
-                whole.step(part, lambda: None, unless=reason)
+                whole.step(part, lambda: None, unless=interrupted or reason)
             else:
                 file = Path(made, f"{part}.json")
-                whole.add(part, file, ended(part, file, left))
+                try:
+                    failure = ended(part, file, left)
+                except KeyboardInterrupt:
+                    failure = interrupted = "interrupted"
+                whole.add(part, file, failure)
             whole.write(machine=results.machine(), seconds=round(time.monotonic() - began, 1))
     print()
     for line in whole.summary():
@@ -109,7 +120,7 @@ def ended(part: str, file: Path, seconds: float) -> str:
     """Run a part in a process of its own, and kill what it leaves behind; return how it failed, or nothing."""
     command = [sys.executable, "-m", "benchmarks.gpu.process", part, str(file)]
     # DDP advises against a search that the runner has a reason for.
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = processes.bound({**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"})
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(seconds)

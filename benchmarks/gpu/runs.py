@@ -24,12 +24,15 @@ PATIENCE_S = 600.0
 
 
 class Hold:
-    """A callback that holds the attempt at the step HOLD_AT until it is killed."""
+    """A callback that holds the attempt at the step HOLD_AT until it is killed, or the process HOLDER has ended."""
 
     def on_step_end(self, context: Any) -> None:
-        if str(context.step) == os.environ.get("HOLD_AT"):
-            Path(os.environ["HELD"]).touch()
-            time.sleep(PATIENCE_S)
+        if str(context.step) != os.environ.get("HOLD_AT"):
+            return
+        Path(os.environ["HELD"]).touch()
+        while psutil.pid_exists(int(os.environ["HOLDER"])):
+            time.sleep(0.05)
+        os._exit(1)
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Run:
         environment = {**os.environ, **self.environment}
         if hold_at is not None:
             self._held.unlink(missing_ok=True)
-            environment |= {"HOLD_AT": str(hold_at), "HELD": str(self._held)}
+            environment |= {"HOLD_AT": str(hold_at), "HELD": str(self._held), "HOLDER": str(os.getpid())}
         command = [sys.executable, "-m", "runner", f"run.dir={self.path}", "logger=none", *self.overrides, *more]
         with open(self._output, "ab") as output:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -108,6 +109,28 @@ def test_a_part_for_which_no_time_is_left_is_named(tmp_path: Path, capsys: pytes
     reason = json.loads(out.read_text())["not_run"]["saving"]
     assert re.fullmatch(r"it needs 30 s, and \d s were left of --minutes", reason)
     assert f"not run: saving: {reason}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_the_figures_and_leaves_nothing_behind(signum: int, tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    words = [sys.executable, "-m", "benchmarks", "gpu", "saving", "ranks", "--minutes", "50", "--out", str(out)]
+    words += ["--folder", str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("  stall of a save: "):
+                process.send_signal(signum)
+    assert process.returncode == 1
+    assert "Traceback" not in "".join(lines)
+    found = json.loads(out.read_text())
+    assert set(found["tables"]) >= {"gpu-copies", "gpu-stall"}
+    assert found["failed"] == {"saving": "interrupted"}
+    assert found["not_run"] == {**NO_STREAMS, "ranks": "interrupted"}
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
 
 
 def test_figures_of_a_gpu_are_kept_and_others_are_not(
