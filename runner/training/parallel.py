@@ -69,7 +69,7 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
     wrapped = DistributedDataParallel(
         computation, device_ids=[device.index] if device.type == "cuda" else None, find_unused_parameters=True
     )
-    # See SharedBuffers. The argument for it has had another name, and another meaning, before torch 2.13.
+    # See SharedBuffers. The argument for it has another name, and another meaning, in older torch, such as 2.11.
     wrapped.broadcast_buffers = False
     return wrapped
 
