@@ -57,10 +57,13 @@ def main(arguments: list[str]) -> int:
         from benchmarks.gpu import command
 
         return command.main(arguments[1:])
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog="python -m benchmarks gpu --help: what only a GPU can show",
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all without one")
     parser.add_argument("--accept", action="store_true", help="keep figures that got worse, too")
-    parser.epilog = "python -m benchmarks gpu --help: what only a GPU can show"
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in NAMES]
     if unknown:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.results import table
+from benchmarks.results import Table, table
 from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.data import DistributedSampler
@@ -94,6 +94,26 @@ def timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
+Rows = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""By loop: its row, and the goal of its ratio."""
+
+
+def add_speeds(found: Table, turns: Mapping[str, Sequence[float]], tokens: int, rows: Rows) -> None:
+    """Add tokens/s of each loop, and the median ratio over the turns to the loop in the row before.
+
+    Args:
+        turns: by loop, seconds of each turn.
+        tokens: of a turn.
+    """
+    peer = None
+    for name, (row, goal) in rows.items():
+        found.add(row, "tokens/s", tokens / statistics.median(turns[name]), "per s")
+        if peer is not None:
+            ratio = statistics.median(a / b for a, b in zip(turns[peer], turns[name], strict=True))
+            found.add(row, "ratio", ratio, **goal)
+        peer = name
+
+
 def main() -> None:
     """Take tokens/s of the three and the median ratios over the turns."""
     with tempfile.TemporaryDirectory() as folder:
@@ -108,18 +128,12 @@ def main() -> None:
         for opened in (session, saving_session):
             opened.close()
     tokens = STEPS * config.train.batch_size * config.data.sequence_length
-    found = table("loop")
-    goals = {"by hand": None, "runner": ("by hand", 0.98), "saving": ("runner", 0.99)}
-    rows = {
-        "by hand": "by hand",
-        "runner": "runner, with metrics, digest, status and TensorBoard; ratio to by hand",
-        "saving": "with a save every 10 steps; ratio to none",
+    rows: Rows = {
+        "by hand": ("by hand", {}),
+        "runner": ("runner, with metrics, digest, status and TensorBoard; ratio to by hand", {"at_least": 0.98}),
+        "saving": ("with a save every 10 steps; ratio to none", {"at_least": 0.99}),
     }
-    for name, goal in goals.items():
-        found.add(rows[name], "tokens/s", tokens / statistics.median(turns[name]), "per s")
-        if goal is not None:
-            ratio = statistics.median(a / b for a, b in zip(turns[goal[0]], turns[name], strict=True))
-            found.add(rows[name], "ratio", ratio, at_least=goal[1])
+    add_speeds(table("loop"), turns, tokens, rows)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from runner.training.counting import NONE_STATED
 from runner.training.invariant import FixedMicroBatches
 from runner.training.optimizers import Optimizers
 from runner.training.step import Drawn, Forward, TrainStep
-from runner.training.tasks import Task
+from runner.training.tasks import Batch, Task
 
 Messages = list[tuple[int, torch.Tensor]]
 CPU = torch.device("cpu")
@@ -55,8 +55,8 @@ def train_step(
     micro_batches: int,
     sequences: int,
     invariant: bool,
-    device: torch.device = CPU,
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    device: torch.device,
+    precision: Callable[[], AbstractContextManager[Any]],
 ) -> TrainStep:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     optimizers = Optimizers.of_one(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
@@ -67,11 +67,6 @@ def train_step(
     return TrainStep(forward, optimizers, [], micro_batches // world.size, 1.0, NONE_STATED, None, division)
 
 
-def batches(sequences: int, tokens: int) -> Iterator[Drawn]:
-    drawn = torch.randint(256, (sequences, tokens + 1))
-    return cycle([Drawn({"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]})])
-
-
 def turn_of(step: TrainStep, source: Iterator[Drawn], steps: int) -> Callable[[], None]:
     def turn() -> None:
         for index in range(1, steps + 1):
@@ -80,18 +75,37 @@ def turn_of(step: TrainStep, source: Iterator[Drawn], steps: int) -> Callable[[]
     return turn
 
 
-def sides(world: World, parameters: int, micro_batches: int) -> dict[str, Callable[[], None]]:
-    """A turn of each side."""
-    layers, heads, width, sequences, tokens, steps = SIZES[parameters]
+def sides(
+    world: World,
+    make: Callable[[], GPT],
+    batch: Batch,
+    micro_batches: int,
+    steps: int,
+    device: torch.device = CPU,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Callable[[], None]]:
+    """A turn of each side, of so many steps over one batch.
+
+    Args:
+        make: the model, on the device.
+        batch: `input_ids` and `labels`, on the device.
+    """
     made = {}
     for name in ("invariant", "usual"):
         torch.manual_seed(0)
-        model = GPT(256, tokens, layers, heads, width)
-        step = train_step(model, world, micro_batches, sequences, name == "invariant")
-        source = batches(sequences, tokens)
+        step = train_step(make(), world, micro_batches, len(batch["labels"]), name == "invariant", device, precision)
+        source = cycle([Drawn(batch)])
         step(partial(next, source), 0)  # the checks of the first one
         made[name] = turn_of(step, source, steps)
     return made
+
+
+def sides_of(world: World, parameters: int, micro_batches: int) -> dict[str, Callable[[], None]]:
+    """Those of a GPT of so many parameters, on a CPU."""
+    layers, heads, width, sequences, tokens, steps = SIZES[parameters]
+    drawn = torch.randint(256, (sequences, tokens + 1))
+    batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+    return sides(world, lambda: GPT(256, tokens, layers, heads, width), batch, micro_batches, steps)
 
 
 def traffic(turn: Callable[[], None], steps: int) -> float:
@@ -115,7 +129,7 @@ def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: in
     torch.set_num_threads(1)
     world = World(rank, ranks)
     world.start(CPU)
-    turns = sides(world, parameters, micro_batches)
+    turns = sides_of(world, parameters, micro_batches)
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(TURNS):
         for name, turn in turns.items():

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import Table, table
 
@@ -53,12 +54,14 @@ def first_step(cwd: Path) -> float:
 def compare(found: Table, what: str, ours: Callable[[], float], theirs: Callable[[], float], goal: float) -> None:
     """The medians of both and of their ratio."""
     ours(), theirs()  # files into the page cache
-    pairs = [(ours(), theirs()) for _ in range(TURNS)]
-    mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(own / peer for own, peer in pairs)
-    found.add(what, "ours", mine, "s")
-    found.add(what, "peer", other, "s")
-    found.add(what, "ratio", ratio, at_most=goal)
+    add_pairs(found, what, [(ours(), theirs()) for _ in range(TURNS)], at_most=goal)
+
+
+def add_pairs(found: Table, what: str, pairs: Sequence[tuple[float, float]], **goal: Any) -> None:
+    """Add the medians of pairs of seconds, ours and the peer's, and of their ratios."""
+    for column, values in zip(("ours", "peer"), zip(*pairs, strict=True), strict=True):
+        found.add(what, column, statistics.median(values), "s")
+    found.add(what, "ratio", statistics.median(own / peer for own, peer in pairs), **goal)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu import sizes
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.runs import HELD, Run
+from benchmarks.gpu.runs import SAVE, Run, held_words
 from benchmarks.results import Table, table
 from runner.chaos.compare import compare
 from runner.checkpoint import manifest
@@ -31,7 +31,7 @@ from runner.checkpoint.staging import MODEL
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-STEPS, SAVE, KILL = 30, 10, 25
+STEPS, KILL = 30, 25
 RESUMED = KILL // SAVE * SAVE
 EXACT = "train.deterministic=true"
 MODELS = "benchmarks.gpu.models."
@@ -85,10 +85,8 @@ def runs_of(case: Case, folder: Path) -> tuple[Run, Run]:
     """Create both runs of a case, each with a compiler cache of its own."""
     size = sizes.SIZE.smaller() if case.small else sizes.SIZE
     words = [
-        *sizes.data(folder, size),
-        *(f"train.steps={STEPS}", f"checkpoint.every_steps={SAVE}", "checkpoint.keep_last=1"),
-        *("scheduler.warmup_steps=0", "train.precision=bfloat16", "+optimizer.fused=true", *HELD),
-        f"train.batch_size={size.small_batch}",
+        *held_words(folder, size),
+        f"train.steps={STEPS}",
         *([] if INVARIANT[-1] in case.overrides else ["train.grad_accum_steps=2"]),
         *case.overrides,
     ]

@@ -5,7 +5,6 @@ A run with one rank uses neither, so the parts of a run are put together here: t
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +18,12 @@ from benchmarks.gpu import sizes
 from benchmarks.gpu.report import Report
 from benchmarks.results import Table, table
 from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint.compare import tensor_difference
 from runner.checkpoint.staging import bare, local
+from runner.config.schema import Config, TrainConfig
 from runner.models.loss import next_token_loss
 from runner.system.distributed import World
+from runner.training.exactness import make_exact
 from runner.training.optimizers import Optimizers
 from runner.training.parallel import sharded
 from runner.training.step import Drawn, Forward, TrainStep
@@ -32,11 +34,11 @@ BACKEND = "cpu:gloo,cuda:nccl" if sizes.ON_GPU else "gloo"
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model.to(sizes.DEVICE), find_unused_parameters=True)
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def fsdp(model: nn.Module) -> nn.Module:
-    return sharded(model.to(sizes.DEVICE), 1, sizes.DEVICE)
+    return sharded(model, 1, sizes.DEVICE)
 
 
 class Ranked:
@@ -45,7 +47,7 @@ class Ranked:
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], seed: int) -> None:
         torch.manual_seed(seed)
         self.model = wrap(sizes.SIZE.model())
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        optimizer = sizes.fused_adamw(self.model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         self.optimizers = Optimizers.of_one(self.model, optimizer, schedule)
         task = Task.of(next_token_loss)
@@ -81,7 +83,7 @@ def saved_and_resumed(name: str, wrap: Callable[[nn.Module], nn.Module], folder:
     two.optimizers.load_state_dict(state["scheduler"])
     again = two.train(SAVED, STEPS)
     pairs = [(tensor, two.tensors()[name]) for name, tensor in one.tensors().items()]
-    wrong = sum(not torch.equal(*pair) for pair in pairs)
+    wrong = sum(tensor_difference(*pair) is not None for pair in pairs)
     found.add(name, "tensors", len(pairs), "tensors")
     found.add(name, "that differ after a resume", wrong, "tensors", at_most=0)
     if wrong or losses != again:
@@ -91,9 +93,7 @@ def saved_and_resumed(name: str, wrap: Callable[[nn.Module], nn.Module], folder:
 def main(report: Report, folder: Path) -> None:
     """Check both wrappers in a process group of one."""
     found = table("gpu-ranks", "one rank, saved at step 3, resumed, ended at step 6")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    make_exact(Config(train=TrainConfig(deterministic=True)), sizes.DEVICE)
     if sizes.ON_GPU:
         torch.cuda.set_device(0)
     with tempfile.NamedTemporaryFile(dir=folder) as store:

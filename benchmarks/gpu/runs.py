@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.gpu import sizes
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, processes
 
 ROOT = Path(__file__).resolve().parents[2]
-HELD = ("+callbacks.hold._target_=benchmarks.gpu.runs.Hold", "train.hang_timeout_s=null")
-"""Overrides that let an attempt be held at a step."""
+SAVE = 10
+"""Steps from one save to the next."""
 PATIENCE_S = 600.0
 
 
@@ -30,7 +29,7 @@ class Hold:
         if str(context.step) != os.environ.get("HOLD_AT"):
             return
         Path(os.environ["HELD"]).touch()
-        while psutil.pid_exists(int(os.environ["HOLDER"])):
+        while processes.state_of(int(os.environ["HOLDER"])):
             time.sleep(0.05)
         os._exit(1)
 
@@ -40,7 +39,7 @@ class Run:
     """A run directory and the command that trains in it.
 
     Attributes:
-        overrides: with `HELD` among them where it is to be killed.
+        overrides: of `held_words` where it is to be killed.
         environment: in addition to this process's.
     """
 
@@ -116,9 +115,17 @@ class Run:
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants."""
-    with suppress(psutil.NoSuchProcess):
-        found = psutil.Process(process.pid)
-        for each in [found, *found.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGKILL)
+    for pid in [process.pid, *processes.descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            processes.send_signal(pid, signal.SIGKILL)
     process.wait()
+
+
+def held_words(folder: Path, size: sizes.Size) -> list[str]:
+    """Return the overrides of a run that is to be killed: it saves every `SAVE` steps and keeps the last save."""
+    return [
+        *sizes.data(folder, size),
+        *(f"checkpoint.every_steps={SAVE}", "checkpoint.keep_last=1", "scheduler.warmup_steps=0"),
+        *(f"train.batch_size={size.small_batch}", "train.hang_timeout_s=null"),
+        "+callbacks.hold._target_=benchmarks.gpu.runs.Hold",
+    ]

@@ -8,7 +8,7 @@ or it could not find any.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from runner.checkpoint import TrainStateManager, build_train_state, manifest
+from runner.checkpoint.compare import tensor_difference
 from runner.checkpoint.directory import step_name
 from runner.checkpoint.reader import CheckpointReader
 from runner.checkpoint.staging import collect
@@ -39,7 +40,7 @@ class Training:
 
     def __init__(self, folder: Path, model: nn.Module | None = None, rows: int = SIZE.batch) -> None:
         torch.manual_seed(0)
-        self.model = (model or SIZE.model()).to(sizes.DEVICE)
+        self.model = SIZE.model() if model is None else model
         self.optimizer = sizes.fused_adamw(self.model)
         self.batch = sizes.batch(rows)
         self.manager = TrainStateManager(folder, keep_last=1)
@@ -86,7 +87,7 @@ class Training:
         with CheckpointReader(folder, manifest.read(folder)) as reader:
             if reader.entries.keys() != expected.keys():
                 raise RuntimeError("a checkpoint has other tensors than were saved")
-            return sum(not torch.equal(reader.read(name), tensor.cpu()) for name, tensor in expected.items())
+            return sum(tensor_difference(reader.read(name), tensor) is not None for name, tensor in expected.items())
 
 
 def busy() -> None:
@@ -124,19 +125,23 @@ def copies_that_do_not_wait() -> Iterator[None]:
         stream.wait_event = original
 
 
-def content(folder: Path, found: Table) -> None:
-    wrong = rounds(folder / "content")
-    found.add("saves while the next backward pass runs", "saves", len(wrong), "saves")
-    found.add("saves while the next backward pass runs", "wrong", sum(map(bool, wrong)), "saves", at_most=0)
+def content(folder: Path, row: str, found: Table, **goal: Any) -> list[int]:
+    """Add a row on the content of saves; return how many tensors of each are wrong."""
+    wrong = rounds(folder)
+    found.add(row, "saves", len(wrong), "saves")
+    found.add(row, "wrong", sum(map(bool, wrong)), "saves", **goal)
+    return wrong
+
+
+def right(folder: Path, found: Table) -> None:
+    wrong = content(folder / "content", "saves while the next backward pass runs", found, at_most=0)
     if any(wrong):
         raise RuntimeError(f"saves are not what was to be saved: {wrong} tensors differ")
 
 
 def control(folder: Path, found: Table) -> None:
     with copies_that_do_not_wait():
-        wrong = rounds(folder / "control")
-    found.add("the same, copies that do not wait (the control)", "saves", len(wrong), "saves")
-    found.add("the same, copies that do not wait (the control)", "wrong", sum(map(bool, wrong)), "saves")
+        wrong = content(folder / "control", "the same, copies that do not wait (the control)", found)
     if not any(wrong):
         raise RuntimeError("copies that do not wait were right, so the check shows nothing")
 
@@ -192,7 +197,7 @@ def stall(folder: Path) -> None:
     found.add(row, "durable after", statistics.median(durable), "s")
 
 
-def peak_of(folder: Path, name: str, model: nn.Module | None = None, save: bool = False) -> tuple[int, int]:
+def peak_of(folder: Path, name: str, make: Callable[[], nn.Module] = SIZE.model, save: bool = False) -> tuple[int, int]:
     """Return the peak memory of a few steps and the bytes of model, gradients and optimizer.
 
     On a CPU the peak is that of this process so far.
@@ -200,7 +205,7 @@ def peak_of(folder: Path, name: str, model: nn.Module | None = None, save: bool 
     sizes.free()
     if sizes.ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    training = Training(folder / name, model)
+    training = Training(folder / name, make())
     for _ in range(3):
         if save and training.steps:
             training.save()
@@ -214,13 +219,10 @@ def peak_of(folder: Path, name: str, model: nn.Module | None = None, save: bool 
 def memory(folder: Path) -> None:
     """Compare the peak memory with the model's state: plain, with saves, and with activation checkpointing."""
     found = table("gpu-memory", f"batch of {SIZE.batch} sequences of {SIZE.length} tokens")
-    options = {name: getattr(SIZE, name) for name in ("layers", "heads", "width")}
     cases: dict[str, dict[str, Any]] = {
         "training": {},
         "with saves": {"save": True},
-        "activation checkpointing": {
-            "model": checkpointed(vocab_size=SIZE.vocabulary, sequence_length=SIZE.length, **options)
-        },
+        "activation checkpointing": {"make": lambda: checkpointed(**SIZE.options).to(sizes.DEVICE)},
     }
     base = 0
     for name, more in cases.items():
@@ -234,7 +236,7 @@ def memory(folder: Path) -> None:
 def main(report: Report, folder: Path) -> None:
     """Check the content of saves, then measure stall and memory."""
     found = table("gpu-copies", "what is in a checkpoint")
-    report.step("saves while the next backward pass runs", lambda: content(folder, found))
-    report.step("the control of it", lambda: control(folder, found), sizes.NO_GPU and "a CPU has no streams")
+    report.step("saves while the next backward pass runs", lambda: right(folder, found))
+    report.step("the control of it", lambda: control(folder, found), "" if sizes.ON_GPU else "a CPU has no streams")
     report.step("stall of a save", lambda: stall(folder))
-    report.step("peak memory", lambda: memory(folder), "")
+    report.step("peak memory", lambda: memory(folder))

@@ -45,21 +45,24 @@ class Size:
     matrix: int
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the model."""
+        shape = {name: getattr(self, name) for name in ("layers", "heads", "width")}
+        return {"vocab_size": self.vocabulary, "sequence_length": self.length, **shape}
+
+    @property
     def overrides(self) -> list[str]:
-        """Return the overrides of the model and the data, without paths."""
-        shape = {"layers": self.layers, "heads": self.heads, "width": self.width}
-        return [
-            *(f"model.{name}={value}" for name, value in shape.items()),
-            f"data.vocab_size={self.vocabulary}",
-            f"data.sequence_length={self.length}",
-        ]
+        """Return the overrides of the model and the data, without paths. The model's first two follow the data."""
+        places = {"vocab_size": "data", "sequence_length": "data"}
+        return [f"{places.get(name, 'model')}.{name}={value}" for name, value in self.options.items()]
 
     def smaller(self) -> Size:
         """Return this size with a quarter of the layers and of the vocabulary."""
         return replace(self, layers=max(self.layers // 4, 1), vocabulary=self.vocabulary // 4)
 
-    def model(self, **options: Any) -> GPT:
-        return GPT(self.vocabulary, self.length, self.layers, self.heads, self.width, **options)
+    def model(self) -> GPT:
+        """Create the model on the device."""
+        return GPT(**self.options).to(DEVICE)
 
     @property
     def operations(self) -> float:
@@ -75,8 +78,8 @@ TINY = Size(512, 64, 2, 2, 64, batch=4, small_batch=4, turns=3, steps=10, rounds
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 SIZE = FULL if ON_GPU else TINY
-NO_GPU = "" if ON_GPU else "there is no GPU"
-"""The reason why a step that needs a GPU is not run."""
+PRECISION = ("train.precision=bfloat16", "+optimizer.fused=true")
+"""The overrides with which every run trains."""
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -121,7 +124,7 @@ def write_tokens(folder: Path) -> None:
 
 def data(folder: Path, size: Size) -> list[str]:
     """Return the overrides that train a model of this size on the shards in `folder`."""
-    return ["data=shards", f"data.sources.tokens.paths={_tokens(folder, size)}", *size.overrides]
+    return ["data=shards", f"data.sources.tokens.paths={_tokens(folder, size)}", *size.overrides, *PRECISION]
 
 
 def _tokens(folder: Path, size: Size) -> Path:

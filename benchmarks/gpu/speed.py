@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +11,19 @@ import torch
 from benchmarks import loop
 from benchmarks.gpu import sizes
 from benchmarks.gpu.report import Report
-from benchmarks.ranks import train_step
+from benchmarks.ranks import sides
 from benchmarks.results import table
 from benchmarks.timing import seconds
 from runner.config.composition import compose
 from runner.config.schema import Config
 from runner.rundir.paths import RunDir
 from runner.system.distributed import World
-from runner.training.step import Drawn
 
 SIZE = sizes.SIZE
 WORKERS = (0, 4)
 MICRO_BATCHES = (1, 4)
 TRAINING = [
-    *("train.steps=1000000", "scheduler=constant", "train.precision=bfloat16", "+optimizer.fused=true"),
+    *("train.steps=1000000", "scheduler=constant"),
     *(f"train.batch_size={SIZE.batch}", "eval.every_steps=0", "logger=none"),
 ]
 
@@ -70,22 +68,17 @@ def against_by_hand(folder: Path) -> None:
         opened.close()
     found, tokens = table("gpu-speed"), SIZE.steps * SIZE.batch * SIZE.length
     peak, measured = sizes.peak(), matrix_rate()
-    rows = {
-        "by hand": ("by hand", None),
-        "runner": ("runner, with metrics, digest and status; ratio to by hand", 0.98),
-        "saving": (f"with a save every {SIZE.steps} steps; ratio to none", 0.99),
+    rows: loop.Rows = {
+        "by hand": ("by hand", {}),
+        "runner": ("runner, with metrics, digest and status; ratio to by hand", sizes.goal(at_least=0.98)),
+        "saving": (f"with a save every {SIZE.steps} steps; ratio to none", sizes.goal(at_least=0.99)),
     }
-    peer = ""
-    for name, (row, goal) in rows.items():
-        speed = tokens / statistics.median(turns[name])
-        found.add(row, "tokens/s", speed, "per s")
-        found.add(row, "of a matrix product's speed", 100 * speed * SIZE.operations / measured, "%")
+    loop.add_speeds(found, turns, tokens, rows)
+    for name, (row, _) in rows.items():
+        operations = SIZE.operations * tokens / statistics.median(turns[name])
+        found.add(row, "of a matrix product's speed", 100 * operations / measured, "%")
         if peak:
-            found.add(row, "MFU", 100 * speed * SIZE.operations / peak, "%")
-        if goal:
-            ratio = statistics.median(a / b for a, b in zip(turns[peer], turns[name], strict=True))
-            found.add(row, "ratio", ratio, **sizes.goal(at_least=goal))
-        peer = name
+            found.add(row, "MFU", 100 * operations / peak, "%")
     found.add("a matrix product in bfloat16", "TFLOP/s", measured / 1e12, "TFLOP/s")
 
 
@@ -96,7 +89,8 @@ def data_wait(folder: Path) -> None:
     for workers in WORKERS:
         sizes.free()
         config = config_of(
-            *("data=own", f"+data.sources.zipped={{{options}}}", f"data.num_workers={workers}", *SIZE.overrides)
+            *("data=own", f"+data.sources.zipped={{{options}}}", f"data.num_workers={workers}"),
+            *(*SIZE.overrides, *sizes.PRECISION),
         )
         step, session = loop.ours(config, RunDir(folder / f"workers-{workers}"))
         rate(step, 5)
@@ -115,27 +109,13 @@ def invariant() -> None:
     for micro_batches in MICRO_BATCHES:
         sizes.free()
         sequences = max(SIZE.batch // micro_batches, 1)
-        turns = {}
-        for name in ("invariant", "usual"):
-            torch.manual_seed(0)
-            model = SIZE.model().to(sizes.DEVICE)
-            step = train_step(
-                model, World(), micro_batches, sequences, name == "invariant", sizes.DEVICE, sizes.autocast
-            )
-            source = itertools.cycle([Drawn(sizes.batch(sequences))])
-            numbers = itertools.count()
-            turns[name] = lambda step=step, source=source, numbers=numbers: step(lambda: next(source), next(numbers))
-            rate(turns[name], 3)
-        times = [{name: rate(turn, SIZE.steps // 5) for name, turn in turns.items()} for _ in range(SIZE.turns)]
+        steps = SIZE.steps // 5
+        turns = sides(World(), SIZE.model, sizes.batch(sequences), micro_batches, steps, sizes.DEVICE, sizes.autocast)
+        times = [{name: rate(turn, 1) for name, turn in turns.items()} for _ in range(SIZE.turns + 1)][1:]
         row = f"{micro_batches} micro-batches of {sequences}"
-        usual = statistics.median(each["usual"] for each in times) / (SIZE.steps // 5)
-        found.add(row, "usual step", 1000 * usual, "ms")
-        found.add(
-            row,
-            "ratio",
-            statistics.median(each["invariant"] / each["usual"] for each in times),
-            **sizes.goal(at_most=1.02),
-        )
+        found.add(row, "usual step", 1000 * statistics.median(each["usual"] for each in times) / steps, "ms")
+        ratio = statistics.median(each["invariant"] / each["usual"] for each in times)
+        found.add(row, "ratio", ratio, **sizes.goal(at_most=1.02))
 
 
 def main(report: Report, folder: Path) -> None:

@@ -17,17 +17,19 @@ AT_A_TIME = 1 << 23
 
 
 def place(model: nn.Module, strategy: str, world: World, device: torch.device) -> nn.Module:
-    """`model` on `device`; with several ranks and `fsdp`, sharded over them (fully_shard).
+    """Move `model` to `device`; shard it over several ranks if the strategy is `fsdp`."""
+    model = model.to(device)
+    if world.size == 1 or strategy != "fsdp":
+        return model
+    return sharded(model, world.size, device)
+
+
+def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
+    """Shard `model` over the `ranks` ranks of the default process group (fully_shard).
 
     FSDP2 shards each of `model.blocks`, if there are any, and the rest as one group. Checkpoints are the same either
     way.
     """
-    model = model.to(device)
-    return model if world.size == 1 or strategy != "fsdp" else sharded(model, world.size, device)
-
-
-def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
-    """`model`, sharded by FSDP2 over the default process group, which has `ranks` ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
