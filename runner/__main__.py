@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 
-from runner.cli.commands import COMMANDS, WITH_SETTINGS
+from runner.cli.commands import COMMANDS, WITH_CLASSES
 from runner.cli.help import config_dirs, text
 from runner.errors import ExitStatus, FileError, UserError, nearest
 from runner.system.signals import STOP
@@ -72,7 +72,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
             f"unknown command {word!r}{nearest(word, COMMANDS)}: the commands are {', '.join(COMMANDS)}; "
             "settings are written key=value"
         )
-    if word in WITH_SETTINGS:
+    if word in WITH_CLASSES:
         _find_own_classes()
     if word in ("resume", "fork") and not set(HELP) & set(arguments):
         STOP.install()

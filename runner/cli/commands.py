@@ -18,5 +18,6 @@ COMMANDS = {
     "doctor": ("[key=value ...]", "check a cluster and a config before submitting"),
     "chaos": ("[key=value ...]", "test whether a config survives being killed"),
 }
-# Those that take settings, and create the classes that the config names.
+# Those that take settings, and those that create classes that a config names.
 WITH_SETTINGS = ("resume", "fork", "evaluate", "doctor", "chaos")
+WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.console import counted, shown
+from runner.cli.edits import Changes
 from runner.config.composition import Composed
-from runner.config.frozen import holds, load_plain, trained
-from runner.config.identity import ConfigChange, differences
+from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import submitted_jobs
@@ -39,9 +39,12 @@ class PlannedRun:
     """One run of a command and what is to be done about it."""
 
     job: Composed
-    state: str  # new, unfinished, finished, live, failed or unusable
+    state: str  # new, unfinished, finished, edited, live, failed or unusable
     summary: str  # for the user
-    changes: list[ConfigChange] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What this command changes in it, or what it cannot change while the run is live; one line each."""
+    refused: bool = False
+    """Whether the command asks for something else than what the run does."""
     after: Path | None = None
     """The trunk that a branch has to wait for."""
 
@@ -81,7 +84,8 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
     if errors:
         raise UserError("\n".join(dict.fromkeys(errors)))
     if single and planned[0].state == "live":
-        raise LockedError(f"{jobs[0].run_dir} is in use: {planned[0].summary}; wait for it, or stop it first")
+        lines = [f"{jobs[0].run_dir} is in use: {planned[0].summary}; wait for it, or stop it first"]
+        raise LockedError("\n".join([*lines, *planned[0].notes]))
     return planned
 
 
@@ -102,32 +106,46 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
     run = RunDir(job.run_dir)
     finished = _is_finished(job)  # then neither its job nor the process that made it matters any more
     if queued is not None and not finished:
-        return PlannedRun(job, "live", f"{queued.state}, job {queued.job_id}")
+        return _live(job, f"{queued.state}, job {queued.job_id}")
     if not held and not finished and (holder := _live_holder(run)):
-        return PlannedRun(job, "live", f"running, {holder}")
+        return _live(job, f"running, {holder}")
     if not files.exists(run.config):
         if job.resumed:  # `runner mv` or `rm` was faster; another run there, from step 0, is not what was asked for
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
         _check_place(run)
         check_trusted(run)
         return _new(job)
-    changes = [] if holds(run.path, job.plain) else differences(load_plain(run.path), job.plain)
-    _check_changes(job, changes)
+    changes = Changes.of(job)
+    if (edited := changes.edited()) is not None:
+        return PlannedRun(job, "edited", edited[0], refused=not edited[1])
+    changes.check()
+    notes = changes.notes(run.newest_step())
     awaited = None if finished or run.newest_step() else _awaited(job)
     if finished:
         done = finished_at(run)
         lack = incomplete_records(run, done)
-        return PlannedRun(job, "finished", f"finished, all {done} steps" + (f", but {lack}" if lack else ""), changes)
+        return PlannedRun(job, "finished", f"finished, all {done} steps" + (f", but {lack}" if lack else ""), notes)
     status = status_of(run)
     state = status.get("state")
     if state in ("failed", "crash loop") and not retry_failed:
         reason = _one_line(status.get("reason") or status.get("cause") or "see its logs")
-        return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", changes)
+        return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", notes)
     check_trusted(run)
     if awaited is not None:
         summary = f"a branch of {shown(awaited)} at step {job.config.fork.step}, which it waits for"
-        return PlannedRun(job, "unfinished", summary, changes, awaited)
-    return PlannedRun(job, "unfinished", _resuming(run, job, status), changes)
+        return PlannedRun(job, "unfinished", summary, notes, after=awaited)
+    return PlannedRun(job, "unfinished", _resuming(run, job, status), notes)
+
+
+def _live(job: Composed, summary: str) -> PlannedRun:
+    """A run that trains or is queued, which takes no settings over."""
+    if not files.exists(RunDir(job.run_dir).config):  # another command is about to freeze it
+        return PlannedRun(job, "live", summary)
+    ignored = Changes.of(job).ignored()
+    notes = [f"{change} is not taken over by a live run" for change in ignored]
+    if ignored:
+        notes.append("stop the run first, and rerun this command: it then resumes with what a run may change")
+    return PlannedRun(job, "live", summary, notes, refused=bool(ignored))
 
 
 def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
@@ -285,23 +303,3 @@ def _live_holder(run: RunDir) -> str | None:
     if found is None or "pid" not in found[1]:
         return None
     return describe_holder(found[1]) if liveness(found[1], processes.this_process()) == "alive" else None
-
-
-def _check_changes(job: Composed, changes: Sequence[ConfigChange]) -> None:
-    """Refuse what cannot be changed in an existing run.
-
-    Raises:
-        UserError: all such changes, one per line.
-    """
-    remedies = {"fixed": "keep the old value, or choose another run.dir"}
-    if not job.config.run.allow_data_change:
-        remedies["data"] = "keep the old value, add run.allow_data_change=true, or choose another run.dir"
-    texts = {"fixed": "cannot be changed", "data": "changes which data comes next"}
-    errors = [
-        f"{change} {texts[change.kind]} in the run {job.run_dir}: {remedies[change.kind]}"
-        for kind in ("fixed", "data")
-        for change in changes
-        if change.kind == kind and kind in remedies
-    ]
-    if errors:
-        raise UserError("\n".join(errors))

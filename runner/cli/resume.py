@@ -8,14 +8,18 @@ torchrun --nproc-per-node 4 -m runner resume RUN
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.cli.arguments import add_config_dir, runs_and_settings
 from runner.cli.console import PROGRAM, Parser, print_errors
+from runner.config.plain_yaml import read_plain
 from runner.errors import ExitStatus, RunDirError, UserError
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
@@ -98,7 +102,8 @@ def jobs(
             with reading(RunDir(run_dir)):
                 check_trusted(RunDir(run_dir))  # before anything that its config names is looked up
                 first = _overrides_before(run_dir)
-            composed = composer.recompose(run_dir, texts)
+            with _naming_directory(run_dir):
+                composed = composer.recompose(run_dir, texts)
         except RunDirError as error:
             unusable.append(str(error))
             continue
@@ -111,6 +116,24 @@ def jobs(
     if errors:
         raise UserError("\n".join(errors))
     return list({job.run_dir: job for job in found}.values()), unusable
+
+
+@contextmanager
+def _naming_directory(run_dir: Path) -> Iterator[None]:
+    """Add where a run was started to the error of a module that is not found."""
+    try:
+        yield
+    except UserError as error:
+        directory = read_plain(RunDir(run_dir).config)["run"].get("directory")
+        if "No module named" not in str(error) or directory in (None, os.getcwd()):
+            raise
+        reason = "" if directory in sys.path else ", which is gone, or others can write to it"
+        raise type(error)(
+            "\n".join(
+                f"{line}; the run was started in {directory}{reason}" if "No module named" in line else line
+                for line in str(error).splitlines()
+            )
+        ) from None
 
 
 def _overrides_before(run_dir: Path) -> list[str]:

@@ -16,10 +16,12 @@ from typing import Any
 from runner.checkpoint.pins import confirm, is_missed, reserve
 from runner.cli.arguments import dirs, parse
 from runner.cli.console import counted, say, shown
+from runner.cli.edits import Changes
 from runner.cli.housekeeping import hidden
 from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
+from runner.config.effects import same_results, without_effect
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, RunDirError, SupersededError, UserError
 from runner.rundir import provenance
@@ -78,6 +80,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     starting = [run.job.run_dir for run in planned if run.starts]
     _refuse(launcher.check(starting) if starting else [])
     _warn_of_idle_ranks(planned, launcher)
+    _warn_without_effect([run.job for run in planned if run.starts])
     if single and planned[0].starts and not dry_run and list(launcher.rank_counts().counts) == [1]:
         return run_here(planned[0])
     if dry_run or not starting:
@@ -115,6 +118,14 @@ def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> No
     warnings = [warning for run in planned if run.starts for warning in idle_ranks(counts, run.job.config)]
     for warning in dict.fromkeys(warnings):
         _report(f"warning: {warning.text}: {warning.remedy}")
+
+
+def _warn_without_effect(jobs: Sequence[Composed]) -> None:
+    """Name the settings that change nothing, and jobs that will give the same results as another one."""
+    lines = [line for job in jobs for line in without_effect(job.config)]
+    named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
+    for line in dict.fromkeys([*lines, *same_results(named)]):
+        _report(f"warning: {line}")
 
 
 def _waiting(planned: Sequence[PlannedRun], launcher: Launcher) -> dict[Path, Launcher]:
@@ -205,7 +216,7 @@ def _run_under(lease: Lease, before: PlannedRun) -> int:
         raise UserError(unusable(run.path, "read", error)) from None
     _refuse_gone([before], [planned])
     lease.check_fence()  # after the look: what it found may be a newer attempt's
-    if planned.changes or not planned.starts:
+    if planned.notes or not planned.starts:
         _show([planned])
     if not planned.starts:
         return _status([planned])
@@ -237,7 +248,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
     """
     new, jobs = [run.job for run in planned if run.state == "new"], [run.job for run in planned if run.starts]
     missing = _missing(RunDir(job.run_dir).submission for job in new)
-    status, pins, guards = int(ExitStatus.USAGE), list[tuple[Path, Path]](), dict[Path, files.Guard]()
+    started, pins, guards = int(ExitStatus.USAGE), list[tuple[Path, Path]](), dict[Path, files.Guard]()
     with ExitStack() as held:
         try:
             for job in new:
@@ -254,17 +265,17 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             _freeze([run.job for run in planned if run.starts], guards, {run_dir for run_dir, _ in pins})
             if launcher.in_process:
                 held.close()  # it takes until the runs are over, and each of them acquires its own lease
-            status = _status(planned)
+            started = int(ExitStatus.FINISHED)
             for each, together in _grouped(planned, launcher, waiting):
-                status = _launch(each, together, guards) or status
+                started = _launch(each, together, guards) or started
         finally:
-            if status == ExitStatus.USAGE:
+            if started == ExitStatus.USAGE:
                 _discard([job for job in new if job.run_dir in guards], guards)
                 _remove_empty(missing)
             for run_dir, pin in pins:
-                _settle(pin, RunDir(run_dir), status)
-    started = [run.job.run_dir for run in planned if run.starts]
-    return launcher.follow(started) if status == 0 and started and launcher.wait else status
+                _settle(pin, RunDir(run_dir), started)
+    status, run_dirs = started or _status(planned), [run.job.run_dir for run in planned if run.starts]
+    return launcher.follow(run_dirs) if status == 0 and run_dirs and launcher.wait else status
 
 
 def _settle(pin: Path, branch: RunDir, status: int) -> None:
@@ -406,15 +417,15 @@ def _show(planned: Sequence[PlannedRun]) -> None:
     """Print what is done about each run."""
     for run in planned:
         say(f"{shown(run.job.run_dir)}: {run.summary}")
-        for change in run.changes if run.starts else []:
-            if change.kind != "free" or change.key in ("train.steps", "train.epochs"):
-                say(f"  {change}")
+        for note in run.notes if run.starts or run.state == "live" else []:
+            say(f"  {note}")
 
 
 def _status(planned: Sequence[PlannedRun]) -> int:
     """The exit status if everything that is to be started is."""
-    left = any(run.state in ("failed", "unusable") for run in planned)
-    return int(ExitStatus.FAILED if left else ExitStatus.FINISHED)
+    if any(run.state in ("failed", "unusable") for run in planned):
+        return int(ExitStatus.FAILED)
+    return int(ExitStatus.USAGE if any(run.refused for run in planned) else ExitStatus.FINISHED)
 
 
 def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waiting: Collection[Path] = ()) -> None:
@@ -438,7 +449,8 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waitin
             for change in provenance.code_changes(run.path):
                 say(f"  the code has changed since this run last started: {change}")
             _take_over(job, run, guard, waits=run.path in waiting)
-            provenance.write_code(run.code, code, job.overrides, guard)
+            edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
+            provenance.write_code(run.code, code, job.overrides, guard, edit)
             # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:

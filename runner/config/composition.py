@@ -17,16 +17,20 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.explain import ERRORS, Diagnosis, explain, unused_setting
 from runner.config.fork import replaced_values
 from runner.config.frozen import load_plain, plain_values, schema, to_config, to_yaml
-from runner.config.identity import flatten, identity, readable_name
+from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, readable_name
 from runner.config.paths import anchor
 from runner.config.plain_yaml import escaped
 from runner.config.schema import Config, config_errors
-from runner.config.targets import target_errors
+from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
 from runner.config.variations import Shape, Variations, shape_of
 from runner.errors import UserError
+from runner.rundir import provenance
+from runner.rundir.origin import search_modules
+from runner.rundir.paths import RunDir
 from runner.system import files
 
+OWN_KEYS = ("run.dir", "run.name")  # where a run is, in which two jobs differ anyway
 KEPT_VARIATIONS = 256
 """Composed configs that the jobs of a sweep may be variations of: each takes memory, megabytes with many sources."""
 
@@ -45,6 +49,11 @@ class Composed:
     def text(self) -> str:
         """The content of `config.yaml`."""
         return to_yaml(self.plain)
+
+    @cached_property
+    def digest(self) -> str:
+        """The identity of the run."""
+        return identity(self.plain)
 
 
 class Composer:
@@ -76,6 +85,7 @@ class Composer:
         if fork is not None:
             return self._branch(*fork, overrides, given, base)
         choices, plain = self._checked(overrides, self.tree.compose)
+        plain["run"]["changed_by"] = changing_callbacks(plain)
         anchor(plain, base)
         name_source(plain)
         run_dir = self._run_dir(plain, lambda: self._readable(choices, plain, base, overrides))
@@ -102,11 +112,13 @@ class Composer:
             remedy = "if it was removed, runner resume continues its branches"
             raise UserError(f"fork={trunk}@{step}: {trunk} is not a run directory; {remedy}")
         old = load_plain(trunk)
+        search_modules(RunDir(trunk), old["run"]["directory"])
         own = {**old["run"], "dir": None, "name": None, "root": str(trunk.parent)}
-        fork = {"run": str(trunk), "step": step, "digest": identity(old), "seed": None, "was": {}}
+        fork = {"run": str(trunk), "step": step, "digest": identity_at(trunk, step), "seed": None, "was": {}}
         fork["trunk"] = old["fork"] if old["fork"]["run"] is not None else {}
         frozen = {**old, "run": own, "fork": fork}
         _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), (trunk, step))
+        plain["run"]["changed_by"] = changing_callbacks(plain)
         anchor(plain, base)
         name_source(plain)
         plain["fork"] |= {"was": replaced_values(old, plain), "seed": plain["seed"]}
@@ -140,11 +152,14 @@ class Composer:
             UserError: the frozen config cannot be read, or all errors of the config, one per line.
         """
         frozen, run_dir = load_plain(run_dir), Path(os.path.abspath(run_dir))
+        search_modules(RunDir(run_dir), frozen["run"]["directory"])
         fixed = [text for text in overrides if re.match(r"[+~]*run\.(dir|root|name)\b", text)]
         if fixed:
             raise UserError("\n".join(f"{text} cannot move the run {run_dir}: leave it out" for text in fixed))
         _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), run_dir)
-        anchor(plain, Path.cwd() if base is None else base)
+        base = Path.cwd() if base is None else base
+        plain["run"]["changed_by"] = changing_callbacks(plain)
+        anchor(plain, base)
         name_source(plain)
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, tuple(overrides), run_dir, resumed=True)
@@ -206,15 +221,11 @@ class Composer:
             raise UserError("\n".join(f"{job}: {line}" for line, job in first_with.items()))
         if not jobs:
             raise UserError("the sweep has no jobs: one of its settings has no values; pass at least one for each")
-        seen: dict[Path, Composed] = {}
+        seen: dict[object, Composed] = {}
         for composed in jobs:
-            twin = seen.setdefault(composed.run_dir, composed)
+            twin = seen.setdefault(_place(composed), composed)
             if twin is not composed:
-                raise UserError(
-                    f"two jobs of the sweep are the same run {composed.run_dir}: "
-                    f"({' '.join(twin.overrides)}) and ({' '.join(composed.overrides)}); pass each value once, "
-                    "and do not set run.dir in a sweep"
-                )
+                raise UserError(_same_run(twin, composed))
         return jobs
 
     def show(self, flags: Sequence[str], overrides: Sequence[str]) -> int:
@@ -307,6 +318,7 @@ class Composer:
         shape = self._shape(overrides)
         known = self._variations.get((over, shape.common)) if shape else None
         if known and shape and (varied := known.plain(shape.values)) is not None:
+            drop_sources(varied, overrides)
             return known.choices, varied
         composed = compose(overrides)
         config = _own(composed)
@@ -317,6 +329,7 @@ class Composer:
             if len(self._variations) == KEPT_VARIATIONS:
                 self._variations.clear()
             self._variations[over, shape.common] = Variations(config, typed, plain, choices, shape.values)
+        drop_sources(plain, overrides)
         return choices, plain
 
     def _all_errors(self, plain: dict[str, Any]) -> list[str]:
@@ -355,6 +368,7 @@ class Composer:
         if (experiment, data) not in self._bases:
             chosen = [f"{k}={v}" for k, v in (("experiment", experiment), ("data", data)) if v is not None]
             self._bases[experiment, data] = _resolved(self.tree.compose(chosen), flatten(plain))
+            drop_sources(self._bases[experiment, data], chosen)
             anchor(self._bases[experiment, data], base)
         title = str(experiment or data or self.tree.config_name).replace("/", "_")
         return readable_name(title, self._bases[experiment, data], plain, *self._given(overrides))
@@ -377,6 +391,52 @@ def fork_of(overrides: Sequence[str]) -> tuple[Path, int] | None:
     if not run or not re.fullmatch(r"\d{1,12}", step) or int(step) < 1:
         raise UserError(f"fork={texts[-1]} must be RUN@STEP, such as fork=outputs/NAME@700, with a step of 1 or more")
     return Path(run), int(step)
+
+
+def drop_sources(plain: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Remove the sources that are null, in place, and what else is set for those or for deleted ones by name."""
+    data, sampler = plain["data"], plain["sampler"]
+    gone = [name for name, node in data["sources"].items() if node is None]
+    deleted = (text.removeprefix("~data.sources.").partition("=")[0] for text in overrides if text[:1] == "~")
+    gone += [name for name in deleted if name not in data["sources"]]
+    weights = [phase["weights"] for phase in plain["phases"].values() if isinstance(phase, dict)]
+    for node in (data["sources"], data["weights"], sampler["weights"], sampler["max_epochs"], *weights):
+        for name in gone:
+            node.pop(name, None)
+    data["eval_sources"] = {name: node for name, node in data["eval_sources"].items() if node is not None}
+
+
+def _place(composed: Composed) -> object:
+    """What tells one run from others: its directory if that was named, its identity where it is named after that."""
+    run = composed.plain["run"]
+    named = run["name"] is not None or not composed.run_dir.name.endswith(f"-{composed.digest}")
+    return composed.run_dir if named else (run["root"], composed.digest)
+
+
+def _same_run(twin: Composed, composed: Composed) -> str:
+    """Return a line for two jobs of a sweep that are one run, with the remedy."""
+    both = f"({' '.join(twin.overrides)}) and ({' '.join(composed.overrides)})"
+    keys = [change.key for change in differences(twin.plain, composed.plain) if change.key not in OWN_KEYS]
+    if twin.digest != composed.digest:
+        return f"two jobs of the sweep have the run directory {composed.run_dir}: {both}; do not set run.dir in a sweep"
+    line = f"two jobs of the sweep are the same run {twin.run_dir}: {both}"
+    if not keys:
+        return f"{line} have the same settings; pass each value once"
+    if set(keys) <= set(LENGTH_KEYS):
+        return f"{line} differ only in length, and nothing depends on it: pass the longest alone, which has the others"
+    return (
+        f"{line} differ only in {', '.join(keys)}, which does not change what is trained: leave it out of the sweep, "
+        "or give each job a name (run.name=...)"
+    )
+
+
+def identity_at(run_dir: Path, step: int | None) -> str:
+    """Return the identity that a run had when it trained `step`, before it was edited later; None: its newest."""
+    edits = provenance.edits(run_dir)
+    for edit in edits if step is not None else ():
+        if isinstance(edit.get("step"), int) and step <= edit["step"] and isinstance(edit.get("before"), str):
+            return str(edit["before"])
+    return identity(load_plain(run_dir))
 
 
 def name_source(plain: dict[str, Any]) -> None:
@@ -408,7 +468,8 @@ def name_source(plain: dict[str, Any]) -> None:
             remedy += "; if it was removed, runner resume continues the runs that began with it"
         raise UserError(f"init_from={node['path']}: {path} is neither a run nor a {WEIGHTS} file: {remedy}")
     at = at.lstrip("0") or "0" if at.isdigit() else at
-    node |= {"path": None, "run": str(path), "at": at, "digest": identity(load_plain(path))}
+    digest = identity_at(path, int(at) if at.isdigit() else None)
+    node |= {"path": None, "run": str(path), "at": at, "digest": digest}
 
 
 def _not_for_branches(override: str) -> str | None:

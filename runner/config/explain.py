@@ -9,7 +9,6 @@ import contextlib
 import copy
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,7 +19,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from runner.config.frozen import READ_ERRORS
+from runner.config.frozen import READ_ERRORS, without_none
 from runner.config.schema import Config
 from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
@@ -37,6 +36,9 @@ REPLACED = {
     "hydra.launcher": "choose where the run executes with launcher=local or launcher=slurm",
     "hydra.sweeper": "a sweep is -m with comma-separated values (seed=1,2), or hydra.sweeper.params in an experiment",
     "hydra.mode": "start a sweep with -m",
+    "run.directory": "it is where the command is given",
+    "run.typed": "it follows from the paths in data.sources",
+    "run.changed_by": "it follows from the classes of the callbacks",
 }
 
 
@@ -49,7 +51,7 @@ def unused_setting(override: str) -> str | None:
 
 def expected(key: str) -> str:
     """A description of what the schema allows for the dotted `key`; empty where it allows anything."""
-    hint, optional = _without_none(_type_of(key))
+    hint, optional = without_none(_type_of(key))
     description = _description(hint)
     return f"{description} or null" if description and optional else description
 
@@ -58,7 +60,7 @@ def _type_of(key: str) -> Any:
     """The type that the schema gives the dotted `key`; None where it gives none."""
     hint: Any = Config
     for name in key.split("."):
-        hint = _without_none(hint)[0]
+        hint = without_none(hint)[0]
         if is_dataclass(hint):
             hint = typing.get_type_hints(hint).get(name)
         elif typing.get_origin(hint) is dict:
@@ -66,14 +68,6 @@ def _type_of(key: str) -> Any:
         else:
             return None
     return hint
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """The type without `None`, and whether it allowed `None`."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        return kinds[0], True
-    return hint, False
 
 
 def _description(hint: Any) -> str:

@@ -7,7 +7,8 @@ from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -146,6 +147,8 @@ def to_config(plain: dict[str, Any]) -> Config:
 
 
 def _typed(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
     kind = _kind(hint)
     if kind == "dataclass":
         hints = _hints(hint)
@@ -154,14 +157,23 @@ def _typed(hint: Any, value: Any) -> Any:
             made.options.update({name: part for name, part in value.items() if name not in hints})
         return made
     if kind == "enum":
-        return hint[value]
+        return without_none(hint)[0][value]
     if kind == "dict":
         return {key: _typed(get_args(hint)[1], part) for key, part in value.items()}
     return dict(value) if isinstance(value, dict) else value
 
 
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """The type without `None`, and whether it allowed `None`."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        return kinds[0], True
+    return hint, False
+
+
 @cache
 def _kind(hint: Any) -> str:
+    hint = without_none(hint)[0]
     if isinstance(hint, type) and is_dataclass(hint):
         return "dataclass"
     if isinstance(hint, type) and issubclass(hint, Enum):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 HASH_DIGITS = 8
 ABSENT = "(absent)"
+FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # these are no settings
 MAX_NAME = 80
 MAX_GIVEN = 160  # with what the command sets: file systems allow 255 bytes
 # In the name of a run their values are clear without the key.
@@ -21,14 +25,19 @@ PATHS = (".path", "_dir")
 
 # Dotted keys, or prefixes that end in a dot. What cannot change the result of a run is not part of its identity.
 FREE_KEYS = (
-    "run.",
+    "run.name",
+    "run.dir",
+    "run.root",
+    "run.directory",
+    "run.typed.",
+    "run.changed_by",
+    "run.allow_data_change",
+    "run.lease_timeout_s",
     "launcher.",
     "logger.",
     "callbacks.",
     "checkpoint.",
     "eval.",
-    "train.steps",
-    "train.epochs",
     "train.device",
     "train.peer_timeout_s",
     "train.hang_timeout_s",
@@ -47,7 +56,12 @@ FREE_KEYS = (
 # How a global batch is split: with the elastic sampler the data order continues across a change.
 SHAPE_KEYS = ("train.batch_size", "train.grad_accum_steps", "train.global_batch_size")
 # What determines the data order: a run accepts a change only with `run.allow_data_change=true`.
-DATA_KEYS = ("sampler.", "phases.", "data.sources.")
+DATA_KEYS = ("sampler.", "phases.", "data.sources.", "data.weights.")
+# The length belongs to the identity of a run only where something reads it: see `length_readers`.
+LENGTH_KEYS = ("train.steps", "train.epochs")
+# What `runner resume` may change in a run although it changes the result; the run directory is then marked as edited.
+EDIT_KEYS = (*LENGTH_KEYS, "run.threads")
+DEFAULT_STEPS = 300
 
 
 class ConfigChange(NamedTuple):
@@ -64,10 +78,15 @@ class ConfigChange(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def kind_of(key: str) -> str:
-    """What changing this dotted key means for an existing run: `free`, `shape`, `data` or `fixed`."""
+    """Return what changing this dotted key means for an existing run: `free`, `shape`, `data`, `edit` or `fixed`."""
     if key.endswith(".cache_dir"):
         return "free"
-    for kind, prefixes in (("free", FREE_KEYS), ("shape", SHAPE_KEYS), ("data", DATA_KEYS)):
+    for kind, prefixes in (
+        ("free", FREE_KEYS),
+        ("shape", SHAPE_KEYS),
+        ("data", DATA_KEYS),
+        ("edit", EDIT_KEYS),
+    ):
         if any(key == p.rstrip(".") or (p.endswith(".") and key.startswith(p)) for p in prefixes):
             return kind
     return "fixed"
@@ -95,7 +114,9 @@ def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def identity(plain: dict[str, Any]) -> str:
     """Eight hexadecimal digits of everything in a resolved config that can change the result.
 
-    `FREE_KEYS` are left out, and how the global batch is split once `train.global_batch_size` is set.
+    `FREE_KEYS` are left out, and how the global batch is split once `train.global_batch_size` is set. A path counts as
+    it was typed, and the length of the run where something reads it. So of two runs with the same identity, on the same
+    ranks and devices, the longer one begins with the records of the shorter one.
     """
     flat = identifying_values(plain)
     # The seeded mixture draws from its sources in the order in which they are listed.
@@ -106,7 +127,13 @@ def identity(plain: dict[str, Any]) -> str:
 
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
     """Dotted key -> value of everything that can change the result."""
-    flat = {key: value for key, value in flatten(plain).items() if kind_of(key) != "free"}
+    changing = _changing(plain)
+    typed = typed_values(plain).items()
+    flat = {key: value for key, value in typed if kind_of(key) != "free" or key.startswith(changing)}
+    if not length_readers(plain):
+        flat = {key: value for key, value in flat.items() if key not in LENGTH_KEYS}
+    elif plain["train"]["epochs"] is None:
+        flat["train.steps"] = DEFAULT_STEPS if plain["train"]["steps"] is None else plain["train"]["steps"]
     marks = (("fork.", ("step",)), ("init_from.", ("path", "digest")))
     unused = [name for name, keys in marks if all(plain[name[:-1]][key] is None for key in keys)]
     flat = {key: value for key, value in flat.items() if not key.startswith(tuple(unused))}
@@ -115,23 +142,98 @@ def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def typed_values(plain: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value, with each path as it was typed: where the command was given does not change it."""
+    typed = plain["run"].get("typed")
+    if not typed:
+        return flatten(plain)
+    made = {**plain, "data": copy.deepcopy(plain["data"])}
+    for key, text in typed.items():
+        *names, last = key.split(".")
+        node: Any = made
+        with suppress(LookupError, TypeError, ValueError):  # an edited file
+            for name in names:
+                node = node[int(name)] if isinstance(node, list) else node[name]
+            if last in node:
+                node[last] = text
+    return flatten(made)
+
+
+def length_readers(plain: dict[str, Any]) -> list[str]:
+    """Return the keys of the schedules that follow the length of the run: they decay, and no `total_steps` says when.
+
+    A class or function of the user's gets the length only where a config interpolates it, and then it is one of its
+    options.
+    """
+    run, nodes = plain["scheduler"], plain["optimizers"].values()
+    own = {
+        f"optimizers.{name}.scheduler": node["scheduler"]
+        for name, node in plain["optimizers"].items()
+        if isinstance(node, dict) and isinstance(node.get("scheduler"), dict)
+    }
+    shared = {} if nodes and len(own) == len(nodes) else {"scheduler": run}
+    return [key for key, options in {**shared, **own}.items() if _follows_length(options)]
+
+
+def _follows_length(scheduler: dict[str, Any]) -> bool:
+    fixed = scheduler.get("total_steps") is not None or scheduler.get("decay", "cosine") == "constant"
+    return not fixed and not scheduler.get("_target_")
+
+
 def evaluation_digest(plain: dict[str, Any]) -> str:
     """Eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
-    data, options = plain["data"], plain["eval"]
-    flat = flatten({"eval": options, "sources": data["eval_sources"], "collate": data["collate"]})
-    flat = {key: value for key, value in flat.items() if not key.endswith((".every_steps", ".cache_dir"))}
-    flat["eval.batch_size"] = options["batch_size"] or plain["train"]["batch_size"]
+    prefixes = ("eval.", "data.eval_sources.", "data.collate.")
+    flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
+    flat = {key: value for key, value in flat.items() if not key.endswith((".every_steps", ".cache_dir", ".at_end"))}
+    flat["eval.batch_size"] = plain["eval"]["batch_size"] or plain["train"]["batch_size"]
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:HASH_DIGITS]
 
 
 def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChange]:
-    """What `new` would change in `frozen`, ordered by dotted key, including keys that one of them lacks."""
+    """Return what `new` would change in `frozen`, ordered by dotted key, including keys that one of them lacks.
+
+    A path that was typed the same, in another directory, is a change of kind `moved`.
+    """
     old_flat, new_flat = flatten(frozen), flatten(new)
+    old_typed, new_typed = typed_paths(frozen), typed_paths(new)
     found = []
     for key in sorted(old_flat.keys() | new_flat.keys()):
+        if key.startswith(FILLED_IN):
+            continue
         old, value = old_flat.get(key, ABSENT), new_flat.get(key, ABSENT)
-        if old != value and not _is_emptied_dict(key, old, value, old_flat, new_flat):
-            found.append(ConfigChange(key, old, value, kind_of(key)))
+        if old == value or _is_emptied_dict(key, old, value, old_flat, new_flat):
+            continue
+        kind = "fixed" if key.startswith((*_changing(frozen), *_changing(new))) else kind_of(key)
+        if key in old_typed and key in new_typed:
+            if old_typed[key].absolute == new_typed[key].absolute:
+                continue  # it did not exist, and so was not seen to be a path, when one of them was frozen
+            if old_typed[key].text == new_typed[key].text:
+                kind = "moved"
+        found.append(ConfigChange(key, old, value, kind))
+    return found
+
+
+def _changing(plain: dict[str, Any]) -> tuple[str, ...]:
+    """The prefixes of the callbacks that change what is trained."""
+    return tuple(f"callbacks.{name}." for name in plain.get("run", {}).get("changed_by") or ())
+
+
+class TypedPath(NamedTuple):
+    """A path as it was typed, and what that means in the directory of the command."""
+
+    text: Any  # or a list
+    absolute: Any
+
+
+def typed_paths(plain: dict[str, Any]) -> dict[str, TypedPath]:
+    """Dotted key -> the path there, for each that was typed relative to the directory of the command."""
+    run = plain.get("run", {})
+    base = str(run.get("directory") or "")
+    found = {}
+    for key, text in (run.get("typed") or {}).items():
+        texts = text if isinstance(text, list) else [text]
+        absolute = [os.path.normpath(os.path.join(base, os.path.expanduser(str(each)))) for each in texts]
+        found[key] = TypedPath(text, absolute)
     return found
 
 

@@ -1,8 +1,13 @@
-"""Relative paths in a config are resolved against the directory of the command, wherever the job then runs."""
+"""Relative paths in a config are resolved against the directory of the command, wherever the job then runs.
+
+The config keeps both: the absolute path, which the job reads, and under `run.typed` what was typed, by which the run is
+identified. So a path means the same run whether or not it exists yet.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,14 @@ def anchored(path: str, base: Path) -> str:
 
 
 def anchor(plain: dict[str, Any], base: Path) -> None:
-    """Make the paths of a resolved config absolute, in place.
+    """Make the paths of a resolved config absolute, in place, and record the directory and what was typed.
 
     For a class of this package every value under a name in `PATH_KEYS` is a path. For a class of the user's it may
-    be something else (the name of a dataset on a hub), so there it is a path only if that exists.
+    be something else (the name of a dataset on a hub), so there it is a path only if that exists; the identity of the
+    run does not depend on that.
     """
     run, data = plain["run"], plain["data"]
+    before = Path(run["directory"]) if run["directory"] else base
     run["root"] = anchored(run["root"], base)
     if run["dir"] is not None:
         run["dir"] = anchored(run["dir"], base)
@@ -31,28 +38,44 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
         plain["init_from"]["path"] = os.path.abspath(anchored(plain["init_from"]["path"], base))
     if data["cache_dir"] is not None:
         data["cache_dir"] = anchored(data["cache_dir"], base)
-    for node in (data["sources"], data["eval_sources"], data["loader"]):
-        _anchor_node(node, base, shipped=False)
+    typed: dict[str, Any] = {}
+    for group in ("sources", "eval_sources", "loader"):
+        for key, name, node, shipped in _paths(data[group], f"data.{group}", shipped=False):
+            value, known = node[name], run["typed"].get(key)
+            if known is not None and value in (known, _absolute(known, before, shipped)):  # frozen, and not changed
+                typed[key], node[name] = known, _absolute(known, before, shipped)
+                continue
+            node[name] = _absolute(value, base, shipped)
+            if any(not os.path.isabs(text) for text in _texts(value)):
+                typed[key] = value
+    run["typed"], run["directory"] = typed, str(before)
 
 
-def _anchor_node(node: Any, base: Path, shipped: bool) -> None:
+def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    """(dotted key, its last part, the dictionary that has it, whether a class of this package takes it) of paths."""
     if isinstance(node, list):
-        for item in node:
-            _anchor_node(item, base, shipped)
+        for number, item in enumerate(node):
+            yield from _paths(item, f"{key}.{number}", shipped)
     if not isinstance(node, dict):
         return
     shipped = str(node["_target_"]).startswith("runner.") if "_target_" in node else shipped
-    for key, value in node.items():
-        if key not in PATH_KEYS:
-            _anchor_node(value, base, shipped)
-        elif isinstance(value, str):
-            node[key] = _path(value, base, shipped)
-        elif isinstance(value, list):
-            node[key] = [_path(item, base, shipped) if isinstance(item, str) else item for item in value]
+    for name, value in node.items():
+        if name not in PATH_KEYS:
+            yield from _paths(value, f"{key}.{name}", shipped)
+        elif _texts(value):
+            yield f"{key}.{name}", name, node, shipped
 
 
-def _path(value: str, base: Path, shipped: bool) -> str:
-    if "://" in value:
+def _texts(value: Any) -> list[str]:
+    """The paths that a value holds; those on the network are none."""
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str) and "://" not in text]
+
+
+def _absolute(value: Any, base: Path, shipped: bool) -> Any:
+    if isinstance(value, list):
+        return [_absolute(item, base, shipped) for item in value]
+    if not _texts(value):
         return value
     path = anchored(value, base)
     return path if shipped or files.exists(path) else value

@@ -49,7 +49,7 @@ class PhaseState:
     `name` is that of the phase, None before the first one.
     """
 
-    weights: dict[str, float]
+    weights: dict[str, Any]  # numbers, once the data are open (see `runner.config.schema.source_weights`)
     temperature: float
     lr_scale: float
     name: str | None
@@ -87,10 +87,10 @@ class PhaseSchedule:
     def __init__(
         self,
         phases: Mapping[str, Phase],
-        base_weights: Mapping[str, float] | None = None,
+        base_weights: Mapping[str, Any] | None = None,
         temperature: float = 1.0,
     ) -> None:
-        base = {name: float(weight) for name, weight in (base_weights or {}).items()}
+        base = {name: _weight(weight) for name, weight in (base_weights or {}).items()}
         if errors := list(_phase_errors(phases, base)):
             raise ScheduleError("\n".join(errors))
         ordered = sorted(phases.items(), key=lambda item: item[1].start_step)
@@ -98,7 +98,7 @@ class PhaseSchedule:
         self._starts = [phase.start_step for _, phase in ordered]
         self._states = [PhaseState(base, float(temperature), 1.0, None)]
         for name, phase in ordered:
-            weights = {source: float(phase.weights.get(source, weight)) for source, weight in base.items()}
+            weights = {source: _weight(phase.weights.get(source, weight)) for source, weight in base.items()}
             own = temperature if phase.temperature is None else phase.temperature
             self._states.append(PhaseState(weights, float(own), float(phase.lr_scale), name))
 
@@ -117,6 +117,11 @@ class PhaseSchedule:
             if (state.weights, state.temperature) != (last.weights, last.temperature):
                 found.append((start, state))
         return found
+
+
+def _weight(weight: Any) -> Any:
+    """A weight as a float, or what stands for it until the data are open."""
+    return float(weight) if isinstance(weight, int | float) else weight
 
 
 def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Iterator[str]:
@@ -273,9 +278,10 @@ class LearningRate:
 
 
 def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
-    """The schedule of a run of `steps` steps, which it follows to the end unless `total_steps` is set.
+    """Return the schedule of a run of `steps` steps, which it follows to the end unless `total_steps` is set.
 
-    A `warmup_steps` of None is `WARMUP_STEPS`, or all steps but one of a shorter schedule.
+    A `warmup_steps` of None is `WARMUP_STEPS`, or all steps but one of a shorter schedule that decays. A constant
+    schedule does not depend on `steps`.
 
     Raises:
         ScheduleError: options are out of range.
@@ -283,7 +289,10 @@ def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
     total, warmup = options.total_steps, options.warmup_steps
     if total is None:
         total = steps
-    if warmup is None:
+    if options.decay is Decay.constant:
+        warmup = WARMUP_STEPS if warmup is None else warmup
+        total = max(total, warmup + 1)
+    elif warmup is None:
         warmup = min(WARMUP_STEPS, max(total - 1, 0))
     return LearningRate(options.decay.value, total, warmup, options.min_ratio or 0.0, options.decay_steps)
 

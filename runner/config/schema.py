@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from runner.config.identity import DEFAULT_STEPS
 from runner.config.optimizers import is_finite, optimizer_errors
 from runner.config.own_target import Replaceable, option_errors
 from runner.config.schedule import (
@@ -32,6 +33,14 @@ class SamplerKind(Enum):
     mixture = "mixture"
     elastic = "elastic"
     own = "own"
+
+
+class WeightsBy(Enum):
+    """What a source that `sampler.weights` does not name gets as its weight."""
+
+    equal = "equal"  # 1
+    sizes = "sizes"  # its number of samples
+    tokens = "tokens"  # its number of tokens
 
 
 class Precision(Enum):
@@ -74,6 +83,9 @@ class RunConfig:
     allow_data_change: bool = False
     threads: int = 1
     lease_timeout_s: float = 30.0
+    directory: str | None = None  # filled in: where the command was given
+    typed: dict[str, Any] = field(default_factory=dict)  # filled in: dotted key -> a path that was relative to that
+    changed_by: list[str] = field(default_factory=list)  # filled in: the callbacks that change what is trained
 
 
 @dataclass
@@ -109,6 +121,7 @@ class EvalSetConfig:
 @dataclass
 class EvalConfig:
     every_steps: int | None = None
+    at_end: bool = True
     batches: int = 8
     batch_size: int | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -118,6 +131,7 @@ class EvalConfig:
 @dataclass
 class DataConfig:
     sources: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     eval_sources: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     collate: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +148,7 @@ class SamplerConfig(Replaceable):
     kind: SamplerKind = SamplerKind.distributed
     temperature: float = 1.0
     weights: dict[str, float] = field(default_factory=dict)
+    weights_by: WeightsBy | None = None
     shuffle: bool = True
     drop_last: bool = True
     exclude: list[str] = field(default_factory=list)
@@ -222,12 +237,16 @@ class Config:
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between evaluations, where `steps` is known; 0: never."""
+        """Steps between evaluations, whatever the length of the run; 0: never."""
         if not self.data.eval_sources:
             return 0
-        if self.eval.every_steps is not None:
-            return self.eval.every_steps
-        return next((interval for interval in EVALUATION_INTERVALS if interval <= self.steps), 0)
+        return EVALUATION_INTERVAL if self.eval.every_steps is None else self.eval.every_steps
+
+    @property
+    def evaluates_every_set(self) -> bool:
+        """Whether there are evaluations, and none of them is switched off."""
+        others = [each.every_steps for each in self.eval.sets.values()]
+        return self.evaluation_interval > 0 and 0 not in others
 
 
 def rank_invariant(config: Config) -> bool:
@@ -248,9 +267,7 @@ def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
         yield f"choose strategy=ddp: {config.strategy.value} adds gradients in the order of the ranks"
 
 
-DEFAULT_STEPS = 300
-# If eval.every_steps is not set: the first one that the run is long enough for.
-EVALUATION_INTERVALS = (100, 10)
+EVALUATION_INTERVAL = 100  # if eval.every_steps is not set
 # With more, torch crashes when it starts them.
 MAX_THREADS = 1024
 MAX_BATCH = 2**31
@@ -488,8 +505,10 @@ def _sampler_errors(config: Config) -> Iterator[str]:
             "remove it and its options with '~sampler._target_' and so on"
         )
     yield from weight_errors("sampler.weights", options.weights, sources)
+    for line in weight_errors("data.weights", config.data.weights, sources):
+        yield f"{line}; data.sources.NAME=null removes a source with its weight" if "no such source" in line else line
     yield from weight_errors("sampler.max_epochs", options.max_epochs, sources)
-    if sources and not any(options.weights.get(name, 1.0) for name in sources):
+    if sources and not any(source_weights(config).values()):
         yield "sampler.weights are all 0: at least one source needs a weight above 0"
     if options.kind is SamplerKind.distributed and len(sources) > 1:
         yield (
@@ -502,15 +521,28 @@ def _sampler_errors(config: Config) -> Iterator[str]:
             if phase.weights or phase.temperature is not None:
                 kind = options.kind.value
                 yield f"phases.{name} sets weights, unused by sampler={kind}: choose sampler=mixture or elastic"
+    if options.kind is SamplerKind.distributed and options.temperature != 1:
+        yield (
+            f"sampler.temperature={options.temperature:g} works with several sources, not with sampler=distributed: "
+            "choose data=mixture, or sampler=mixture or sampler=elastic with several data.sources, or leave it out"
+        )
     if options.kind is not SamplerKind.elastic:
         for key in ("exclude", "max_epochs"):
             if getattr(options, key):
                 yield f"sampler.{key} works with sampler=elastic only, not with {options.kind.value}"
 
 
-def source_weights(config: Config) -> dict[str, float]:
-    """The base weight of every source, in their order; 1 where `sampler.weights` does not name it."""
-    return {name: config.sampler.weights.get(name, 1.0) for name in config.data.sources}
+def source_weights(config: Config) -> dict[str, Any]:
+    """Return the base weight of every source, in their order.
+
+    A source without one in `sampler.weights` has the one of `data.weights`, or 1. Where `sampler.weights_by` is set it
+    decides instead: 1, or `WeightsBy.sizes` or `tokens` until the data are open.
+    """
+    by, own = config.sampler.weights_by, config.data.weights
+    usual: dict[str, Any] = {name: own.get(name, 1.0) for name in config.data.sources}
+    if by is not None:
+        usual = dict.fromkeys(usual, 1.0 if by is WeightsBy.equal else by)
+    return {name: config.sampler.weights.get(name, weight) for name, weight in usual.items()}
 
 
 def _fork_errors(config: Config) -> Iterator[str]:
@@ -582,21 +614,16 @@ def length_errors(config: Config) -> list[str]:
 
 
 def _interval_errors(config: Config) -> Iterator[str]:
-    """Evaluations that the run ends before."""
-    steps, every, best = config.known_steps or 0, config.eval.every_steps, config.checkpoint.keep_best
-    if steps < 1 or not config.data.eval_sources:
+    """Checkpoints that are to be kept by evaluations which the run ends before."""
+    steps, best = config.known_steps or 0, config.checkpoint.keep_best
+    if steps < 1 or best < 1 or not config.data.eval_sources:
         return
-    sets = {f"eval.sets.{name}": each.every_steps for name, each in config.eval.sets.items()}
-    for key, interval in {"eval": every, **sets}.items():
-        if interval is not None and interval > steps:
-            yield (
-                f"{key}.every_steps={interval} must be {steps} or less, the steps of this run: nothing would be "
-                "evaluated; 0 is for no evaluation, null for the default"
-            )
-    if every is None and best > 0 and not (config.evaluation_interval or any(sets.values())):
+    every = [config.evaluation_interval, *(each.every_steps for each in config.eval.sets.values())]
+    intervals = [interval for interval in every if interval]
+    if intervals and min(intervals) > steps:
         yield (
-            f"checkpoint.keep_best={best} needs evaluations, and a run of {steps} steps has none unless asked for: "
-            f"set eval.every_steps={steps} or less, or checkpoint.keep_best=0"
+            f"checkpoint.keep_best={best} needs evaluations, and the first one is due at step {min(intervals)} of "
+            f"{steps}: set eval.every_steps={steps} or less, or checkpoint.keep_best=0"
         )
 
 
@@ -604,7 +631,7 @@ def _schedule_errors(config: Config) -> Iterator[str]:
     """Errors of the phases and of the learning rate, as their own classes report them."""
     weights = source_weights(config)
     try:
-        if all(isinstance(weight, int | float) for weight in weights.values()):  # others are reported already
+        if all(isinstance(weight, int | float | WeightsBy) for weight in weights.values()):  # others are reported
             PhaseSchedule(config.phases, weights)
     except ScheduleError as error:
         yield from str(error).splitlines()

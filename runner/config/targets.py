@@ -12,6 +12,7 @@ import pkgutil
 import symtable
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -130,6 +131,31 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
     return found.func if isinstance(found, partial) else found
 
 
+CHANGES_TRAINING = "changes_training"
+"""The attribute by which the class of a callback says that it changes weights, gradients or the optimizer."""
+
+
+def changing_callbacks(plain: dict[str, Any]) -> list[str]:
+    """Return the names of the callbacks whose class says that it changes what is trained.
+
+    A class is imported only if its module has the word.
+    """
+    found = []
+    for name, node in plain["callbacks"].items():
+        if isinstance(node, dict) and _mentions(str(node.get("_target_")), CHANGES_TRAINING):
+            with suppress(Exception):  # creating the callback reports it
+                if getattr(pkgutil.resolve_name(node["_target_"]), CHANGES_TRAINING, False):
+                    found.append(name)
+    return found
+
+
+def _mentions(target: str, word: str) -> bool:
+    try:
+        return word in _source(target)[0]
+    except _UNREADABLE:
+        return False
+
+
 def target_errors(plain: dict[str, Any], known: dict[str, str | None] | None = None) -> list[str]:
     """A line for each `_target_` in a resolved config that names nothing callable.
 
@@ -186,18 +212,32 @@ def _nearest_name(target: str) -> str:
 
 def _is_defined_in_source(target: str) -> bool:
     """Whether a statement of a module binds `target`, found without running the module."""
-    names = target.split(".")
     try:
-        spec, depth = importlib.util.find_spec(names[0]), 1
-        while spec and depth < len(names) and (inner := _submodule(spec, names[depth])):
-            spec, depth = inner, depth + 1
-        if spec is None or depth == len(names):
-            return False
-        table = symtable.symtable(spec.loader.get_source(spec.name), str(spec.origin), "exec")  # type: ignore[union-attr]
-        symbol = table.lookup(names[depth])
-    except (ImportError, AttributeError, LookupError, SyntaxError, TypeError, ValueError, OSError):
+        source, origin, name = _source(target)
+        symbol = symtable.symtable(source, origin, "exec").lookup(name)
+    except _UNREADABLE:
         return False
     return symbol.is_assigned() or symbol.is_imported()
+
+
+# What looking at a module without running it may raise.
+_UNREADABLE = (ImportError, AttributeError, LookupError, SyntaxError, TypeError, ValueError, OSError)
+
+
+def _source(target: str) -> tuple[str, str, str]:
+    """The source of the module that has `target`, its file, and the name of the target in it.
+
+    Raises:
+        _UNREADABLE: there is no such module, or it has no source.
+    """
+    names = target.split(".")
+    spec, depth = importlib.util.find_spec(names[0]), 1
+    while spec and depth < len(names) and (inner := _submodule(spec, names[depth])):
+        spec, depth = inner, depth + 1
+    if spec is None or depth == len(names):
+        raise LookupError(target)
+    source = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
+    return source, str(spec.origin), names[depth]
 
 
 def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:

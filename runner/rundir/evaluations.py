@@ -145,7 +145,7 @@ def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
     }
 
 
-def add(run: RunDir, record: Mapping[str, Any], holder: Mapping[str, Any], timeout_s: float) -> bool:
+def add(run: RunDir, record: Mapping[str, Any], holder: Mapping[str, Any] | None, timeout_s: float) -> bool:
     """Add a result; False, and nothing added, if there is one of that step by the same settings.
 
     The file is replaced as a whole, so that a process that was stopped for long adds nothing when it wakes.

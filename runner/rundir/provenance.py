@@ -53,12 +53,43 @@ def describe_code() -> dict[str, Any]:
     }
 
 
-def write_code(path: Path, code: dict[str, Any], overrides: Sequence[str], guard: files.Guard | None = None) -> None:
-    """Write code.json; the commits and overrides of earlier submissions of the run are kept in `earlier`."""
+def write_code(
+    path: Path,
+    code: dict[str, Any],
+    overrides: Sequence[str],
+    guard: files.Guard | None = None,
+    edit: dict[str, Any] | None = None,
+) -> None:
+    """Write code.json; the commits and overrides of earlier submissions of the run are kept in `earlier`.
+
+    Args:
+        path: of the file.
+        code: from `describe_code`.
+        overrides: of the command.
+        guard: the right to change the run.
+        edit: what the command changes in an existing run, and so in its results: see `edits`.
+    """
     before = files.read_object(path)
     earlier = before.get("earlier")
     kept = [*(earlier if isinstance(earlier, list) else []), _summary(before)] if before else []
-    files.write_json(path, {"overrides": list(overrides), **code, "earlier": kept}, guard=guard)
+    edited = [*_edits(before), *([edit] if edit else [])]
+    files.write_json(path, {"overrides": list(overrides), **code, "earlier": kept, "edits": edited}, guard=guard)
+
+
+def edits(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the deliberate changes of a run's settings, the oldest first.
+
+    Each has `step`, after which it is in force, `changes` in words, and `before`, the identity until then.
+
+    Raises:
+        OSError: code.json cannot be read.
+    """
+    return _edits(files.read_object(RunDir(run_dir).code))
+
+
+def _edits(code: dict[str, Any]) -> list[dict[str, Any]]:
+    found = code.get("edits")
+    return [edit for edit in found if isinstance(edit, dict)] if isinstance(found, list) else []
 
 
 def code_changes(run_dir: Path) -> list[str]:

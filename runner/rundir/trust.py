@@ -97,6 +97,15 @@ def check_trusted(run: RunDir) -> None:
             )
 
 
+def is_private(path: Path) -> bool:
+    """Whether a directory is this user's or root's, and writable by nobody else; see `check_trusted`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _is_named_trusted(path) or _fault(path, files.stat(path)) is None
+
+
 def _is_named_trusted(path: Path) -> bool:
     named = [files.resolve(text) for text in processes.environment.get(VARIABLE, "").split(os.pathsep) if text]
     return any(files.resolve(path).is_relative_to(directory) for directory in named)

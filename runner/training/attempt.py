@@ -38,6 +38,7 @@ from runner.rundir.attempt_log import (
     is_finished,
 )
 from runner.rundir.lease import Lease, acquire_for_job, is_continued
+from runner.rundir.origin import search_modules, working_in
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import code_changes
 from runner.rundir.time_account import TimeAccount
@@ -113,6 +114,13 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
 
         check_trusted(run)
         config = load(run.path)
+        search_modules(run, config.run.directory)
+    with working_in(config.run.directory):
+        return _carried_out(run, job, world, config, held)
+
+
+def _carried_out(run: RunDir, job: Job, world: World, config: Config, held: Lease | None) -> ExitStatus:
+    """Make the attempt in the directory in which the run was started."""
     made = _Attempt(run, job, world, config)
     made.watch.start()
     try:

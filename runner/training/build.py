@@ -332,6 +332,10 @@ def own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replica
         names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
     except ValueError:  # some written in C have none
         names = set()
+    if options.temperature != 1 and "temperature" not in names:
+        raise UserError(
+            f"sampler.temperature={options.temperature:g}: {options.target} has no argument of this name; leave it out"
+        )
     offered: dict[str, Any] = {"seed": config.seed, "sources": sizes, "weights": source_weights(config)}
     offered |= {name: getattr(options, name) for name in ("shuffle", "drop_last", "temperature")}
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from runner.config.schema import CallbackFailure, Config, Strategy
+from runner.config.targets import CHANGES_TRAINING
 from runner.errors import CallbackError, PeerError, SupersededError, UserError
 from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
@@ -264,9 +265,22 @@ class Callbacks:
             for hook in list(hooks):
                 self._generators.seed(seed_of(self.config["seed"], hook.name, method, step))
                 context = Context(self, step, record, values)
-                with self._observing(evaluating=method != "on_step_end"):
+                with self._observing(evaluating=method != "on_step_end"), self._unchanged(hook, method, step):
                     self._attempt(hook, method, lambda: getattr(hook.callback, method)(context))  # noqa: B023
                 context._valid = False
+
+    @contextmanager
+    def _unchanged(self, hook: Hook, method: str, step: int) -> Iterator[None]:
+        """Warn of a callback that changes weights and does not say so: once, as far as torch counts changes."""
+        versions = [] if hook.changes_training else [parameter._version for parameter in self.model.parameters()]
+        yield
+        if versions and versions != [parameter._version for parameter in self.model.parameters()]:
+            hook.changes_training = True
+            if self.world.is_main:
+                _log.warning(
+                    f"callbacks.{hook.name}.{method} changed weights at step {step}: set {CHANGES_TRAINING} = True in "
+                    "its class, so that it belongs to what identifies the run"
+                )
 
     @contextmanager
     def _observing(self, evaluating: bool) -> Iterator[None]:

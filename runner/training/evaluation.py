@@ -39,8 +39,13 @@ class Evaluation:
         """Whether every set is evaluated after `step` complete steps."""
         return all(each.due(step) for each in self.sets)
 
-    def run(self, step: int, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """The results of the sets that are due, over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
+    def run(self, step: int, stop: Callable[[], bool], every_set: bool = False) -> dict[str, Any] | None:
+        """Return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
+
+        Args:
+            step: completed steps.
+            stop: whether to give up.
+            every_set: evaluate the sets that are not due as well.
 
         Returns:
             None if `stop()`, agreed across ranks and asked before each turn, is true.
@@ -51,7 +56,7 @@ class Evaluation:
         results: dict[str, Any] = {}
         with self._undisturbed():
             for each in self.sets:
-                if not each.due(step):
+                if not (every_set or each.due(step)):
                     continue
                 found = _Pass(self.forward, each, self.metrics, self.seed).run(stop)
                 if found is None:

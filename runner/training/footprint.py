@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runner.config.schema import DEFAULT_STEPS, Config, Strategy, rank_invariant
+from runner.config.identity import DEFAULT_STEPS
+from runner.config.schema import Config, Strategy, rank_invariant
 from runner.training import build
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.staging import snapshot
-from runner.config.targets import instantiate
+from runner.config.targets import CHANGES_TRAINING, instantiate
 from runner.errors import PeerError, UserError, nearest
 from runner.system import files
 from runner.training.run_state import RunState
@@ -29,6 +29,7 @@ class Hook:
         code: changes with the class's file and with its options.
         dropped: it raised, and is left out until `code` changes.
         state: what was last saved or restored of it.
+        changes_training: whether its class says that it changes what is trained, or has been reported for doing so.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Hook:
     code: str
     dropped: bool = False
     state: Any = None
+    changes_training: bool = False
 
     @property
     def keeps_state(self) -> bool:
@@ -89,6 +91,7 @@ def create(name: str, node: dict[str, Any]) -> Hook:
         (lack,) = {"state_dict", "load_state_dict"} - state
         raise UserError(f"{what} has {min(state)}, but no {lack}: a state that is kept needs both")
     hook = Hook(name, callback, methods | state, _code(callback, node))
+    hook.changes_training = bool(getattr(callback, CHANGES_TRAINING, False))
     if state:
         _try_state(hook)
     return hook

@@ -23,6 +23,7 @@ from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, bare, model
 from runner.config.frozen import load as load_config
 from runner.config.schema import Config
 from runner.errors import RunDirError, UserError
+from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
 from runner.system import files
@@ -87,6 +88,7 @@ def load(
     with reading(found):
         check_trusted(found)
         config = load_config(found.path)
+        search_modules(found, config.run.directory)
         chosen = choice.choose(found.checkpoints, choice.LAST if step is None else step, _skipped)
     with Generators(torch.device("cpu")).lent(), _cuda_generators_lent():
         model = build.model(config)

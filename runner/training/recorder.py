@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from runner.errors import FileError, SupersededError
+from runner.errors import FileError, SupersededError, UserError
 from runner.metrics import JsonlWriter, Writer
 from runner.metrics.lineage import FAILED, Lineage
 from runner.metrics.media import Media
@@ -48,6 +48,9 @@ class SilentRecorder:
     def evaluation(self, record: dict[str, Any]) -> None:
         pass
 
+    def last_evaluation(self, record: dict[str, Any]) -> None:
+        pass
+
     def before_save(self) -> bool:
         return True
 
@@ -75,6 +78,8 @@ class RunRecorder:
     log: AttemptLog
     meter: StepMeter
     last_save: Callable[[], dict[str, Any] | None]
+    add_evaluation: Callable[[dict[str, Any]], object] = lambda record: None
+    """Adds a result to those of `runner evaluate`."""
     state: str = FAILED
     """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
     _waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -126,6 +131,21 @@ class RunRecorder:
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write one evaluation's record."""
         self._write(record)
+        self._show_evaluation(record)
+
+    def last_evaluation(self, record: dict[str, Any]) -> None:
+        """Write the record of an evaluation off the cadence: it is no part of the metrics."""
+        try:
+            self.add_evaluation(record)
+        except SupersededError:
+            raise
+        except (OSError, UserError) as error:
+            self.warn(f"the last evaluation could not be recorded ({error}): `runner evaluate` repeats it")
+        for writer in self.writers:
+            writer.write(record)
+        self._show_evaluation(record)
+
+    def _show_evaluation(self, record: dict[str, Any]) -> None:
         results = {name: value for name, value in record.items() if name != "step" and isinstance(value, float)}
         self.log.update(eval_loss=record.get("eval_loss"))
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items())

@@ -17,6 +17,9 @@ from runner.checkpoint import TrainStateManager, get_rng_state, restore_train_st
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.checkpoint.directory import Fence
 from runner.checkpoint.reading import in_one_line, newest_step
+from runner.config.effects import mixing_without_effect
+from runner.config.frozen import load_plain
+from runner.config.identity import evaluation_digest
 from runner.config.plain_yaml import read_plain
 from runner.config.schedule import unreached_phases
 from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, profiled_steps
@@ -29,6 +32,7 @@ from runner.metrics import resume_records
 from runner.metrics.lineage import FINISHED, STOPPED, Fork, Lineage
 from runner.metrics.progress import ProgressBar
 from runner.rundir.attempt_log import AttemptLog, insist
+from runner.rundir.evaluations import add
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, lived_s
@@ -64,6 +68,7 @@ from runner.training.step import Forward, TrainStep
 from runner.training.tasks import Task, build_task
 from runner.training.trainer import Trainer
 from runner.training.warm_start import Source, Table, fill, open_source, starts_warm
+from runner.training.weights import with_weights
 
 LEASE_CHECK_S = 1.0
 
@@ -224,6 +229,7 @@ class _Opening:
         build.seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
         datasets = build.sources(self.config)
         sizes = [len(dataset) for dataset in datasets.values()]
+        self._weigh(datasets)
         task = build_task(self.config)
         if task.take_step is not None and self.config.strategy is Strategy.fsdp:
             raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
@@ -264,6 +270,14 @@ class _Opening:
             saved,
             run_state,
         )
+
+    def _weigh(self, datasets: dict[str, Any]) -> None:
+        """Fill in the weights that the data decide, and warn if these leave a temperature without effect."""
+        config = with_weights(self.config, datasets)
+        if config is not self.config and self.world.is_main:
+            for line in mixing_without_effect(config):
+                _log.warning(line)
+        self.config = config
 
     def _assembled(self, of: _Restored) -> Session:
         """The session around what is restored."""
@@ -308,6 +322,7 @@ class _Opening:
             cadence=self._cadence(step),
             best_metric=config.checkpoint.best.metric,
             needs_best=config.checkpoint.keep_best > 0,
+            evaluates_end=config.eval.at_end and config.evaluates_every_set,
             recorder=recorder,
             run_state=of.run_state,
             stop=lambda: bool(STOP),
@@ -563,6 +578,7 @@ class _Opening:
             log=self.log,
             meter=meter or StepMeter(torch.device("cpu")),
             last_save=lambda: dict(manager.last_save) if manager.last_save else None,
+            add_evaluation=self._add_evaluation,
         )
         if recorder.writers:
             recorder.about(self._lineage(self.log.record["attempt"]))
@@ -570,6 +586,16 @@ class _Opening:
             self.handler.warn = recorder.warn
         self._show_start(recorder, step, self.log)
         return recorder
+
+    def _add_evaluation(self, record: dict[str, Any]) -> None:
+        """Record a result beside those of `runner evaluate`, which then need not compute it.
+
+        Raises:
+            OSError: the file system refused.
+            UserError: another process does not finish adding its own.
+        """
+        digest = evaluation_digest(load_plain(self.run.path))
+        add(self.run, {**record, "digest": digest}, None, self.config.run.lease_timeout_s)
 
     def _lineage(self, attempt: int) -> Lineage:
         """What loggers show of the run beside its numbers."""
@@ -582,8 +608,9 @@ class _Opening:
 
     def _show_start(self, recorder: RunRecorder, step: int, log: AttemptLog) -> None:
         steps = self.config.steps
-        for message in unreached_phases(self.config.phases, steps):
-            recorder.bar.say(f"warning: {message}")
+        if self.config.train.epochs is not None:  # otherwise the command has said so
+            for message in unreached_phases(self.config.phases, steps):
+                recorder.bar.say(f"warning: {message}")
         lost = log.earlier[-1].get("steps_lost") if log.earlier else 0
         repeated = f" (repeating {lost} steps that were not saved)" if lost else ""
         doing = "resuming" if step else "starting"

@@ -40,6 +40,8 @@ class Recorder(Protocol):
 
     def evaluation(self, record: dict[str, Any]) -> None: ...
 
+    def last_evaluation(self, record: dict[str, Any]) -> None: ...
+
     def before_save(self) -> bool: ...
 
     def cadence(self, explanation: str) -> None: ...
@@ -86,6 +88,7 @@ class Trainer:
     tokens_seen: int = 0
     best_metric: str = BEST_METRIC  # which result of an evaluation a checkpoint is judged by
     needs_best: bool = False  # the evaluations have to give it
+    evaluates_end: bool = False  # evaluate the last step also where that is off the cadence
     results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     clock: Callable[[], float] = lambda: clock.monotonic()  # noqa: PLW0108 looked up when it is called
     after_first_step: Callable[[], None] = lambda: None
@@ -137,7 +140,7 @@ class Trainer:
                     raise TrainingError(self._unsaved())
             if leaving:
                 self.account.switch("end")
-                finished = self.step >= steps and not interrupted and saved
+                finished = self.step >= steps and not interrupted and saved and self._evaluate_end()
                 if finished:
                     self.callbacks.end(self.step)
                 return finished
@@ -274,6 +277,19 @@ class Trainer:
         self.results = self._judged(evaluation, results)
         self.recorder.evaluation(self.callbacks.evaluated(self.step, {"step": self.step, **results}))
         return True
+
+    def _evaluate_end(self) -> bool:
+        """Evaluate the last step if it is off the cadence; False if a signal came meanwhile.
+
+        Another length of the run has another last step, so the result is recorded beside those of `runner evaluate`.
+        """
+        if not self.evaluates_end or self.evaluation is None or self.evaluation.complete(self.step):
+            return True
+        with self.account.doing("evaluation"):
+            results = self.evaluation.run(self.step, self._stop_now, every_set=True)
+        if results is not None:
+            self.recorder.last_evaluation({"step": self.step, **results})
+        return results is not None
 
     def _judged(self, evaluation: Evaluation, results: dict[str, Any]) -> dict[str, Any]:
         """`results`, which have the number that the best checkpoints are judged by, if any are to be kept.

@@ -1,0 +1,180 @@
+"""Changes of the settings of an existing run: which are allowed, what they mean, and what became of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.cli.console import PROGRAM, shown
+from runner.config.composition import Composed
+from runner.config.frozen import holds, load_plain, trained
+from runner.config.identity import DEFAULT_STEPS, LENGTH_KEYS, ConfigChange, differences, identity, length_readers
+from runner.config.optimizers import scheduler_of
+from runner.config.schedule import learning_rate
+from runner.config.schema import Config
+from runner.errors import UserError
+from runner.rundir import provenance
+from runner.rundir.attempt_log import is_finished
+from runner.rundir.paths import RunDir
+from runner.system import clock
+
+# Where a command puts a run, and how it treats it: not settings that a run was started with.
+OF_COMMANDS = (
+    "run.dir",
+    "run.name",
+    "run.root",
+    "run.allow_data_change",
+    "launcher.dry_run",
+    "launcher.retry_failed",
+    "launcher.wait",
+)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a command changes in the frozen config of a run.
+
+    Attributes:
+        job: the run with its new settings.
+        frozen: its config so far, as plain values; empty for a new run.
+        all: every difference.
+    """
+
+    job: Composed
+    frozen: dict[str, Any] = field(default_factory=dict)
+    all: Sequence[ConfigChange] = ()
+
+    @classmethod
+    def of(cls, job: Composed) -> Changes:
+        """Compare a command with the frozen config of its run.
+
+        Raises:
+            RunDirError: the frozen config cannot be read.
+        """
+        if holds(job.run_dir, job.plain):
+            return cls(job, job.plain)
+        frozen = load_plain(job.run_dir)
+        return cls(job, frozen, differences(frozen, job.plain))
+
+    @property
+    def of_results(self) -> list[ConfigChange]:
+        """Those that make the run another one from here on, and that a command may make on purpose."""
+        return [change for change in self.all if change.kind == "data" or self._is_edit(change)]
+
+    def _is_edit(self, change: ConfigChange) -> bool:
+        """Whether a change is one of those that mark the run as edited: of a length only if something follows it."""
+        if change.kind != "edit":
+            return False
+        if change.key not in LENGTH_KEYS:
+            return True
+        follows = length_readers(self.frozen) or length_readers(self.job.plain)
+        return bool(follows) and _length(self.frozen) != _length(self.job.plain)
+
+    def check(self) -> None:
+        """Refuse what cannot be changed in an existing run.
+
+        Raises:
+            UserError: all such changes, one per line.
+        """
+        where, resumes = self.job.run_dir, f"{PROGRAM} resume {shown(self.job.run_dir)}"
+        errors = []
+        for change in self.all:
+            if change.kind == "fixed":
+                what, remedy = "cannot be changed", "keep the old value, or choose another run.dir"
+            elif change.kind == "data" and not self.job.config.run.allow_data_change:
+                what = "changes which data comes next"
+                remedy = "keep the old value, add run.allow_data_change=true, or choose another run.dir"
+            elif self._is_edit(change) and not self.job.resumed:
+                what = "changes the result"
+                remedy = f"`{resumes} {change.key}={_word(change.new)}` does so on purpose, or choose another run.dir"
+            else:
+                continue
+            errors.append(f"{change} {what} in the run {where}: {remedy}")
+        if errors:
+            raise UserError("\n".join(sorted(errors, key=lambda line: " cannot be changed in " not in line)))
+
+    def notes(self, step: int) -> list[str]:
+        """Return what the changes mean for a run at `step`, one line each."""
+        lines = [str(change) for change in self.all if change.kind not in ("free", "moved")]
+        if any(change.key in LENGTH_KEYS for change in self.of_results):
+            lines += _schedules(self.frozen, self.job.config, step)
+        then, now = self.frozen.get("run", {}).get("directory"), self.job.config.run.directory
+        if then and now and then != now and not self.job.resumed:
+            lines.append(f"the run was started in {then}, and this command was given in {now}")
+        return lines
+
+    def ignored(self) -> list[ConfigChange]:
+        """Return the settings that a live run does not take over."""
+        found = [change for change in self.all if change.kind != "moved" and change.key not in OF_COMMANDS]
+        elsewhere = [change for change in found if change.key == "launcher._target_"]
+        return elsewhere or found
+
+    def edit(self, step: int) -> dict[str, Any] | None:
+        """Return the record for code.json of a deliberate change at `step`; None if the results stay what they are."""
+        if not self.of_results:
+            return None
+        changes = [str(change) for change in self.of_results]
+        return {"step": step, "time": clock.wall(), "changes": changes, "before": identity(self.frozen)}
+
+    def edited(self) -> tuple[str, bool] | None:
+        """Return what became of the run since a command like this one began it, and whether it has this length.
+
+        None if its settings are those of the command, or the command never was the run's.
+
+        Raises:
+            OSError: the records cannot be read.
+        """
+        if self.job.resumed or not self.of_results:
+            return None
+        edits = provenance.edits(self.job.run_dir)
+        since = next((number for number, edit in enumerate(edits) if edit.get("before") == self.job.digest), None)
+        if since is None:
+            return None
+        said = "; ".join(
+            f"at step {edit.get('step')}: {', '.join(map(str, edit.get('changes') or []))}" for edit in edits[since:]
+        )
+        reached = self._reached()
+        run = shown(self.job.run_dir)
+        remedy = (
+            "it has this command's length"
+            if reached
+            else f"`{PROGRAM} resume {run}` continues the edited run, and "
+            "another run.dir or run.name begins this one anew"
+        )
+        return f"was edited {said}; this command trains nothing: {remedy}", reached
+
+    def _reached(self) -> bool:
+        run, config = RunDir(self.job.run_dir), self.job.config
+        if is_finished(run, config.known_steps, config.train.epochs):
+            return True
+        return config.known_steps is not None and run.newest_step() >= config.known_steps
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _length(plain: dict[str, Any]) -> tuple[Any, Any]:
+    train = plain["train"]
+    steps = DEFAULT_STEPS if train["steps"] is None and train["epochs"] is None else train["steps"]
+    return steps, train["epochs"]
+
+
+def _schedules(frozen: dict[str, Any], new: Config, step: int) -> list[str]:
+    """Say what another length does to the learning rate from `step` on."""
+    old = trained(frozen)
+    lines = []
+    for key in length_readers(frozen):
+        if old.known_steps is None or new.known_steps is None:
+            lines.append(f"{key} follows the length: from step {step} on it is that of the longer run")
+            continue
+        _, name, _ = key.split(".") if "." in key else ("", "", "")
+        node = new.optimizers[name] if name else {}
+        _, options = scheduler_of(f"optimizers.{name}", node, new.scheduler)
+        before, after = (learning_rate(options, steps)(step) for steps in (old.known_steps, new.known_steps))
+        lines.append(
+            f"{key} follows the length: from step {step} on the learning rate is that of a run of {new.known_steps} "
+            f"steps ({before:.4g} -> {after:.4g} of its peak), so the result is that of neither length alone"
+        )
+    return lines

@@ -1,0 +1,50 @@
+"""The directory in which a run was started: its own modules and relative paths are found there, wherever it is resumed.
+
+Imports no torch, hydra or numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runner.errors import RunDirError
+from runner.rundir.paths import RunDir
+from runner.rundir.trust import check_trusted, is_private
+from runner.system import files
+
+
+def search_modules(run: RunDir, directory: str | None) -> None:
+    """Let Python find modules in the directory in which a run was started, after everything else.
+
+    Nothing is done if others can write to the run or to that directory: they could run code as this user.
+
+    Args:
+        run: of which `directory` is recorded.
+        directory: as its frozen config has it.
+    """
+    if directory is None or directory in sys.path:
+        return
+    try:
+        check_trusted(run)
+        if files.is_dir(directory) and is_private(Path(directory)):
+            sys.path.append(directory)
+    except (OSError, RunDirError):
+        return
+
+
+@contextmanager
+def working_in(directory: str | None) -> Iterator[None]:
+    """Work in the directory in which a run was started, if it is still there: a dataset may have relative paths."""
+    before = os.getcwd()
+    if directory is None or directory == before or not files.is_dir(directory):
+        yield
+        return
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
