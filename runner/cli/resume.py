@@ -124,8 +124,10 @@ def _naming_directory(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        if "No module named" not in str(error):
+            raise
         directory = read_plain(RunDir(run_dir).config)["run"].get("directory")
-        if "No module named" not in str(error) or directory in (None, os.getcwd()):
+        if directory in (None, os.getcwd()):
             raise
         reason = "" if directory in sys.path else ", which is gone, or others can write to it"
         raise type(error)(

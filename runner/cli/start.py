@@ -21,7 +21,6 @@ from runner.cli.housekeeping import hidden
 from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
-from runner.config.effects import same_results, without_effect
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, RunDirError, SupersededError, UserError
 from runner.rundir import provenance
@@ -32,6 +31,7 @@ from runner.rundir.trunk import find
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
 from runner.system.terminal import printable
+from runner.training.effects import same_results, without_effect
 from runner.training.job import LocalJob
 
 ATTEMPT = "runner.training.attempt:attempt"

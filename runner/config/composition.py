@@ -418,7 +418,7 @@ def _same_run(twin: Composed, composed: Composed) -> str:
     both = f"({' '.join(twin.overrides)}) and ({' '.join(composed.overrides)})"
     keys = [change.key for change in differences(twin.plain, composed.plain) if change.key not in OWN_KEYS]
     if twin.digest != composed.digest:
-        return f"two jobs of the sweep have the run directory {composed.run_dir}: {both}; do not set run.dir in a sweep"
+        return f"two jobs of the sweep are the same run {composed.run_dir}: {both}; do not set run.dir in a sweep"
     line = f"two jobs of the sweep are the same run {twin.run_dir}: {both}"
     if not keys:
         return f"{line} have the same settings; pass each value once"

@@ -521,7 +521,7 @@ def _sampler_errors(config: Config) -> Iterator[str]:
             if phase.weights or phase.temperature is not None:
                 kind = options.kind.value
                 yield f"phases.{name} sets weights, unused by sampler={kind}: choose sampler=mixture or elastic"
-    if options.kind is SamplerKind.distributed and options.temperature != 1:
+    if options.kind is SamplerKind.distributed and 0 < options.temperature < math.inf and options.temperature != 1:
         yield (
             f"sampler.temperature={options.temperature:g} works with several sources, not with sampler=distributed: "
             "choose data=mixture, or sampler=mixture or sampler=elastic with several data.sources, or leave it out"
@@ -575,12 +575,7 @@ def _length_of_sample_errors(config: Config) -> Iterator[str]:
 def _evaluation_errors(config: Config) -> Iterator[str]:
     """An evaluation that was asked for and cannot happen, whatever the number of steps."""
     every, best = config.eval.every_steps, config.checkpoint.keep_best
-    if every is not None and every > 0 and not config.data.eval_sources:
-        yield (
-            f"eval.every_steps={every}: an evaluation needs held-out data: add data.eval_sources.NAME, or set "
-            "eval.every_steps=null"
-        )
-    elif best > 0 and not config.data.eval_sources:
+    if best > 0 and not config.data.eval_sources:
         yield (
             f"checkpoint.keep_best={best} needs evaluations: add data.eval_sources.NAME, or set checkpoint.keep_best=0"
         )

@@ -17,7 +17,6 @@ from runner.checkpoint import TrainStateManager, get_rng_state, restore_train_st
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.checkpoint.directory import Fence
 from runner.checkpoint.reading import in_one_line, newest_step
-from runner.config.effects import mixing_without_effect
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.plain_yaml import read_plain
@@ -51,6 +50,7 @@ from runner.training.consumption import (
     UntrackedConsumption,
 )
 from runner.training.counting import stated_tokens
+from runner.training.effects import mixing_without_effect
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact

@@ -44,14 +44,14 @@ def test_the_same_command_resumes_the_same_run(run: Command) -> None:
 def test_a_finished_run_is_not_started_unless_it_is_made_longer(
     run: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("train.steps=10")
+    run("train.steps=10", "scheduler=constant")
     (path,) = run_dirs()
     finish(path, 10)
-    assert run("train.steps=10") == 0
-    assert run("train.steps=7") == 0
+    assert run("train.steps=10", "scheduler=constant") == 0
+    assert run("train.steps=7", "scheduler=constant") == 0
     assert "finished, all 10 steps" in capsys.readouterr().out
     assert len(FakeLauncher.launched) == 1
-    assert run("train.steps=20") == 0
+    assert run("train.steps=20", "scheduler=constant") == 0
     assert FakeLauncher.launched == [path, path]
     assert load(path).train.steps == 20
 
@@ -184,14 +184,19 @@ def test_a_single_failed_run_is_resumed_here(run: Command) -> None:
 
 @pytest.mark.slow
 def test_a_live_run_is_not_touched(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    run("train.steps=10", launcher="here")
+    same = ("train.steps=10", "scheduler=constant")
+    run(*same, launcher="here")
     (path,) = run_dirs()
     before = RunDir(path).config.read_bytes()
     FakeLauncher.launched.clear()
     with Lease.acquire(RunDir(path).lease, timeout_s=5):
-        assert run("train.steps=20", launcher="here") == ExitStatus.LOCKED
+        assert run(*same, launcher="here") == ExitStatus.LOCKED
         assert f"process {os.getpid()}" in capsys.readouterr().err
-        assert run("-m", "train.steps=20", launcher="fake") == 0  # a sweep skips it
+        # A sweep skips it, and names the settings that it does not take over.
+        assert run("-m", *same, launcher="fake") == ExitStatus.USAGE
+        assert "launcher._target_" in capsys.readouterr().out
+        assert run("train.steps=20", "scheduler=constant", launcher="here") == ExitStatus.LOCKED
+        assert "train.steps: 10 -> 20 is not taken over by a live run" in capsys.readouterr().err
     assert FakeLauncher.launched == []
     assert RunDir(path).config.read_bytes() == before
 

@@ -490,7 +490,7 @@ def test_a_step_between_checkpoints_is_refused_with_those_there_are(
     assert command("fork", "o/trunk", "--step", "2") == 2
     assert "o/trunk has no checkpoint of step 2: it has that of step 3" in capsys.readouterr().err
     text = (trunk / "config.yaml").read_text()
-    (trunk / "config.yaml").write_text(text.replace("every_steps: 1", "every_steps: 3", 1))
+    (trunk / "config.yaml").write_text(text.replace("every_steps: 1\n", "every_steps: 3\n", 1))
     assert command("fork", "o/trunk", "--step", "5") == 2
     expected = "is at step 3 and will not save step 5: it saves every 3 steps and at its end; fork one of those"
     assert expected in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_a_sweep_shows_what_differs_the_default_too(composer: Composer, words: s
 
 
 def test_many_settings_leave_room_for_what_was_given(composer: Composer) -> None:
-    given = ["optimizer.weight_decay=0.5", "model.width=64", "model.layers=2", "sampler.temperature=0.7"]
+    given = ["optimizer.weight_decay=0.5", "model.width=64", "model.layers=2", "data.sequence_length=64"]
     given += ["train.batch_size=4", "model.heads=2", "train.clip_norm=0.25", "train.ema_decay=0.99,0.9"]
     first, second = names(composer, *given)
     assert "ema_decay0.99" in first

@@ -12,6 +12,7 @@ from typing import Any
 from random_configs import fork_run, preload
 
 TINY = [
+    "scheduler.total_steps=40",  # so that a run may be made longer
     "experiment=smoke",
     "data=mixture",
     "model.width=8",

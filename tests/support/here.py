@@ -15,6 +15,7 @@ from runner.system.signals import STOP, STOP_SIGNALS
 OWN_MODEL = [
     *("experiment=smoke", "data.sequence_length=16", "logger=none", "run.threads=1"),
     *("train.steps=6", "eval.every_steps=2", "checkpoint.every_steps=2"),
+    "scheduler.total_steps=40",  # so that a run may be made longer
 ]
 SHORT = [*OWN_MODEL, "model.width=16", "model.layers=1"]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 TINY = [
     "experiment=smoke",
+    "scheduler.total_steps=40",  # so that a run may be made longer
     "model.width=16",
     "model.layers=1",
     "run.threads=1",

@@ -68,12 +68,12 @@ def test_what_does_not_fit_the_steps_of_the_epochs_is_one_line() -> None:
     shape = BatchShape(0, 1, 4)
     with pytest.raises(UserError, match=r"train.epochs=0.1 of 24 samples is less than one step .*: raise train.epochs"):
         steps_of("distributed", 0.1, [24], shape)
-    config = compose(["train.epochs=1", "eval.every_steps=7", "scheduler.warmup_steps=6"]).config
+    config = compose(["train.epochs=1", "checkpoint.keep_best=1", "scheduler.warmup_steps=6"]).config
     with pytest.raises(UserError) as error:
         with_steps(config, [24], [shape])
     warmup, evaluation = str(error.value).splitlines()
     assert "scheduler.warmup_steps=6 must be from 0 to below the 6 steps" in warmup
-    assert "eval.every_steps=7 must be 6 or less" in evaluation
+    assert "the first one is due at step 100 of 6" in evaluation
 
 
 def test_a_mark_of_epochs_answers_for_epochs(tmp_path: Path) -> None:

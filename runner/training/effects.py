@@ -24,6 +24,7 @@ from runner.data.order.weights import shares
 
 MIXED = (SamplerKind.mixture, SamplerKind.elastic)
 """The samplers that weights and a temperature concern."""
+ADD_HELD_OUT = "add held-out data as data.eval_sources.NAME"
 UNITS = {WeightsBy.sizes: "samples", WeightsBy.tokens: "tokens"}
 
 
@@ -136,13 +137,14 @@ def _others(config: Config) -> Iterator[str]:
     every = {"eval": config.eval.every_steps}
     every |= {f"eval.sets.{name}": each.every_steps for name, each in config.eval.sets.items()}
     steps = config.known_steps
-    for key, interval in every.items() if data.eval_sources else ():
-        if interval is not None and steps is not None and interval > steps:
-            there = ", where it is evaluated" if config.eval.at_end else ""
-            yield f"{key}.every_steps={interval} has no effect: the run ends after {steps} steps{there}"
+    for key, interval in every.items():
+        if interval and not data.eval_sources:
+            yield f"{key}.every_steps={interval} has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"
+        elif interval is not None and steps is not None and interval > steps and not config.eval.at_end:
+            yield f"{key}.every_steps={interval} has no effect: the run ends after {steps} steps"
     for name in ("metrics", "sets"):
         if getattr(config.eval, name) and not data.eval_sources:
-            yield f"eval.{name} has no effect: there is nothing to evaluate on; add data.eval_sources.NAME"
+            yield f"eval.{name} has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"
 
 
 def effective_digest(config: Config, plain: dict[str, Any]) -> str:
