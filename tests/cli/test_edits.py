@@ -55,7 +55,7 @@ def test_a_run_is_extended_by_resume_which_says_what_that_means(
     assert command("resume", "--config-dir", str(conf), str(finished), "train.steps=2000") == 0
     shown = capsys.readouterr().out
     assert "train.steps: 20 -> 2000" in shown
-    assert "from step 20 on the learning rate is that of a run of 2000 steps (0.1 -> 0.99" in shown
+    assert "from step 20 on the learning rate is that of a run of 2000 steps (0.1 -> 1 of its peak)" in shown
     assert FakeLauncher.launched == [finished]
     assert load(finished).train.steps == 2000
     (edit,) = provenance.edits(finished)
