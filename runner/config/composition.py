@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from runner.config.arguments import Names, argument_errors
 from runner.config.explain import ERRORS, Diagnosis, explain, unused_in_files, unused_setting
 from runner.config.fork import replaced_values
 from runner.config.frozen import load_plain, plain_values, schema, to_config, to_yaml
@@ -55,6 +56,7 @@ class Composer:
         self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the names that end in it
         self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
+        self._arguments: dict[str, Names | None] = {}
         self._sweep = False
         self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
         self._singles: dict[str, tuple[str, Any] | None] = {}
@@ -356,7 +358,8 @@ class Composer:
 
     def _all_errors(self, plain: dict[str, Any]) -> list[str]:
         """Every error of a resolved config, one line each: its values, and what it names by `_target_`."""
-        return [*config_errors(to_config(plain)), *target_errors(plain, self._target_errors)]
+        targets, arguments = target_errors(plain, self._target_errors), argument_errors(plain, self._arguments)
+        return [*config_errors(to_config(plain)), *targets, *arguments]
 
     def _run_dir(self, plain: dict[str, Any], readable: Callable[[], str]) -> Path:
         """The run directory: one that ends in the identity, whatever its name, or a new one with a readable name."""
