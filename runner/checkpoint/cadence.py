@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from runner import bounds
 from runner.errors import UserError
 
 LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit", "failed", "crash loop", "hang"})
@@ -26,8 +27,8 @@ class AdaptiveInterval:
     M is (running time + prior) / (losses + 1): before any observation it is the prior, which counts as one loss.
 
     Args:
-        min_s: lower bound of the interval, in seconds.
-        max_s: upper bound of the interval, in seconds.
+        min_s: lower bound of the interval, in seconds; 0: none.
+        max_s: upper bound of the interval, in seconds; with 0, as often as a write allows.
         prior_s: expected time between losses before any is observed, in seconds.
 
     Raises:
@@ -43,11 +44,9 @@ class AdaptiveInterval:
     _losses: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_s <= self.max_s < math.inf:
-            raise UserError(
-                f"adaptive saving between {self.min_s} and {self.max_s} seconds: "
-                "set 0 < minimum <= maximum, both finite"
-            )
+        bounds.check({"checkpoint.min_interval_s": self.min_s, "checkpoint.max_interval_s": self.max_s})
+        if self.max_s < self.min_s:
+            raise UserError(bounds.of_intervals(self.min_s, self.max_s))
         if not 0 < self.prior_s < math.inf:
             raise UserError(f"expected time between preemptions {self.prior_s}: set seconds above 0")
 
@@ -118,10 +117,7 @@ class Cadence:
         start_step: int = 0,
         now: float = 0.0,
     ) -> None:
-        if every_steps is not None and every_steps < 1:
-            raise UserError(f"checkpoint.every_steps={every_steps}: set 1 or more, or null for none by steps")
-        if every_minutes is not None and not 0 < every_minutes < math.inf:
-            raise UserError(f"checkpoint.every_minutes={every_minutes}: set more than 0, or null for none by time")
+        bounds.check({"checkpoint.every_steps": every_steps, "checkpoint.every_minutes": every_minutes})
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self.adaptive = adaptive

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from torch import nn
 
+from runner import bounds
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import writer
 from runner.checkpoint.background import Background
@@ -334,12 +335,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_settings(keep_last: int, keep_every_steps: int | None, keep_best: int, best_mode: str, mode: str) -> None:
-    if keep_last < 1:
-        raise UserError(f"checkpoint.keep_last={keep_last}: set 1 or more; the newest one is always kept")
-    if keep_every_steps is not None and keep_every_steps < 1:
-        raise UserError(f"checkpoint.keep_every_steps={keep_every_steps}: set 1 or more, or null for none")
-    if keep_best < 0:
-        raise UserError(f"checkpoint.keep_best={keep_best}: set 0 or more")
+    kept = {"keep_last": keep_last, "keep_every_steps": keep_every_steps, "keep_best": keep_best}
+    bounds.check({f"checkpoint.{name}": count for name, count in kept.items()})
     if best_mode not in BEST_MODES:
         raise UserError(f"checkpoint.best.mode={best_mode!r}: set 'min' or 'max'")
     if mode not in ("async", "sync"):

@@ -82,6 +82,7 @@ class _Command:
         options = self.options
         composer = Composer(options.config_dirs, options.config_name)
         composed = composer.compose(options.overrides)
+        self.plain = composed.plain
         target = composed.plain["launcher"].get("_target_")
         if target not in (LOCAL, SLURM):
             raise UserError(f"launcher._target_={target}: the drill needs launcher=local or launcher=slurm")
@@ -108,7 +109,7 @@ class _Command:
             "overrides": list(options.overrides),
             "flags": list(options.flags),
             "plan": [list(vars(fault).values()) for fault in self.plan],
-            "code": _code(),
+            "code": _code(composed.plain),
         }
 
     def target(self, run_dir: Path, log: Path) -> Target:
@@ -183,7 +184,7 @@ class _Command:
 
     def _diagnosis(self, display: Display) -> list[str]:
         """Whether two runs without faults are the same: if not, it is not the faults."""
-        if _code() != self.key["code"]:
+        if _code(self.plain) != self.key["code"]:
             return ["the code was changed during the drill, so two programs were compared: run the drill again"]
         display.say("not identical: one more run without faults shows whether the faults are the reason")
         again = self.drill.run_reference("reference-again")
@@ -204,9 +205,9 @@ def possible_ranks(node: dict[str, Any]) -> list[int]:
     return [count for count in RANKS if not make_launcher({**node, "ranks": count}).check([])]
 
 
-def _code() -> dict[str, Any]:
+def _code(plain: dict[str, Any]) -> dict[str, Any]:
     """The code of the runs: an interrupted drill is not continued with other code."""
     from runner.rundir import provenance
 
-    code = provenance.describe_code()
-    return {name: code[name] for name in ("python", "packages", "runner")}
+    code = provenance.describe_code(plain)
+    return {name: code[name] for name in ("python", "packages", "runner", "modules")}

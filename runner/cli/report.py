@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from runner.report import goodput, spreadsheet
 from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked
 from runner.report.page import page
 from runner.report.picture import draw
-from runner.report.runs import RunResults, read_run
+from runner.report.runs import RunResults, ends, read_run
 from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
+from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
 POINTS = 3_000_000  # of all curves in memory
@@ -158,12 +159,18 @@ def results(roots: Sequence[Path]) -> list[RunResults]:
     base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
     found = {files.resolve(run.path): run for root in roots for run in find_runs(root)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(found), 1))))
-    read = [read_run(run, base, points) for run in found.values()]
     rows = {files.resolve(row.path): row for root in roots for row in collect(root)[0]}
-    for run in read:
+
+    def read_one(run: RunDir, keep: Collection[int] = ()) -> RunResults:
+        made = read_run(run, base, points, keep)
         row = rows.get(files.resolve(run.path))
-        if row is not None and run.state != "unreadable":
-            run.state, run.reason = row.state, row.reason
+        if row is not None and made.state != "unreadable":
+            made.state, made.reason = row.state, row.reason
+        return made
+
+    read = [read_one(run) for run in found.values()]
+    if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # else every step is there anyway
+        read = [read_one(run, keep) for run in found.values()]
     return [run for run in read if files.is_dir(run.path)]  # others were removed or moved meanwhile
 
 

@@ -27,6 +27,7 @@ from runner.rundir import provenance
 from runner.rundir.attempt_log import is_finished, last_step
 from runner.rundir.lease import Heart, Lease, read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.sources import Sources
 from runner.rundir.trunk import find
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
@@ -440,17 +441,19 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waitin
         UserError: the file system refuses, or what a branch begins with was deleted.
         SupersededError: another process has taken over one of the runs.
     """
-    code = provenance.describe_code()
+    code, sources = provenance.describe_code(), Sources()
     for job in counted(jobs, "writing configs"):
         run = RunDir(job.run_dir)
         try:
             guard = guards[job.run_dir]
             guard.check()  # nothing is written where the run was moved or removed meanwhile
-            for change in provenance.code_changes(run.path):
+            changes = provenance.code_changes(run.path, code, sources)
+            for change in changes:
                 say(f"  the code has changed since this run last started: {change}")
             _take_over(job, run, guard, waits=run.path in waiting)
             edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
-            provenance.write_code(run.code, code, job.overrides, guard, edit)
+            described = {**code, **provenance.describe_sources(job.plain, sources), "changes": changes}
+            provenance.write_code(run.code, described, job.overrides, guard, edit)
             # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:

@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.explain import ERRORS, Diagnosis, explain, unused_setting
+from runner.config.arguments import Names, argument_errors
+from runner.config.explain import ERRORS, Diagnosis, explain, unused_in_files, unused_setting
 from runner.config.fork import replaced_values
 from runner.config.frozen import load_plain, plain_values, schema, to_config, to_yaml
 from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, readable_name
@@ -64,6 +65,7 @@ class Composer:
         self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the names that end in it
         self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
+        self._arguments: dict[str, Names | None] = {}
         self._sweep = False
         self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
         self._singles: dict[str, tuple[str, Any] | None] = {}
@@ -170,9 +172,29 @@ class Composer:
         Raises:
             UserError: overrides that cannot be parsed, all of them in one message.
         """
+        given = self._alternatives(overrides)
+        choices = {key: texts for key, texts in given.items() if self.tree.group_of(key)}
+        params: dict[tuple[str, ...], list[str]] = {}  # by the options chosen, of which each may bring its own
+        for chosen in product(*choices.values()):
+            params[chosen] = self._sweep_params([text for text in chosen if not unused_setting(text)])
+        if len(set(map(tuple, params.values()))) < 2:
+            chosen_params = self._alternatives(next(iter(params.values()), []))
+            return [list(job) for job in product(*{**chosen_params, **given}.values())]
+        jobs: list[list[str]] = []
+        for chosen, own in params.items():
+            alone = {key: [text] for key, text in zip(choices, chosen, strict=True)}
+            jobs += map(list, product(*{**self._alternatives(own), **given, **alone}.values()))
+        return jobs
+
+    def _alternatives(self, overrides: Sequence[str]) -> dict[str, list[str]]:
+        """The overrides that each key is swept over.
+
+        Raises:
+            UserError: overrides that cannot be parsed, all of them in one message.
+        """
         alternatives: dict[str, list[str]] = {}
         errors = []
-        for text in [*self._sweep_params(overrides), *overrides]:
+        for text in overrides:
             try:
                 key, values = self.tree.alternatives(text)
             except ERRORS as error:
@@ -184,7 +206,7 @@ class Composer:
                 alternatives[key] = values
         if errors:
             raise UserError("\n".join(errors))
-        return [list(job) for job in product(*alternatives.values())]
+        return alternatives
 
     def sweeping(self) -> Composer:
         """This one, from here on composing jobs that differ in single values from each other."""
@@ -248,14 +270,22 @@ class Composer:
                 del os.environ["HYDRA_FULL_ERROR"]
         return 0
 
-    def _sweep_params(self, overrides: Sequence[str]) -> list[str]:
-        """A sweep written in a config, as for Hydra's basic sweeper: `hydra.sweeper.params`."""
-        choices = [text for text in overrides if self.tree.group_of(text)]
+    def _sweep_params(self, chosen: Sequence[str]) -> list[str]:
+        """A sweep written in a config, as for Hydra's basic sweeper: `hydra.sweeper.params`.
+
+        Args:
+            chosen: the overrides that choose options of groups, without sweeps.
+
+        Raises:
+            UserError: a config file chooses another sweeper, of whose parameters nothing is known.
+        """
         try:
-            single = [text for text in choices if self.tree.alternatives(text)[1] == [text]]
-            params = OmegaConf.select(self.tree.compose(single), "hydra.sweeper.params")
+            config = self.tree.compose(chosen)
+            params = OmegaConf.select(config, "hydra.sweeper.params")
         except ERRORS:
             return []  # composing the jobs reports the error
+        if lines := unused_in_files(self.tree.hydra_changes(config)):
+            raise UserError("\n".join(lines))
         return [f"{key}={value}" for key, value in params.items()] if params else []
 
     def _checked(
@@ -281,7 +311,12 @@ class Composer:
         except UserError as missing:
             others = [str(missing)]
         except ERRORS as error:
-            diagnosis = Diagnosis(self.tree, compose, lambda config: self._all_errors(_resolved(config)))
+
+            def check(config: DictConfig) -> list[str]:
+                unused = unused_in_files(self.tree.hydra_changes(config))
+                return [*unused, *self._all_errors(_resolved(config))]
+
+            diagnosis = Diagnosis(self.tree, compose, check)
             found, others = diagnosis.config_errors(overrides, error)
             wrong |= found
             if self._sweep and not any(map(self.tree.group_of, found)):  # for the other jobs, which have them too
@@ -321,6 +356,8 @@ class Composer:
             drop_sources(varied, overrides)
             return known.choices, varied
         composed = compose(overrides)
+        if lines := unused_in_files(self.tree.hydra_changes(composed)):
+            raise UserError("\n".join(lines))
         config = _own(composed)
         typed = _typed(config)
         plain = plain_values(typed)
@@ -334,7 +371,8 @@ class Composer:
 
     def _all_errors(self, plain: dict[str, Any]) -> list[str]:
         """Every error of a resolved config, one line each: its values, and what it names by `_target_`."""
-        return [*config_errors(to_config(plain)), *target_errors(plain, self._target_errors)]
+        targets, arguments = target_errors(plain, self._target_errors), argument_errors(plain, self._arguments)
+        return [*config_errors(to_config(plain)), *targets, *arguments]
 
     def _run_dir(self, plain: dict[str, Any], readable: Callable[[], str]) -> Path:
         """The run directory: one that ends in the identity, whatever its name, or a new one with a readable name."""

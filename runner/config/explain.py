@@ -10,7 +10,7 @@ import copy
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from runner.config.frozen import READ_ERRORS, without_none
+from runner.config.identity import as_text
 from runner.config.schema import Config
 from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
@@ -33,9 +34,14 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 REPLACED = {
     "hydra.run": "set the run directory with run.dir=..., or run.root=... and run.name=...",
     "hydra.sweep": "run directories are created in run.root=...",
-    "hydra.launcher": "choose where the run executes with launcher=local or launcher=slurm",
-    "hydra.sweeper": "a sweep is -m with comma-separated values (seed=1,2), or hydra.sweeper.params in an experiment",
+    "hydra.launcher": "Hydra's launchers are not used: choose where the run executes with launcher=local or "
+    "launcher=slurm",
+    "hydra.sweeper": "Hydra's sweepers are not used: a sweep is -m with comma-separated values, range(...) or "
+    "choice(...), such as -m seed=1,2, or hydra.sweeper.params in an experiment",
     "hydra.mode": "start a sweep with -m",
+    "hydra.job.chdir": "a run writes to its run directory, run.dir=..., and the current directory stays what it is",
+    "hydra.job.env_set": "set variables in the shell, or for the jobs of a cluster in launcher.setup",
+    "hydra.callbacks": "classes of your own are called between steps with callbacks.NAME._target_=...",
     "run.directory": "it is where the command is given",
     "run.typed": "it follows from the paths in data.sources",
     "run.changed_by": "it follows from the classes of the callbacks",
@@ -44,9 +50,20 @@ REPLACED = {
 
 def unused_setting(override: str) -> str | None:
     """One line for a setting of Hydra's own that would have no effect; None for any other."""
-    key = override.partition("=")[0].lstrip("+~").replace("/", ".")
-    instead = REPLACED.get(".".join(key.split(".")[:2]))
+    instead = _replaced(override.partition("=")[0].lstrip("+~"))
     return f"{override} has no effect here: {instead}" if instead else None
+
+
+def unused_in_files(changes: Mapping[str, Any]) -> list[str]:
+    """One line for each setting of Hydra's own in config files (`ConfigTree.hydra_changes`): none has an effect."""
+    shown = {key: value.name if isinstance(value, Enum) else as_text(value) for key, value in changes.items()}
+    return [f"{key}={value} in a config file has no effect here: {_replaced(key)}" for key, value in shown.items()]
+
+
+def _replaced(key: str) -> str | None:
+    """What replaces a setting of Hydra's, or a group of them; None for any other setting."""
+    names = key.replace("/", ".").split(".")
+    return REPLACED.get(".".join(names[:2])) or REPLACED.get(".".join(names[:3]))
 
 
 def expected(key: str) -> str:
@@ -117,6 +134,8 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
         return _invalid(str(cause.full_key), override, cause)
     if match := re.search(r"In '(.+?)': \w+ raised while composing config:\n(.+)\n\s+full_key: (\S+)", str(error)):
         file, message, key = match.groups()
+        if instead := _replaced(key):  # an option of a plugin of Hydra's
+            return f"{file}.yaml: {key} has no effect here: {instead}"
         allowed = expected(key)
         return f"{file}.yaml: {key}: {message}" + (f"; allowed is {allowed}" if allowed else "")
     return where + " ".join(line.strip() for line in str(error if str(error) else cause).splitlines())
@@ -149,6 +168,8 @@ def _missing(error: MissingConfigException, override: str | None) -> str:
     where = f"{file}.yaml: " if file and file != "config" else ""
     if override:
         where = "" if override.lstrip("+~").startswith(group) else f"{override}: "
+    if instead := _replaced(group):  # a plugin of Hydra's, which may not even be installed
+        return f"{where}{group}={option} has no effect here: {instead}"
     options = sorted(str(name) for name in error.options or [])
     if not options:
         return f"{where}{group}={option}: there is no config group {group}"

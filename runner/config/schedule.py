@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from runner.bounds import MAX_COUNT
 from runner.config.own_target import Replaceable, option_errors
 from runner.errors import UserError, nearest
 
-MAX_COUNT = 2**40  # of steps and the like: beyond what a machine can do, and far from any overflow
 MAX_FACTOR = 1e15  # of learning rates: the product of two fits into a float32
 WARMUP_STEPS = 20  # if warmup_steps is not set
 WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set

@@ -6,18 +6,19 @@ everything outside this package takes them, or plain values, as arguments.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
+from runner import bounds
+from runner.bounds import MAX_COUNT
 from runner.config.identity import DEFAULT_STEPS
 from runner.config.optimizers import is_finite, optimizer_errors
 from runner.config.own_target import Replaceable, option_errors
 from runner.config.schedule import (
-    MAX_COUNT,
     Phase,
     PhaseSchedule,
     ScheduleError,
@@ -268,12 +269,6 @@ def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
 
 
 EVALUATION_INTERVAL = 100  # if eval.every_steps is not set
-# With more, torch crashes when it starts them.
-MAX_THREADS = 1024
-MAX_BATCH = 2**31
-MAX_WORKERS = 1024
-MAX_PREFETCH = 2**20
-MAX_SECONDS = 2**30
 
 
 def config_errors(config: Config) -> list[str]:
@@ -306,53 +301,12 @@ def _rank_invariance_errors(config: Config) -> Iterator[str]:
 
 def _number_errors(config: Config) -> Iterator[str]:
     """Numbers that are too small, too large or not finite."""
-    train, data, checkpoint = config.train, config.data, config.checkpoint
-    ranges: list[tuple[str, float | None, float, float]] = [
-        ("seed", config.seed, 0, 2**63 - 1),
-        ("train.steps", train.steps, 1, MAX_COUNT),
-        ("train.batch_size", train.batch_size, 1, MAX_BATCH),
-        ("train.grad_accum_steps", train.grad_accum_steps, 1, MAX_BATCH),
-        ("train.global_batch_size", train.global_batch_size, 1, MAX_BATCH),
-        ("train.peer_timeout_s", train.peer_timeout_s, 1, MAX_SECONDS),
-        ("train.hang_timeout_s", train.hang_timeout_s, 1, MAX_SECONDS),
-        ("eval.every_steps", config.eval.every_steps, 0, MAX_COUNT),
-        ("eval.batches", config.eval.batches, 1, MAX_COUNT),
-        ("eval.batch_size", config.eval.batch_size, 1, MAX_BATCH),
-        ("run.threads", config.run.threads, 1, MAX_THREADS),
-        ("run.lease_timeout_s", config.run.lease_timeout_s, 1, MAX_SECONDS),
-        ("data.sequence_length", data.sequence_length, 1, MAX_COUNT),
-        ("data.vocab_size", data.vocab_size, 2, MAX_COUNT),
-        ("data.num_workers", data.num_workers, 0, MAX_WORKERS),
-        ("data.prefetch_factor", data.prefetch_factor, 1, MAX_PREFETCH),
-        ("checkpoint.every_steps", checkpoint.every_steps, 1, MAX_COUNT),
-        ("checkpoint.keep_last", checkpoint.keep_last, 1, MAX_COUNT),
-        ("checkpoint.keep_every_steps", checkpoint.keep_every_steps, 1, MAX_COUNT),
-        ("checkpoint.keep_best", checkpoint.keep_best, 0, MAX_COUNT),
-        ("checkpoint.min_interval_s", checkpoint.min_interval_s, 0, MAX_SECONDS),
-        ("checkpoint.max_interval_s", checkpoint.max_interval_s, 0, MAX_SECONDS),
-    ]
-    for key, value, least, most in ranges:
-        if value is not None and not least <= value <= most:  # nan compares false
-            allowed = f"{_bound(most)} or less" if value > most else f"{least:g} or more"
-            yield f"{key}={value} must be {'' if is_finite(value) else 'finite and '}{allowed}"
-    for key, number, most in (
-        ("train.epochs", train.epochs, MAX_COUNT),
-        ("train.clip_norm", train.clip_norm, math.inf),
-        ("checkpoint.every_minutes", checkpoint.every_minutes, MAX_SECONDS),
-        ("sampler.temperature", config.sampler.temperature, math.inf),
-    ):
-        if number is not None and not (math.isfinite(number) and 0 < number <= most):
-            limit = "" if most == math.inf else f", {_bound(most)} or less"
-            yield f"{key}={number} must be a finite number above 0{limit}"
-    if train.ema_decay is not None and not 0 < train.ema_decay < 1:
-        yield f"train.ema_decay={train.ema_decay} must be a number between 0 and 1, such as 0.999, or null"
-
-
-def _bound(value: float) -> str:
-    """An upper limit as a person would write it."""
-    if value == 2**63 - 1:
-        return "2**63 - 1"
-    return f"2**{int(value).bit_length() - 1}" if value >= 2**20 else f"{value:g}"
+    for key in bounds.BOUNDS:
+        if line := bounds.error(key, attrgetter(key)(config)):
+            yield line
+    decay = config.train.ema_decay
+    if decay is not None and not 0 < decay < 1:
+        yield f"train.ema_decay={decay} must be a number between 0 and 1, such as 0.999, or null"
 
 
 def _range_errors(config: Config) -> Iterator[str]:
@@ -367,10 +321,7 @@ def _range_errors(config: Config) -> Iterator[str]:
     if name.startswith("/") or any(part.startswith(".") for part in name.split("/")):
         yield f"run.name={name} must stay below run.root, without parts that start with a dot: set run.root or run.dir"
     if config.checkpoint.max_interval_s < config.checkpoint.min_interval_s:
-        yield (
-            f"checkpoint.max_interval_s={config.checkpoint.max_interval_s} must be at least "
-            f"checkpoint.min_interval_s={config.checkpoint.min_interval_s}"
-        )
+        yield bounds.of_intervals(config.checkpoint.min_interval_s, config.checkpoint.max_interval_s)
     batch, whole = config.train.batch_size, config.train.global_batch_size
     if whole is not None and batch >= 1 and whole % batch:
         yield f"train.global_batch_size={whole} must be a multiple of train.batch_size={batch}"
@@ -521,7 +472,8 @@ def _sampler_errors(config: Config) -> Iterator[str]:
             if phase.weights or phase.temperature is not None:
                 kind = options.kind.value
                 yield f"phases.{name} sets weights, unused by sampler={kind}: choose sampler=mixture or elastic"
-    if options.kind is SamplerKind.distributed and 0 < options.temperature < math.inf and options.temperature != 1:
+    tempered = is_finite(options.temperature) and options.temperature > 0 and options.temperature != 1
+    if options.kind is SamplerKind.distributed and tempered:
         yield (
             f"sampler.temperature={options.temperature:g} works with several sources, not with sampler=distributed: "
             "choose data=mixture, or sampler=mixture or sampler=elastic with several data.sources, or leave it out"

@@ -21,10 +21,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config.config_loader import FROZEN_NAME, ConfigLoader
 from runner.config.frozen import schema
+from runner.config.identity import flatten
 from runner.config.plain_yaml import escaped
 from runner.config.search_path import conf_dir, groups
 from runner.config.variations import is_single
@@ -48,6 +49,19 @@ OPEN = (
     "optimizer.groups",
     "callbacks",
 )
+
+
+# Parts of Hydra's own node that say how an application runs; the groups that choose its plugins.
+HYDRA_PARTS = ("run", "sweep", "sweeper", "launcher", "mode", "callbacks", "job.chdir", "job.env_set")
+PLUGINS = ("hydra/sweeper", "hydra/launcher")
+# As Hydra sets them itself; all others are null or empty then.
+HYDRA_DEFAULTS = {
+    "hydra.run.dir": "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+    "hydra.sweep.dir": "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+    "hydra.sweep.subdir": "${hydra.job.num}",
+    "hydra.sweeper._target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+    "hydra.launcher._target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+}
 
 
 class _FurtherDirectories(SearchPathPlugin):
@@ -115,6 +129,20 @@ class ConfigTree:
                 ConfigStore.instance().store(name=name, node={})
         HydraConfig.instance().cfg = cast(Any, config)  # without the copy that `set_config` makes
         return config
+
+    def hydra_changes(self, config: DictConfig) -> dict[str, Any]:
+        """What the files of a composed config set of how Hydra would run an application, by key.
+
+        Neither Hydra's defaults nor the parameters of a sweep are among them.
+        """
+        chosen = {key: config.hydra.runtime.choices.get(key) for key in PLUGINS}
+        found = {key: option for key, option in chosen.items() if option != "basic"}
+        for name in HYDRA_PARTS:
+            if f"hydra/{name}" not in found and (part := OmegaConf.select(config.hydra, name)) not in (None, {}):
+                value = OmegaConf.to_container(part, resolve=False) if OmegaConf.is_config(part) else part
+                found |= flatten({f"hydra.{name}": value})
+        changed = {key: value for key, value in found.items() if value not in (None, HYDRA_DEFAULTS.get(key))}
+        return {key: value for key, value in changed.items() if not f"{key}.".startswith("hydra.sweeper.params.")}
 
     def apply(self, override: str, config: DictConfig) -> None:
         """Set in a composed config what an override sets that chooses no option, as a composition would.

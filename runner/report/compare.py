@@ -6,12 +6,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
+
+import numpy as np
 
 from runner.config.identity import ABSENT, as_text, kind_of
 from runner.errors import UserError, nearest
 from runner.report import goodput
-from runner.report.runs import RunResults, lower_is_better
+from runner.report.runs import FINISHED, RunResults, lower_is_better
+from runner.report.series import Series
 
 FAILED = ("failed", "crash loop", "unreadable")
 # Settings that differ between runs because they are different runs.
@@ -20,11 +24,20 @@ OWN = ("run.dir", "run.name")
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over the runs of a group: mean and sample standard deviation (None with one run) of the last values."""
+    """A metric over the finished runs of a group.
+
+    Attributes:
+        mean, std: of their values at `step`; the sample standard deviation is None with one run.
+        runs: how many of them have a finite value there.
+        step: the last one of all of them; of runs of different lengths, the largest that all have a value for.
+        cut: whether some of them are longer.
+    """
 
     mean: float
     std: float | None
     runs: int
+    step: int
+    cut: bool
 
 
 @dataclass
@@ -34,7 +47,7 @@ class Group:
     Attributes:
         by: those settings, dotted key -> value.
         runs: all of them.
-        metrics: of those that have not failed and whose last value is finite.
+        metrics: of those that have finished.
     """
 
     by: dict[str, Any]
@@ -44,6 +57,11 @@ class Group:
     @property
     def failed(self) -> int:
         return sum(run.state in FAILED for run in self.runs)
+
+    @property
+    def left_out(self) -> int:
+        """How many are in no mean: they have failed or not finished, and may be shorter than the others."""
+        return sum(run.state != FINISHED for run in self.runs)
 
 
 def differing(runs: Sequence[RunResults]) -> list[str]:
@@ -80,7 +98,7 @@ def grouped(runs: Sequence[RunResults], by: Sequence[str]) -> list[Group]:
         group = found.setdefault(tuple(map(as_text, values.values())), Group(values, []))
         group.runs.append(run)
     for group in found.values():
-        group.metrics = _spreads([run for run in group.runs if run.state not in FAILED])
+        group.metrics = _spreads([run for run in group.runs if run.state == FINISHED])
     return sorted(found.values(), key=lambda group: [_order(value) for value in group.by.values()])
 
 
@@ -96,19 +114,30 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _spreads(runs: Sequence[RunResults]) -> dict[str, Spread]:
-    values: dict[str, list[float]] = {}
-    for run in runs:
-        for name, result in run.metrics.items():
-            if math.isfinite(result.last):
-                values.setdefault(name, []).append(result.last)
-    return {name: _spread(each) for name, each in values.items()}
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    found = {name: _spread([run.series[name] for run in runs if name in run.metrics]) for name in names}
+    return {name: spread for name, spread in found.items() if spread is not None}
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def _spread(curves: Sequence[Series]) -> Spread | None:
+    """Of the values at one step; None if there is none that all have, or no value is finite there."""
+    last = {int(curve.steps[-1]) for curve in curves}
+    step = last.pop() if len(last) == 1 else _common_step(curves)
+    values = [value for curve in curves if step is not None and math.isfinite(value := curve.at(step))]
+    if step is None or not values:
+        return None
+    cut = any(int(curve.steps[-1]) > step for curve in curves)
     try:
-        return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+        std = statistics.stdev(values) if len(values) > 1 else None
+        return Spread(statistics.fmean(values), std, len(values), step, cut)
     except OverflowError:  # the largest numbers that there are
-        return Spread(math.inf, None, len(values))
+        return Spread(math.inf, None, len(values), step, cut)
+
+
+def _common_step(curves: Sequence[Series]) -> int | None:
+    """The largest step that all of them have a point for."""
+    common = reduce(np.intersect1d, [curve.steps for curve in curves])
+    return int(common[-1]) if len(common) else None
 
 
 def main_metric(runs: Sequence[RunResults]) -> str | None:
@@ -163,7 +192,11 @@ def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, An
                 "by": plain(group.by),
                 "n": len(group.runs),
                 "failed": group.failed,
-                "metrics": {name: {"mean": _finite(one.mean), "std": one.std} for name, one in group.metrics.items()},
+                "left_out": group.left_out,
+                "metrics": {
+                    name: {"mean": _finite(one.mean), "std": one.std, "runs": one.runs, "step": one.step}
+                    for name, one in group.metrics.items()
+                },
             }
             for group in groups
         ],

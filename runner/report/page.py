@@ -17,7 +17,7 @@ import numpy as np
 from runner.errors import UserError
 from runner.report import goodput
 from runner.report.compare import FAILED, differing, is_lower_better, plain
-from runner.report.runs import RunResults, is_metric
+from runner.report.runs import FINISHED, RunResults, ends, is_metric
 from runner.report.series import Series
 from runner.report.tables import fork_lines, ranks_text, short_names
 
@@ -92,7 +92,7 @@ def page_data(
     others = [name for name in PLOTTED if any(name in run.series for run in runs)]
     axes = [name for name in AXES if name == "step" or any(name in run.series or name == "hours" for run in runs)]
     states = ", ".join(f"{number} {state}" for state, number in Counter(run.state for run in runs).most_common())
-    points = _budget(runs)
+    points, keep = _budget(runs), ends(runs)
     combined = [list(each) for each in dict.fromkeys([tuple(by), tuple(together)]) if len(each) > 1]
     return {
         "title": title,
@@ -110,7 +110,7 @@ def page_data(
         "waiting": goodput.WAITING,
         "weeks": goodput.by_week(attempt for run in runs for attempt in run.accounts),
         "forks": fork_lines(runs),
-        "runs": [_run(run, keys, points) for run in runs],
+        "runs": [_run(run, keys, points, keep) for run in runs],
     }
 
 
@@ -126,19 +126,20 @@ def is_plotted(name: str) -> bool:
     return is_metric(name) or name in (*PLOTTED, *AXES) or name.startswith("sources/")
 
 
-def _run(run: RunResults, keys: Sequence[str], points: int) -> dict[str, Any]:
+def _run(run: RunResults, keys: Sequence[str], points: int, keep: Sequence[int]) -> dict[str, Any]:
     seconds = run.seconds
     return {
         "name": run.name,
         "state": run.state,
         "failed": run.state in FAILED,
+        "finished": run.state == FINISHED,
         "reason": run.reason,
         "steps": run.steps,
         "ranks": ranks_text(run.ranks) if run.ranks not in ([], [1]) else None,
         "settings": {key: plain(run.settings[key]) for key in keys if key in run.settings},
         "metrics": {name: [_finite(one.last), one.best, one.best_step] for name, one in run.metrics.items()},
         "series": {
-            name: _packed(one.thinned(points // 4 if "/" in name else points))
+            name: _packed(one.thinned(points // 4 if "/" in name else points, keep))
             for name, one in {**run.series, **_hours(run)}.items()
             if is_plotted(name)
         },

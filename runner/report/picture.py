@@ -11,8 +11,8 @@ import numpy as np
 
 from runner.config.identity import as_text
 from runner.errors import UserError
-from runner.report.compare import FAILED, grouped, is_lower_better, ranked
-from runner.report.runs import RunResults
+from runner.report.compare import grouped, is_lower_better, ranked
+from runner.report.runs import FINISHED, RunResults
 from runner.report.series import Series
 from runner.system.terminal import printable
 
@@ -85,7 +85,7 @@ def _draw_runs(axes: Any, runs: Sequence[RunResults], metric: str) -> None:
                 series.values,
                 marker=marker,
                 linewidth=width,
-                label=printable(run.name),
+                label=printable(run.name if run.state == FINISHED else f"{run.name} ({run.state})"),
                 **style,
                 alpha=1.0 if width < 2 else 0.4,
                 zorder=3,
@@ -97,7 +97,7 @@ def _draw_runs(axes: Any, runs: Sequence[RunResults], metric: str) -> None:
 
 
 def _draw_groups(axes: Any, runs: Sequence[RunResults], metric: str, by: Sequence[str]) -> None:
-    sound = [run for run in runs if run.state not in FAILED] or runs  # as in the table of groups
+    sound = [run for run in runs if run.state == FINISHED] or runs  # as in the table of groups
     for number, group in enumerate(grouped(sound, by)):
         color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
         steps, mean, spread = band([run.series[metric] for run in group.runs])
@@ -107,9 +107,13 @@ def _draw_groups(axes: Any, runs: Sequence[RunResults], metric: str, by: Sequenc
 
 
 def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, mean and sample standard deviation of several curves, each as far as it goes; arrays of one shape (N,)."""
+    """Steps, mean and sample standard deviation of several curves; arrays of one shape (N,).
+
+    They end with the shortest: a mean over fewer curves from there on would compare different lengths.
+    """
     longest = max(curves, key=lambda curve: int(curve.steps[-1]))
-    steps = longest.steps
+    end = min(int(curve.steps[-1]) for curve in curves)
+    steps = np.union1d(longest.steps[longest.steps <= end], [end])
     values = np.stack([np.interp(steps, one.steps, one.values, left=np.nan, right=np.nan) for one in curves])
     count = np.isfinite(values).sum(axis=0)
     mean = np.nansum(values, axis=0) / np.maximum(count, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +21,8 @@ from runner.rundir.time_account import latest
 from runner.rundir.trust import reading
 from runner.system import files
 
+FINISHED = "finished"
+MAX_ENDS = 100
 RUNNING = ("running", "suspended", "ending")  # states of a run whose last steps may still be saved
 # Numbers of a record that describe the training, and are no results to compare runs by.
 COUNTS = ("lr", "samples_seen", "tokens_seen", "grad_norm")
@@ -95,25 +97,32 @@ class RunResults:
         return goodput.of_run(self.accounts)
 
 
-def read_run(run: RunDir, root: Path, points: int) -> RunResults:
+def ends(runs: Iterable[RunResults]) -> list[int]:
+    """The steps at which metrics of finished runs have their last values: there runs of other lengths are compared."""
+    found = {int(run.series[name].steps[-1]) for run in runs if run.state == FINISHED for name in run.metrics}
+    return sorted(found)[:MAX_ENDS]
+
+
+def read_run(run: RunDir, root: Path, points: int, keep: Collection[int] = ()) -> RunResults:
     """The results of a run; `unreadable` if its directory holds anything unexpected.
 
     Args:
         run: the run directory.
         root: what its name is relative to.
         points: about how many of each series to keep.
+        keep: steps at which to keep them in any case.
     """
     name = os.path.relpath(run.path, root)
     results = RunResults(name if name != "." else Path(os.path.abspath(run.path)).name, run.path)
     try:
         with reading(run):
-            _fill(results, run, points)
+            _fill(results, run, points, keep)
     except RunDirError as error:
         results.state, results.reason = "unreadable", str(error)
     return results
 
 
-def _fill(results: RunResults, run: RunDir, points: int) -> None:
+def _fill(results: RunResults, run: RunDir, points: int, keep: Collection[int]) -> None:
     results.settings, results.fork = _settings(run)
     mode = results.settings.get("checkpoint.best.mode")
     judged = {results.settings.get("checkpoint.best.metric"): mode}
@@ -123,7 +132,7 @@ def _fill(results: RunResults, run: RunDir, points: int) -> None:
         if is_metric(name):
             best = one.best(lower_is_better(name, judged))
             results.metrics[name] = Result(one.last, *(best or (None, None)))
-    results.series = {name: one.thinned(points) for name, one in series.items()}
+    results.series = {name: one.thinned(points, keep) for name, one in series.items()}
     results.timings = {name: one.thinned(points) for name, one in read_series(run.timings).items()}
     results.attempts = [_possible(attempt) for attempt in ended_attempts(run)]
     results.status = _possible(files.read_object(run.status))

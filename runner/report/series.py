@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -49,17 +49,21 @@ class Series:
         at = finite[int(np.argmin(values) if lowest else np.argmax(values))]
         return float(self.values[at]), int(self.steps[at])
 
-    def thinned(self, points: int) -> Series:
+    def at(self, step: int) -> float:
+        """The value at a step that it has a point for."""
+        return float(self.values[np.searchsorted(self.steps, step)])
+
+    def thinned(self, points: int, keep: Collection[int] = ()) -> Series:
         """About `points` points of it: of every stretch the lowest, the highest and a gap; all if there are no more.
 
-        Between them are points at equal ratios of their indices, for logarithmic axes.
+        Between them are points at equal ratios of their indices, for logarithmic axes, and those at the steps `keep`.
         """
         count = len(self.steps)
         if count <= points:
             return self
         finite = np.isfinite(self.values)
         lowest = highest = self.values
-        kept = [_spaced(count, points // 4)]
+        kept = [_spaced(count, points // 4), np.flatnonzero(np.isin(self.steps, list(keep)))]
         if not finite.all():
             lowest, highest = np.where(finite, self.values, np.inf), np.where(finite, self.values, -np.inf)
             kept.append(_of_each_stretch(finite.view(np.int8), points // 4, np.argmin))

@@ -13,7 +13,7 @@ from runner.report.runs import Result, RunResults
 MAX_SETTINGS = 6  # columns for settings that differ; the page has them all
 MAX_TEXT = 40
 MAX_CHANGES = 4  # of the number of ranks
-TITLES = ("run", "rank", "state", "step", "best", "at step", "attempts", "ranks", "useful", "runs", "failed")
+TITLES = ("run", "rank", "state", "step", "best", "at step", "attempts", "ranks", "useful", "runs", "left out")
 """Of the columns that are no settings, but for those of the metrics; on the terminal and on the page."""
 
 
@@ -77,16 +77,23 @@ def _result(result: Result | None) -> list[str]:
 
 
 def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of groups: their settings, numbers of runs and failed runs, mean ± standard deviation."""
+    """Columns and rows of groups: their settings, how many runs, how many left out, mean ± standard deviation."""
     names = short_names(list(groups[0].by), metrics) if groups else {}
-    columns = [*names.values(), "runs", "failed", *metrics]
+    columns = [*names.values(), "runs", "left out", *metrics]
     rows = []
     for group in groups:
         row = [_setting(group.by, key) for key in group.by]
-        row += [str(len(group.runs)), str(group.failed or "")]
+        row += [str(len(group.runs)), _left_out(group)]
         row += [_spread(group.metrics.get(metric)) for metric in metrics]
         rows.append(row)
     return columns, rows
+
+
+def _left_out(group: Group) -> str:
+    """`3: 1 failed, 2 not finished`; empty if there are none."""
+    parts = {"failed": group.failed, "not finished": group.left_out - group.failed}
+    why = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
+    return f"{group.left_out} of {len(group.runs)}: {why}" if why else ""
 
 
 def fork_lines(runs: Sequence[RunResults]) -> list[str]:
@@ -150,4 +157,5 @@ def hours(seconds: float) -> str:
 def _spread(spread: Spread | None) -> str:
     if spread is None:
         return ""
-    return number(spread.mean) + ("" if spread.std is None else f" ± {number(spread.std)}")
+    values = number(spread.mean) + ("" if spread.std is None else f" ± {number(spread.std)}")
+    return f"{values} at step {spread.step}" if spread.cut else values

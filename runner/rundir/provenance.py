@@ -9,12 +9,14 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from runner.rundir.paths import RunDir
+from runner.rundir.sources import Sources, changed_files, named_targets
 from runner.system import clock, files, processes
 
 # What the numbers depend on; the versions of other packages do not matter.
@@ -37,8 +39,12 @@ DROPPED = """
 SAFE_DIFF = ("--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
 
 
-def describe_code() -> dict[str, Any]:
-    """The code as it is now: of the repositories of the current directory and of this package, and of the package."""
+def describe_code(plain: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The code as it is now: of the repositories of the current directory and of this package, and of the package.
+
+    Args:
+        plain: a config, for the files that its run depends on.
+    """
     package = _package()
     return {
         "time": clock.wall(),
@@ -50,7 +56,14 @@ def describe_code() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "runner": {"source": str(package), "digest": _source_digest(package)},
         "repositories": {str(root): found for root in _roots() if (found := _describe_repository(root))},
+        **describe_sources(plain, Sources()),
     }
+
+
+def describe_sources(plain: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
+    """The entries of code.json that depend on the config: its targets, and the user's files with what these import."""
+    targets = named_targets(dict(plain))
+    return {"targets": targets, "modules": sources.of(targets)}
 
 
 def write_code(
@@ -92,16 +105,22 @@ def _edits(code: dict[str, Any]) -> list[dict[str, Any]]:
     return [edit for edit in found if isinstance(edit, dict)] if isinstance(found, list) else []
 
 
-def code_changes(run_dir: Path) -> list[str]:
+def code_changes(run_dir: Path, now: Mapping[str, Any] | None = None, sources: Sources | None = None) -> list[str]:
     """How the code differs from the code that the run was started with, one line per difference.
 
     Of the repositories in code.json, those are compared that hold the current directory or this package: git is never
-    started in a directory because a file names it.
+    started in a directory because a file names it. The files compared are those of the config that the run was started
+    with, so that only changes of code are in it.
+
+    Args:
+        run_dir: of the run.
+        now: from `describe_code`, if the caller has it.
+        sources: what has been read for other runs, if the caller has many.
     """
     before = files.read_object(RunDir(run_dir).code)
     if not before:
         return []
-    now = describe_code()
+    now = describe_code() if now is None else now
     changes = [] if before.get("python") == now["python"] else [f"python {before.get('python')} -> {now['python']}"]
     packages = _part(before, "packages")
     for name in PACKAGES:
@@ -110,6 +129,8 @@ def code_changes(run_dir: Path) -> list[str]:
             changes.append(f"{name} {old or '(absent)'} -> {new or '(absent)'}")
     if _part(before, "runner").get("digest") != now["runner"]["digest"]:
         changes.append(f"the source of runner in {now['runner']['source']} has changed")
+    edited = _changed_files(before, sources or Sources())
+    changes += edited
     repositories = _part(before, "repositories")
     for root, new in now["repositories"].items():
         if root not in repositories:
@@ -117,12 +138,32 @@ def code_changes(run_dir: Path) -> list[str]:
         old = _part(repositories, root)
         if old.get("commit") != new["commit"]:
             changes.append(f"commit of {root}: {old.get('commit')!s:.12} -> {new['commit'][:12]}")
-        elif old.get("diff_digest") != new["diff_digest"]:
+        elif old.get("diff_digest") != new["diff_digest"] and not _are_within(root, edited):  # named already
             changes.append(f"the uncommitted changes in {root} have changed")
     return changes
 
 
-def _part(record: dict[str, Any], name: str) -> dict[str, Any]:
+def _changed_files(before: Mapping[str, Any], sources: Sources) -> list[str]:
+    targets, digests = before.get("targets"), before.get("modules")
+    if not isinstance(targets, list) or not isinstance(digests, dict):
+        return []  # started with an earlier version, which did not record them
+    now = sources.of([target for target in targets if isinstance(target, str)])
+    return changed_files(digests, now, str(before.get("directory", "")))
+
+
+def _are_within(root: str, edited: Sequence[str]) -> bool:
+    """Whether one of these lines of `changed_files` names a file of a repository."""
+    return any((Path.cwd() / line).is_relative_to(root) for line in edited)
+
+
+def changes_at_start(run_dir: Path, since: float) -> list[str]:
+    """What `code_changes` found when the run was last started by a command, if that was later than `since`."""
+    code = files.read_object(RunDir(run_dir).code)
+    changes, time = code.get("changes"), code.get("time")
+    return list(changes) if isinstance(changes, list) and isinstance(time, float) and time > since else []
+
+
+def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     """An object within a record, which may have been edited; empty if it is none."""
     part = record.get(name)
     return part if isinstance(part, dict) else {}

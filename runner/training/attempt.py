@@ -40,7 +40,7 @@ from runner.rundir.attempt_log import (
 from runner.rundir.lease import Lease, acquire_for_job, is_continued
 from runner.rundir.origin import search_modules, working_in
 from runner.rundir.paths import RunDir
-from runner.rundir.provenance import code_changes
+from runner.rundir.provenance import changes_at_start, code_changes
 from runner.rundir.time_account import TimeAccount
 from runner.rundir.trust import check_trusted
 from runner.system import files, processes
@@ -299,14 +299,16 @@ class _Attempt:
             log.note(**self.job.waited())
 
     def _compare_code(self, log: AttemptLog) -> None:
-        """Report and record changes of the code since the run was submitted."""
+        """Report and record changes of the code since the run was submitted; record those that the command told of."""
         try:
             changes = code_changes(self.run.path)
+            told = changes_at_start(self.run.path, log.earlier[-1].get("started") or 0) if log.earlier else []
         except OSError as error:  # a warning less: nothing depends on it
             print_error(f"warning: the code cannot be compared with that of the submission: {error}")
             return
+        if told or changes:
+            log.note(code_changed=list(dict.fromkeys([*told, *changes])))
         if changes:
-            log.note(code_changed=changes)
             print_error("\n".join(f"warning: the code changed since the submission: {change}" for change in changes))
 
     def _train(self) -> ExitStatus:

@@ -78,6 +78,15 @@ def test_an_extreme_value_ends_in_a_run_or_in_one_line(overrides: str, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("most", [0, 1])
+def test_adaptive_saves_without_a_shortest_interval(most: int, tmp_path: Path) -> None:
+    """The config allows it, and so does the job."""
+    bounds = ["checkpoint.adaptive=true", "checkpoint.min_interval_s=0", f"checkpoint.max_interval_s={most}"]
+    outcome = random_configs.fork_run([*TINY, *bounds], tmp_path)
+    assert outcome.status == ExitStatus.FINISHED, outcome
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_run_that_has_trained_is_never_discarded(calls: int, tmp_path: Path) -> None:
     """Only one that was refused before its first step is, although both end with the same status."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_only_booleans_pass_where_a_class_declares_them(composer: Composer, valu
     with pytest.raises(UserError, match=f"^optimizer.nesterov={value} must be true or false$"):
         instantiate("optimizer", node, parameters)
     assert instantiate("optimizer", {**node, "nesterov": True}, parameters).defaults["nesterov"] is True
-    config = composer.compose(["experiment=waves", "+train.loss.bogus=3"]).config
+    config = composer.compose(["experiment=waves"]).config
+    config = replace(config, train=replace(config.train, loss={**config.train.loss, "bogus": 3}))
     with pytest.raises(UserError, match=r"cannot be called as \(model, batch\) with its options: .*'bogus'"):
         build_task(config)
 

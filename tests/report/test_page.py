@@ -156,7 +156,7 @@ def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
         f"temperature={number} ({runs} runs)" for number, runs in ((1, 19), (2, 20), (3, 20))
     ]
     rows = [row.split("\t") for row in texts(page, "#groups tbody tr")]
-    assert [row[:3] for row in rows] == [["1", "20", "1"], ["2", "20", ""], ["3", "20", ""]]
+    assert [row[:3] for row in rows] == [["1", "20", "1 of 20: 1 failed"], ["2", "20", ""], ["3", "20", ""]]
     assert all("±" in row[3] for row in rows)
     by = page.evaluate(
         "[...document.getElementById('by').options].map((o) => o.value).find((v) => v.split(',').length === 3)"
@@ -266,3 +266,19 @@ def test_nothing_is_wider_than_the_window(browser: Chromium, sixty: Path, traine
         page.open(path, width)
         page.wait_for(f"document.documentElement.scrollWidth <= {width}")
         assert page.problems == []
+
+
+@pytest.mark.slow
+def test_a_group_of_runs_of_different_lengths(browser: Chromium, tmp_path: Path) -> None:
+    """Its mean and its band are of one step of the finished runs, as on the terminal."""
+    for seed, (count, state) in enumerate([(20, "finished"), (60, "finished"), (7, "interrupted")]):
+        records = losses([1.0 + seed + 1 / step for step in range(1, count + 1)])
+        write_run(tmp_path / "outputs" / f"s{seed}", records, state, seed=seed)
+    assert command_line(["report", str(tmp_path / "outputs"), "--by", "optimizer.lr"]) == 0
+    page = browser
+    page.open(tmp_path / "outputs" / "report.html")
+    (row,) = [row.split("\t") for row in texts(page, "#groups tbody tr")]
+    assert row[1:4] == ["3", "1 of 3: 1 not finished", "1.5500 ± 0.7071 at step 20"]
+    (curve,) = curves(page)
+    assert (curve["name"], curve["last"]) == ("lr=0.1 (2 runs)", 20)
+    assert page.problems == []

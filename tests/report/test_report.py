@@ -19,9 +19,11 @@ import pytest
 from reported import losses, write_run
 
 from runner.__main__ import run as command_line
+from runner.cli import report as cli_report
 from runner.report import picture
 from runner.report.compare import grouped, ranked
 from runner.report.runs import lower_is_better, read_run
+from runner.report.series import Series
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
@@ -112,11 +114,55 @@ def test_groups_are_means_over_the_runs_that_did_not_fail(sweep: Path, report: R
         for group, base in ((one, 2.0), (two, 3.0)):
             values = [base + seed / 7 for seed in (1, 2)]
             found = group["metrics"]["eval_loss"]
-            assert found == {"mean": statistics.fmean(values), "std": pytest.approx(statistics.stdev(values))}
+            spread = {"mean": statistics.fmean(values), "std": pytest.approx(statistics.stdev(values))}
+            assert found == {**spread, "runs": 2, "step": 3}
     both = as_json(report, sweep, "--by", "seed", "--by", "sampler.temperature")["groups"]
     assert [tuple(group["by"].values()) for group in both] == [(s, t) for s in (1, 2, 3) for t in (1.0, 2.0)]
     assert both[0]["metrics"]["eval_loss"]["std"] is None
     assert both[-1]["metrics"] == {}
+
+
+def test_a_mean_is_of_runs_that_finished_and_of_one_step(tmp_path: Path, report: Report) -> None:
+    """Of runs of different lengths, of the largest step that all of them have a value for."""
+    for seed, (count, state) in enumerate([(20, "finished"), (60, "finished"), (53, "interrupted"), (5, "failed")]):
+        write_run(tmp_path / f"s{seed}", losses([seed + 10.0 / step for step in range(1, count + 1)]), state, seed=seed)
+    (group,) = as_json(report, tmp_path)["groups"]
+    assert (group["n"], group["left_out"], group["failed"]) == (4, 2, 1)
+    assert group["metrics"]["eval_loss"] == {"mean": 1.0, "std": pytest.approx(0.5**0.5), "runs": 2, "step": 20}
+    printed = report(tmp_path)
+    assert "1.0000 ± 0.7071 at step 20" in printed
+    assert "2 of 4: 1 failed, 1 not finished" in printed
+    write_run(tmp_path / "other", [{"step": 70, "eval_loss": 1.0}], seed=9)
+    assert "eval_loss" not in as_json(report, tmp_path)["groups"][0]["metrics"]  # they have no step in common
+
+
+def test_runs_of_equal_length_need_no_step_in_the_table(tmp_path: Path, report: Report) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"s{seed}", losses([2.0, float(seed)]), seed=seed)
+    assert "1.5000 ± 0.7071\n" in "\n".join(line.rstrip() for line in report(tmp_path).split("\n"))
+
+
+def test_long_runs_of_different_lengths_are_compared_at_the_end_of_the_shorter(
+    tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of their curves only a part is kept, and that step in any case; on the page, too."""
+    monkeypatch.setattr(cli_report, "MAX_POINTS", 50)
+    monkeypatch.setattr(cli_report, "MIN_POINTS", 50)
+    for seed, count in ((1, 1237), (2, 3000)):
+        values = [seed + ((step * 7919) % 1009) / 1009 for step in range(1, count + 1)]
+        write_run(tmp_path / f"s{seed}", [{"step": n, "loss": v} for n, v in enumerate(values, start=1)], seed=seed)
+    (group,) = as_json(report, tmp_path, "--html", tmp_path / "page.html")["groups"]
+    loss = group["metrics"]["loss"]
+    assert (loss["step"], loss["mean"]) == (1237, pytest.approx(1.5 + ((1237 * 7919) % 1009) / 1009))
+    for run in page_data(tmp_path / "page.html")["runs"]:
+        assert 1237 in np.frombuffer(base64.b64decode(run["series"]["loss"][0]), "<u4")
+
+
+def test_the_band_of_curves_ends_with_the_shortest() -> None:
+    short, long = (Series(np.arange(1, last + 1), np.full(last, float(last))) for last in (2, 4))
+    steps, mean, spread = picture.band([short, long])
+    assert (steps.tolist(), mean.tolist()) == ([1, 2], [3.0, 3.0])
+    assert spread == pytest.approx(2**0.5)
 
 
 def test_runs_are_ranked_by_the_metric_of_the_best_checkpoints(tmp_path: Path, report: Report) -> None:
@@ -288,7 +334,7 @@ def test_a_setting_is_not_called_like_another_column(tmp_path: Path, report: Rep
     shown = report(tmp_path / "outputs", "--by", "train.loss")
     words = shown.splitlines()[0].split()
     assert sorted(words) == sorted("run state step slow.step lr train.loss loss best at step".split())
-    assert "train.loss  runs  failed  loss" in shown
+    assert "train.loss  runs  left out  loss" in shown
     names = page_data(tmp_path / "outputs" / "report.html")["short"]
     assert names == {"train.loss": "train.loss", "callbacks.slow.step": "slow.step", "optimizer.lr": "lr"}
 

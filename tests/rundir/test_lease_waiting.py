@@ -141,7 +141,7 @@ def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeyp
         return {}
 
     monkeypatch.setattr(provenance, "describe_code", stopped)
-    monkeypatch.setattr(provenance, "code_changes", lambda path: [])
+    monkeypatch.setattr(provenance, "code_changes", lambda *_: [])
     with pytest.raises(SupersededError):
         start.run_here(PlannedRun(job, "new", ""))
     assert run.config.read_text() == "of the newer attempt"

@@ -73,6 +73,22 @@ def test_edits_and_commits_are_noticed(project: Path, tmp_path: Path) -> None:
     assert line.startswith(f"commit of {project}: ")
 
 
+def test_with_git_a_file_that_the_run_depends_on_is_named_instead_of_all_uncommitted_changes(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(project))
+    run = tmp_path / "run"
+    run.mkdir()
+    code = provenance.describe_code({"model": {"_target_": "model.Net"}})
+    provenance.write_code(run / "code.json", code, [])
+    (project / "model.py").write_text("width = 3\n")
+    assert provenance.code_changes(run) == ["model.py"]
+    git(project, "commit", "-qam", "second")
+    name, commit = provenance.code_changes(run)
+    assert name == "model.py"
+    assert commit.startswith(f"commit of {project}: ")
+
+
 def test_other_versions_and_another_source_are_noticed(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +239,9 @@ def test_gits_variables_of_a_hook_or_a_script_do_not_lead_elsewhere(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["packages", "runner", "repositories", "earlier", "overrides"])
+@pytest.mark.parametrize(
+    "name", ["packages", "runner", "repositories", "earlier", "overrides", "targets", "modules", "directory"]
+)
 @pytest.mark.parametrize("value", [None, 7, "x", [7], {"x": 7}])
 def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
@@ -231,11 +249,14 @@ def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
     monkeypatch.setattr(
         provenance,
         "describe_code",
-        lambda: {
+        lambda *_: {
             "python": "3",
             "packages": {},
             "runner": {"digest": "0", "source": "s"},
             "repositories": {"x": {"commit": "c", "diff_digest": "d"}},
+            "directory": "d",
+            "targets": ["model.Net"],
+            "modules": {"model.py": "0"},
         },
     )
     run = tmp_path / "run"

@@ -239,7 +239,8 @@ class Custodies(Scenario):
             (plan, "trained"): settings,
             (plan, "holds"): lambda run_dir, plain: True,
             (provenance, "describe_code"): dict,
-            (provenance, "code_changes"): lambda run_dir: [],
+            (provenance, "code_changes"): lambda *_: [],
+            (provenance, "describe_sources"): lambda *_: {},
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
             (checkpoint_dir, "_COUNT"): count(),  # it is in names, and these are to be the same in every process
             (custody, "TIMEOUT_S"): TIMEOUT_S,

@@ -173,7 +173,7 @@ class Jobs(Scenario):
             put(submission, "new_name", lambda: f"{self.world.number():032x}")
             put(launch.slurm, "Console", lambda: None)
             put(display, "show_submitted", lambda *_: None)
-            put(provenance, "describe_code", lambda: CODE)
+            put(provenance, "describe_code", lambda *_: CODE)
             put(frozen, "load", partial(_load, frozen.load))
             put(launcher, "make_launcher", lambda node: _launcher(node["retry_failed"]))
             put(lease, "MIN_INTERVAL_S", 2.0)

@@ -292,16 +292,15 @@ def test_alternating_updates_change_their_own_parameters_only() -> None:
         (["task=own", "task._target_=custom_tasks.Misspelt"], ["no training_step(model, batch)", "traning_step"]),
         (["task=own", "task._target_=custom_tasks.OneArgument"], ["training_step", "(model, batch)"]),
         (["task=own", "task._target_=custom_tasks.WithParameters"], ["holds parameters", "part of the model"]),
-        (["task=own", "task._target_=custom_tasks.Fine", "+task.bogus=1"], ["task", "takes no arguments"]),
+        (["task=own", "task._target_=custom_tasks.Fine", "+task.bogus=1"], ["task", "it takes none"]),
         (["task=own", "task._target_=custom_tasks.loss", "+task.bogus=1"], ["task", "bogus"]),
         (["train.loss._target_=custom_tasks.loss", "train.loss.bogus=1"], ["train.loss", "bogus"]),
         (["task=classification", "task.label_smoothing=2"], ["label_smoothing=2"]),
     ],
 )
 def test_a_task_that_cannot_be_used_is_one_line_at_the_start(overrides: list[str], words: list[str]) -> None:
-    config = compose(overrides).config
     with pytest.raises(UserError) as error:
-        build_task(config)
+        build_task(compose(overrides).config)
     text = str(error.value)
     assert len(text.splitlines()) == 1
     assert all(word in text for word in words), text

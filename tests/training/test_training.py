@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -159,6 +160,33 @@ def test_code_changed_since_the_submission_is_reported_and_recorded(tmp_path: Pa
     assert "torch 1.0 ->" in done.stderr
     assert len(run.attempts()[-1]["code_changed"]) >= 2
     assert "code_changed" not in run.attempts()[0]
+
+
+def test_an_edited_file_is_named_by_the_next_command_and_by_a_job_that_starts_again(tmp_path: Path) -> None:
+    """Without git: what the config names by `_target_`, and what that imports, is compared by its content."""
+    helper, run = tmp_path / "helper.py", Run(tmp_path / "run", [])
+    helper.write_text("SLOPE = 0.0\n")
+    (tmp_path / "model.py").write_text(
+        "from runner.models.gpt import GPT\nfrom helper import SLOPE\n\nclass Net(GPT):\n    slope = SLOPE\n"
+    )
+    words = [*SHORT, "model._target_=model.Net", "eval.every_steps=0", f"run.dir={run.path}"]
+
+    def called(*command: str) -> tuple[str, str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = (sys.executable, "-m", *command)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout, done.stderr
+
+    called("runner", *words, "train.steps=2")
+    helper.write_text("SLOPE = 0.1\n")
+    output, _ = called("runner", *words, "train.steps=4")
+    assert "the code has changed since this run last started: helper.py\n" in output
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 4\n", "steps: 6\n"))
+    helper.write_text("SLOPE = 0.2\n")
+    _, errors = called("runner.training.attempt", str(run.path))
+    assert "warning: the code changed since the submission: helper.py\n" in errors
+    assert [attempt.get("code_changed") for attempt in run.attempts()] == [None, ["helper.py"], ["helper.py"]]
 
 
 def test_removed_checkpoints_are_reported_before_a_start_at_0(tmp_path: Path) -> None:

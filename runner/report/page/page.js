@@ -140,7 +140,7 @@
     if (state.by.length) {
       const list = groups(runs), styles = groupStyles(list);
       list.forEach((group, i) => traces.push(...band(group, ...styles[i])));
-      hint = "Mean over the runs of each group; the band is one standard deviation. Failed runs and runs without this metric are left out.";
+      hint = "Mean over the finished runs of each group that have this metric, as far as the shortest of them goes; the band is one standard deviation. In a group without a finished run, over all that have not failed.";
     } else {
       const colors = runColors(), many = runs.length > MOST_COLORED;
       const gl = runs.length * 400 > 60000 ? "scattergl" : "scatter";
@@ -151,7 +151,7 @@
         if (!found) continue;
         const chosen = run.index === state.chosen && data.runs.length > 1;
         const color = colors.get(run.index);
-        traces.push({ type: gl, mode: found.x.length < 25 ? "lines+markers" : "lines", x: found.x, y: found.y, name: escaped(shortened(run.name)), meta: escaped(run.name),
+        traces.push({ type: gl, mode: found.x.length < 25 ? "lines+markers" : "lines", x: found.x, y: found.y, name: escaped(shortened(run.name) + (run.finished ? "" : " (" + run.state + ")")), meta: escaped(run.name),
           line: { color: color ? color[0] : chosen ? "#000" : PALE, dash: color ? color[1] : "solid", width: chosen ? 3.5 : color ? 1.8 : 1 },
           marker: { size: 5 }, showlegend: Boolean(color) || chosen || !many, connectgaps: false,
           hovertemplate: "%{x}: %{y:.5g}<extra>%{meta}</extra>" });
@@ -162,10 +162,13 @@
     Plotly.react("curves", traces, axes({ ...LAYOUT, hovermode: "closest" }), CONFIG);
   }
   function band(group, color, dash) {
-    const found = group.runs.filter((run) => !run.failed).map((run) => curve(run, state.metric)).filter((one) => one && one.x.length);
+    const curves = (runs) => runs.map((run) => curve(run, state.metric)).filter((one) => one && one.x.length);
+    const finished = curves(group.runs.filter((run) => run.finished));
+    const found = finished.length ? finished : curves(group.runs.filter((run) => !run.failed));
     if (!found.length) return [];
-    const longest = found.reduce((a, b) => (b.x[b.x.length - 1] > a.x[a.x.length - 1] ? b : a));
-    const xs = longest.x, mean = [], high = [], low = [];
+    const lastOf = (one) => one.x[one.x.length - 1];
+    const longest = found.reduce((a, b) => (lastOf(b) > lastOf(a) ? b : a)), end = Math.min(...found.map(lastOf));
+    const xs = longest.x.filter((x) => x < end).concat(end), mean = [], high = [], low = [];
     for (const x of xs) {
       const values = found.map((one) => interpolate(one, x)).filter(Number.isFinite);
       const middle = values.reduce((a, b) => a + b, 0) / values.length;
@@ -253,20 +256,34 @@
     const list = groups(visible()), styles = groupStyles(list);
     const names = data.metrics.filter((name) => !name.includes("/"));
     const shown = [...(data.metrics.includes(state.metric) ? [state.metric] : []), ...names.filter((name) => name !== state.metric)].slice(0, 8);
-    const body = head(element("groups"), [[state.by.map((name) => data.short[name]).join(", "), ""], ["runs", "number"], ["failed", "number"], ...shown.map((name) => [name, "number"])]);
+    const body = head(element("groups"), [[state.by.map((name) => data.short[name]).join(", "), ""], ["runs", "number"], ["left out", ""], ...shown.map((name) => [name, "number"])]);
     list.forEach((group, i) => {
       const row = body.insertRow(), first = cell(row, group.key);
       const mark = document.createElement("span");
       mark.className = "swatch"; mark.style.background = styles[i][0]; first.prepend(mark);
       cell(row, group.runs.length, "number");
-      cell(row, group.runs.filter((run) => run.failed).length || "", "number");
+      cell(row, leftOut(group.runs));
       for (const name of shown) {
-        const values = group.runs.filter((run) => !run.failed && run.metrics[name]).map((run) => run.metrics[name][0]).filter(Number.isFinite);
+        const { values, at } = compared(group.runs, name);
         const mean = values.reduce((a, b) => a + b, 0) / values.length;
         const spread = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / (values.length - 1));
-        cell(row, values.length ? text(mean) + (values.length > 1 ? " ± " + text(spread) : "") : "", "number");
+        cell(row, values.length ? text(mean) + (values.length > 1 ? " ± " + text(spread) : "") + at : "", "number");
       }
     });
+  }
+  function leftOut(runs) {
+    const failed = runs.filter((run) => run.failed).length, others = runs.filter((run) => !run.failed && !run.finished).length;
+    const why = [[failed, "failed"], [others, "not finished"]].filter(([count]) => count).map((part) => part.join(" ")).join(", ");
+    return why && failed + others + " of " + runs.length + ": " + why;
+  }
+  // The last values of finished runs; of runs of different lengths, those at the largest step that all have a value for.
+  function compared(runs, name) {
+    const found = runs.filter((run) => run.finished && run.metrics[name] && series(run, name));
+    const curves = found.map((run) => series(run, name)), last = new Set(curves.map((one) => one.x[one.x.length - 1]));
+    if (last.size < 2) return { values: found.map((run) => run.metrics[name][0]).filter(Number.isFinite), at: "" };
+    const common = curves.map((one) => new Set(one.x)).reduce((a, b) => new Set([...a].filter((step) => b.has(step))));
+    const step = [...common].reduce((a, b) => Math.max(a, b), -1);
+    return { values: curves.map((one) => one.y[one.x.indexOf(step)]).filter(Number.isFinite), at: " at step " + step };
   }
 
   // ---- one run ------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""What each number of a config may be: decided here, for the check of the config and for the class that takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runner.errors import UserError
+
+MAX_COUNT = 2**40  # of steps and the like: beyond what a machine can do, and far from any overflow
+MAX_BATCH = 2**31
+MAX_SECONDS = 2**30
+
+
+@dataclass(frozen=True)
+class Bound:
+    """From `least` to `most`, both included; if `least` itself is none of them, `above`. An infinite `most`: any."""
+
+    least: float
+    most: float
+    above: bool = False
+
+    def allows(self, value: float) -> bool:
+        """Whether a value is within; nan is not, nor is what no float can hold."""
+        return (self.least < value if self.above else self.least <= value) and value <= self.most and value != math.inf
+
+
+BOUNDS = {
+    "seed": Bound(0, 2**63 - 1),
+    "train.steps": Bound(1, MAX_COUNT),
+    "train.batch_size": Bound(1, MAX_BATCH),
+    "train.grad_accum_steps": Bound(1, MAX_BATCH),
+    "train.global_batch_size": Bound(1, MAX_BATCH),
+    "train.peer_timeout_s": Bound(1, MAX_SECONDS),
+    "train.hang_timeout_s": Bound(1, MAX_SECONDS),
+    "eval.every_steps": Bound(0, MAX_COUNT),
+    "eval.batches": Bound(1, MAX_COUNT),
+    "eval.batch_size": Bound(1, MAX_BATCH),
+    "run.threads": Bound(1, 1024),  # with more, torch crashes when it starts them
+    "run.lease_timeout_s": Bound(1, MAX_SECONDS),
+    "data.sequence_length": Bound(1, MAX_COUNT),
+    "data.vocab_size": Bound(2, MAX_COUNT),
+    "data.num_workers": Bound(0, 1024),
+    "data.prefetch_factor": Bound(1, 2**20),
+    "checkpoint.every_steps": Bound(1, MAX_COUNT),
+    "checkpoint.keep_last": Bound(1, MAX_COUNT),
+    "checkpoint.keep_every_steps": Bound(1, MAX_COUNT),
+    "checkpoint.keep_best": Bound(0, MAX_COUNT),
+    "checkpoint.min_interval_s": Bound(0, MAX_SECONDS),
+    "checkpoint.max_interval_s": Bound(0, MAX_SECONDS),
+    "train.epochs": Bound(0, MAX_COUNT, above=True),
+    "train.clip_norm": Bound(0, math.inf, above=True),
+    "checkpoint.every_minutes": Bound(0, MAX_SECONDS, above=True),
+    "sampler.temperature": Bound(0, math.inf, above=True),
+}
+
+
+def error(key: str, value: float | None) -> str | None:
+    """One line if the value of a key is out of its bounds; null is for the schema to judge."""
+    bound = BOUNDS[key]
+    if value is None or bound.allows(value):
+        return None
+    if bound.above:
+        limit = "" if bound.most == math.inf else f", {_written(bound.most)} or less"
+        return f"{key}={value} must be a finite number above {bound.least:g}{limit}"
+    allowed = f"{_written(bound.most)} or less" if value > bound.most else f"{bound.least:g} or more"
+    return f"{key}={value} must be {'' if isinstance(value, int) or math.isfinite(value) else 'finite and '}{allowed}"
+
+
+def check(values: Mapping[str, float | None]) -> None:
+    """Check what a class takes, by key.
+
+    Raises:
+        UserError: a value is out of its bounds.
+    """
+    for key, value in values.items():
+        if line := error(key, value):
+            raise UserError(line)
+
+
+def of_intervals(least_s: float, most_s: float) -> str:
+    """The line for a shortest interval between saves that is longer than the longest one."""
+    return f"checkpoint.max_interval_s={most_s} must be at least checkpoint.min_interval_s={least_s}"
+
+
+def _written(value: float) -> str:
+    """An upper limit as a person would write it."""
+    if value == 2**63 - 1:
+        return "2**63 - 1"
+    return f"2**{int(value).bit_length() - 1}" if value >= 2**20 else f"{value:g}"

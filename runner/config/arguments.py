@@ -1,0 +1,205 @@
+"""Arguments of what a config names by `_target_`: checked by their names before a run directory is created.
+
+The names are read from the source of a function or of a class's `__init__`. Nothing is imported: torch, or a module of
+the user's, may take seconds. Where the source does not decide it (`**kwargs`, decorators, several base classes), the
+error comes when the object is created.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from runner.config.optimizers import OWN_KEYS
+from runner.config.schedule import SchedulerConfig
+from runner.config.schema import SamplerConfig
+from runner.config.targets import HYDRA_KEYS
+from runner.errors import nearest
+from runner.system import modules
+
+Names = tuple[str, ...]
+"""The names of the arguments in their order; empty for one that cannot be passed by name."""
+MAX_HOPS = 16
+"""From an import to where it leads, and from a class to its base."""
+ELSEWHERE = ("launcher", "fork")
+"""The launcher is created by the command itself; of a trunk, the config was checked when it was started."""
+
+
+def argument_errors(plain: dict[str, Any], known: dict[str, Names | None]) -> list[str]:
+    """A line for each argument in a resolved config that what it is passed to does not have.
+
+    Args:
+        plain: the config.
+        known: target -> its arguments, None if the source does not tell; what is found out is added.
+    """
+    if plain["launcher"].get("python"):  # which has other modules than this one
+        return []
+    return [line for key, node in _nodes(plain) for line in _errors(key, node, known)]
+
+
+def _nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(dotted key, node) of every node that will be instantiated."""
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict) or key in ELSEWHERE:
+        return
+    if isinstance(node.get("_target_"), str):
+        yield key, node
+    if node.get("_recursive_", True):
+        for name, part in node.items():
+            yield from _nodes(part, f"{key}.{name}" if key else str(name))
+
+
+def _errors(key: str, node: dict[str, Any], known: dict[str, Names | None]) -> Iterator[str]:
+    given = [name for name in node if name not in HYDRA_KEYS and name not in _taken_by_the_runner(key)]
+    target = node["_target_"]
+    if not given or not all(part.isidentifier() for part in target.split(".")):
+        return
+    if target not in known:
+        known[target] = names_of(target)
+    found = known[target]
+    if found is None:
+        return
+    names = [name for name in found[_passed_by_the_runner(key) :] if name]
+    there = f"there {'is' if len(names) == 1 else 'are'} {', '.join(names)}" if names else "it takes none"
+    for name in given:
+        if name not in names:
+            yield f"{key}.{name}={node[name]}: {target} has no such argument{nearest(name, names)}; {there}"
+
+
+def _taken_by_the_runner(key: str) -> Sequence[str]:
+    """Options beside a `_target_` that are not passed to it, or only if it has them."""
+    match key.split("."):
+        case ["sampler"]:
+            return [each.name for each in fields(SamplerConfig)]
+        case ["scheduler"] | ["optimizers", _, "scheduler"]:
+            return [each.name for each in fields(SchedulerConfig)]
+        case ["optimizer"]:
+            return ["groups"]
+        case ["optimizers", _]:
+            return OWN_KEYS
+        case ["eval", "metrics", _]:
+            return ["takes"]
+    return []
+
+
+def _passed_by_the_runner(key: str) -> int:
+    """How many arguments come before those of the config."""
+    match key.split("."):
+        case ["logger", _]:
+            return 3
+        case ["optimizer" | "sampler" | "scheduler"] | ["optimizers", _] | ["optimizers", _, "scheduler"]:
+            return 1
+    return 0
+
+
+def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
+    """The arguments of a function or class, by its dotted name; None if its source does not tell."""
+    *_, spec = [None, *modules.along(target)]
+    if spec is None or not hops or target.count(".") != spec.name.count(".") + 1:
+        return None
+    try:
+        source = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
+        module = _Module(spec.name, spec.submodule_search_locations is not None, ast.parse(source))
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError, OSError, RecursionError):
+        return None
+    return module.names_of(target.rpartition(".")[2], hops)
+
+
+class _Module:
+    """What the statements of a module say.
+
+    Args:
+        name: its dotted name.
+        is_package: whether it is the `__init__` of one.
+        tree: its source.
+    """
+
+    def __init__(self, name: str, is_package: bool, tree: ast.Module) -> None:
+        self.name = name
+        self._package = name if is_package else name.rpartition(".")[0]
+        self._body = tree.body
+
+    def names_of(self, name: str, hops: int) -> Names | None:
+        """The arguments of a function or class that the module defines or imports."""
+        match self._bound(name):
+            case ast.FunctionDef() as function:
+                return None if function.decorator_list else _names(function, 0)
+            case ast.ClassDef() as kind:
+                return self._of_class(kind, hops)
+            case ast.ImportFrom() as imported:
+                where = self._dotted(ast.Name(name))
+                return names_of(where, hops - 1) if where and imported else None
+        return None
+
+    def _bound(self, name: str) -> ast.stmt | None:
+        """The only statement that binds a name; None if there are several, or one that may not be executed."""
+        found = [statement for statement in self._body if _binds(statement, name)]
+        simple = (ast.FunctionDef, ast.ClassDef, ast.ImportFrom, ast.Import)
+        return found[0] if len(found) == 1 and isinstance(found[0], simple) else None
+
+    def _of_class(self, kind: ast.ClassDef, hops: int) -> Names | None:
+        if kind.keywords or any(_binds(statement, "__new__") for statement in kind.body):
+            return None
+        decorators = [self._dotted(each.func if isinstance(each, ast.Call) else each) for each in kind.decorator_list]
+        own = [statement for statement in kind.body if _binds(statement, "__init__")]
+        if decorators == ["dataclasses.dataclass"] and not own and not kind.bases:
+            annotated = [each.target for each in kind.body if isinstance(each, ast.AnnAssign)]
+            return tuple(each.id for each in annotated if isinstance(each, ast.Name))
+        if decorators:
+            return None
+        if own:
+            init = own[0] if len(own) == 1 else None
+            return _names(init, 1) if isinstance(init, ast.FunctionDef) and not init.decorator_list else None
+        if len(kind.bases) > 1:
+            return None
+        base = self._dotted(kind.bases[0]) if kind.bases else "object"
+        return () if base == "object" else names_of(base, hops - 1) if base else None
+
+    def _dotted(self, node: ast.expr) -> str | None:
+        """The dotted name of what an expression refers to; None if that is not plain."""
+        if isinstance(node, ast.Attribute):
+            value = self._dotted(node.value)
+            return f"{value}.{node.attr}" if value else None
+        if not isinstance(node, ast.Name):
+            return None
+        if node.id == "object" and not any(_binds(statement, "object") for statement in self._body):
+            return "object"
+        match self._bound(node.id):
+            case ast.ClassDef() | ast.FunctionDef():
+                return f"{self.name}.{node.id}"
+            case ast.Import(names=aliases):
+                return next((one.name if one.asname else node.id for one in aliases if _alias(one) == node.id), None)
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                parts = self._package.split(".")
+                above = parts[: len(parts) - level + 1] if level else []
+                name = next(one.name for one in aliases if _alias(one) == node.id)
+                return ".".join([*above, *([module] if module else []), name])
+        return None
+
+
+def _alias(alias: ast.alias) -> str:
+    """The name that an import binds."""
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _binds(statement: ast.AST, name: str) -> bool:
+    """Whether a statement binds a name, or one within it that is executed in the same scope."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return statement.name == name
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return any(_alias(alias) == name for alias in statement.names)
+    if isinstance(statement, ast.Name):
+        return statement.id == name and not isinstance(statement.ctx, ast.Load)
+    return any(_binds(child, name) for child in ast.iter_child_nodes(statement))
+
+
+def _names(function: ast.FunctionDef, skipped: int) -> Names | None:
+    """The arguments of a function but the first ones; None if it takes any others."""
+    arguments = function.args
+    if arguments.kwarg is not None:
+        return None
+    names = [*("" for _ in arguments.posonlyargs), *(each.arg for each in arguments.args)][skipped:]
+    return (*names, *(each.arg for each in arguments.kwonlyargs))

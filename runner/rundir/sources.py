@@ -1,0 +1,145 @@
+"""The user's own source files that a run depends on: what its config names by `_target_`, and all that these import.
+
+They are found in the sources themselves: nothing is imported or executed. Imports neither torch nor hydra.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import os
+import sysconfig
+from collections.abc import Collection, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from runner.system import files, modules
+
+INSTALLED = {"site-packages", "dist-packages"}
+SHIPPED = ("runner", "launch")
+UNREADABLE = "unreadable"
+"""Stands for the digest of a file that cannot be read."""
+
+
+def named_targets(node: Any) -> list[str]:
+    """Every `_target_` in the plain values of a config, each once, sorted."""
+    return sorted(set(_targets(node)))
+
+
+def _targets(node: Any) -> Iterator[str]:
+    if isinstance(node, list):
+        for part in node:
+            yield from _targets(part)
+    elif isinstance(node, dict):
+        if isinstance(target := node.get("_target_"), str):
+            yield target
+        for part in node.values():
+            yield from _targets(part)
+
+
+class Sources:
+    """Finds and reads each file once, for all the configs of a command."""
+
+    def __init__(self) -> None:
+        importlib.invalidate_caches()
+        self._foreign = set(SHIPPED)  # modules that are not the user's own
+        self._read: dict[str, tuple[str, list[str]]] = {}  # module -> its digest, and the dotted names that it imports
+        self._of: dict[tuple[str, ...], dict[str, str]] = {}
+        self._elsewhere = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+
+    def of(self, targets: Collection[str]) -> dict[str, str]:
+        """The digest of each file of the user's own that `targets` depend on, by its path.
+
+        Paths are relative to the current directory where they are below it. An extension in C has no source, and is
+        left out.
+        """
+        key = tuple(targets)
+        if key not in self._of:
+            self._of[key] = self._digests(key)
+        return dict(self._of[key])
+
+    def _digests(self, targets: Collection[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        names, looked_at = list(targets), set[str]()
+        while names:
+            name = names.pop()
+            if name in looked_at or name.partition(".")[0] in self._foreign:
+                continue
+            looked_at.add(name)
+            for spec in modules.along(name) if all(part.isidentifier() for part in name.split(".")) else ():
+                if not self._is_own(spec):
+                    self._foreign |= {spec.name}  # and so is what is in it
+                    break
+                if spec.origin and spec.has_location:  # a namespace package has no file
+                    digest, imported = self._look_at(spec)
+                    found[_shown(spec.origin)] = digest
+                    names += imported
+        return dict(sorted(found.items()))
+
+    def _is_own(self, spec: ModuleSpec) -> bool:
+        places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
+        paths = [Path(os.path.abspath(place)) for place in places]
+        return not all(map(self._is_foreign, paths)) and not any(map(_is_extension, paths))
+
+    def _is_foreign(self, path: Path) -> bool:
+        return bool(INSTALLED & set(path.parts)) or any(path.is_relative_to(place) for place in self._elsewhere)
+
+    def _look_at(self, spec: ModuleSpec) -> tuple[str, list[str]]:
+        if spec.name not in self._read:
+            assert spec.origin is not None
+            try:
+                content = files.read_bytes(Path(spec.origin))
+            except OSError:
+                self._read[spec.name] = UNREADABLE, []
+            else:
+                package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+                digest = hashlib.sha256(content).hexdigest()[:16]
+                self._read[spec.name] = digest, list(_imported(content, package))
+        return self._read[spec.name]
+
+
+def _is_extension(path: Path) -> bool:
+    return path.name.endswith(tuple(EXTENSION_SUFFIXES))
+
+
+def _imported(content: bytes, package: str) -> Iterator[str]:
+    """The dotted names that a source imports anywhere: of `from a import b` it is `a.b`, as `b` may be a module.
+
+    Args:
+        content: of the file; one with an error in it imports nothing.
+        package: that relative imports start from.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            above = parts[: len(parts) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (base if alias.name == "*" else f"{base}.{alias.name}" for alias in node.names)
+
+
+def _shown(origin: str) -> str:
+    path, here = Path(os.path.abspath(origin)), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def changed_files(before: dict[str, Any], now: dict[str, Any], moved_from: str) -> list[str]:
+    """A line for each file that differs between two results of `Sources.of`.
+
+    Args:
+        before: the earlier one.
+        now: the later one, of the current directory.
+        moved_from: the directory of the earlier one: a file is the same one at its relative or at its absolute path.
+    """
+    here = Path.cwd()
+    absolute = {os.path.join(moved_from, name): name for name in before}
+    renamed = {name if name in before else absolute.get(str(here / name), name): now[name] for name in now}
+    lines = [f"{name} (gone)" if name not in renamed else name for name in before if renamed.get(name) != before[name]]
+    return [*lines, *(f"{name} (new)" for name in renamed if name not in before)]

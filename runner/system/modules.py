@@ -1,0 +1,30 @@
+"""Where modules come from, found without importing any: an import runs code, and may take seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+
+
+def find(name: str) -> ModuleSpec | None:
+    """The spec of a top-level module; None if there is none."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # one that is loaded may have lost its spec
+        return None
+
+
+def find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
+    """The spec of the module `name` of a package; None if there is none."""
+    where = package.submodule_search_locations
+    return PathFinder.find_spec(f"{package.name}.{name}", where) if where is not None else None
+
+
+def along(dotted: str) -> Iterator[ModuleSpec]:
+    """The specs of the modules that a dotted name leads through: of `a.b.C` those of `a` and `a.b`."""
+    first, *names = dotted.split(".")
+    found = find(first)
+    while found is not None:
+        yield found
+        found = find_in(found, names.pop(0)) if names else None
