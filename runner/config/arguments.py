@@ -64,9 +64,12 @@ def _errors(key: str, node: dict[str, Any], known: dict[str, Names | None]) -> I
         return
     names = [name for name in found[_passed_by_the_runner(key) :] if name]
     there = f"there {'is' if len(names) == 1 else 'are'} {', '.join(names)}" if names else "it takes none"
-    for name in given:
-        if name not in names:
-            yield f"{key}.{name}={node[name]}: {target} has no such argument{nearest(name, names)}; {there}"
+    wrong = [name for name in given if name not in names]
+    if len(wrong) == 1:
+        name = wrong[0]
+        yield f"{key}.{name}={node[name]}: {target} has no such argument{nearest(name, names)}; {there}"
+    elif wrong:
+        yield f"{key}: {target} has no arguments {', '.join(wrong)}; {there}"
 
 
 def _taken_by_the_runner(key: str) -> Sequence[str]:
