@@ -131,10 +131,10 @@ def test_a_frozen_config_needs_neither_config_tree_nor_environment(
     composer: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_TEST", "worth keeping")
-    composed = composer.compose(["+optimizer.note=${oc.env:RUNNER_TEST}"])
+    composed = composer.compose(["callbacks.mine._target_=builtins.dict", "callbacks.mine.note=${oc.env:RUNNER_TEST}"])
     (tmp_path / "config.yaml").write_text(composed.text)
     monkeypatch.delenv("RUNNER_TEST")
-    assert load(tmp_path).optimizer["note"] == "worth keeping"
+    assert load(tmp_path).callbacks["mine"]["note"] == "worth keeping"
 
 
 def test_an_override_may_replace_what_cannot_be_resolved(tmp_path: Path) -> None:
@@ -184,10 +184,15 @@ class TestRecompose:
         assert composer.recompose(run, []).run_dir == run
 
     def test_overrides_apply_to_the_frozen_values(self, composer: Composer, run: Path) -> None:
-        overrides = ["train.steps=900", "sampler.weights.prose=3", "phases.late.start_step=800", "+model.extra=1"]
+        overrides = [
+            "train.steps=900",
+            "sampler.weights.prose=3",
+            "phases.late.start_step=800",
+            "+optimizer.fused=true",
+        ]
         changes = differences(load_plain(run), composer.recompose(run, overrides).plain)
         assert {change.key: change.new for change in changes} == {
-            "train.steps": 900, "sampler.weights.prose": 3.0, "model.extra": 1, "phases.late.start_step": 800,
+            "train.steps": 900, "sampler.weights.prose": 3.0, "optimizer.fused": True, "phases.late.start_step": 800,
             "phases.late.weights": {}, "phases.late.temperature": None, "phases.late.lr_scale": 1.0,
         }  # fmt: skip
 
@@ -238,10 +243,9 @@ class TestShow:
 
 
 def test_interpolations_of_hydra_resolve(composer: Composer) -> None:
-    plain = composer.compose(
-        ["data=mixture", "+model.a=${hydra:runtime.choices.data}", "+model.b=${hydra:job.name}"]
-    ).plain
-    assert (plain["model"]["a"], plain["model"]["b"]) == ("mixture", "runner")
+    own = ["callbacks.mine._target_=builtins.dict", "callbacks.mine.a=${hydra:runtime.choices.data}"]
+    plain = composer.compose(["data=mixture", *own, "callbacks.mine.b=${hydra:job.name}"]).plain
+    assert (plain["callbacks"]["mine"]["a"], plain["callbacks"]["mine"]["b"]) == ("mixture", "runner")
 
 
 def test_a_shipped_file_wins_over_one_of_the_same_name(tmp_path: Path) -> None:
@@ -370,7 +374,8 @@ class TestIdentity:
         name = composer.compose(["data=mixture", "sampler.temperature=0.7", "model.width=64", "seed=5"]).run_dir.name
         assert name.rpartition("-")[0] == "mixture-width64-temperature0.7-seed5"
         assert composer.compose(["experiment=smoke"]).run_dir.name.startswith("smoke-seed0-")
-        long = composer.compose([f"+model.option_number_{i}=a_rather_long_value" for i in range(30)]).run_dir.name
+        options = [f"+model.option_number_{i}=a_rather_long_value" for i in range(30)]
+        long = composer.compose(["model=own", "model._target_=builtins.dict", *options]).run_dir.name
         assert 120 < len(long) < 200
 
 

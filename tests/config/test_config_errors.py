@@ -216,7 +216,7 @@ def test_a_class_that_exists_only_after_import_is_found(
     (tmp_path / "created_on_import.py").write_text("globals()['Net'] = dict\n")
     (tmp_path / "seen_in_source.py").write_text("class Net:\n    pass\n\nraise RuntimeError\n")
     for module in ("created_on_import", "seen_in_source"):
-        composer.compose([f"model._target_={module}.Net"])
+        composer.compose(["model=own", f"model._target_={module}.Net"])
     assert "seen_in_source" not in sys.modules
     (line,) = config_errors(composer, "model._target_=seen_in_source.Other")
     assert "it cannot be imported (RuntimeError" in line

@@ -108,7 +108,13 @@ def test_files_are_merged_once_however_many_errors_there_are(
 def test_what_a_composition_changes_is_its_own() -> None:
     """Nothing of one config comes back in the next one, which is what a new composer makes of it."""
     composer = Composer()
-    changed = ["train.steps=7", "+model.extra={a: 1}", "~optimizer.betas", "eval.sets.x.batches=3", "+logger.mine=null"]
+    changed = [
+        "train.steps=7",
+        "+logger.extra={_target_: builtins.dict, a: 1}",
+        "~optimizer.betas",
+        "eval.sets.x.batches=3",
+        "+logger.mine=null",
+    ]
     for job in (["experiment=smoke"], ["experiment=smoke", *changed], ["experiment=smoke"]):
         assert composer.compose(job).text == Composer().compose(job).text
     assert "extra" not in composer.compose(["experiment=smoke"]).text
