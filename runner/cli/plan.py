@@ -106,9 +106,9 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
     run = RunDir(job.run_dir)
     finished = _is_finished(job)  # then neither its job nor the process that made it matters any more
     if queued is not None and not finished:
-        return _live(job, f"{queued.state}, job {queued.job_id}")
+        return _live(job, f"{queued.state}, job {queued.job_id}", f"cancel job {queued.job_id}")
     if not held and not finished and (holder := _live_holder(run)):
-        return _live(job, f"running, {holder}")
+        return _live(job, f"running, {holder}", "stop it")
     if not files.exists(run.config):
         if job.resumed:  # `runner mv` or `rm` was faster; another run there, from step 0, is not what was asked for
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
@@ -137,14 +137,14 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
     return PlannedRun(job, "unfinished", _resuming(run, job, status), notes)
 
 
-def _live(job: Composed, summary: str) -> PlannedRun:
-    """A run that trains or is queued, which takes no settings over."""
+def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
+    """A run that trains or is queued, which takes no settings over; `ending` says how to end it."""
     if not files.exists(RunDir(job.run_dir).config):  # another command is about to freeze it
         return PlannedRun(job, "live", summary)
     ignored = Changes.of(job).ignored()
     notes = [f"{change} is not taken over by a live run" for change in ignored]
     if ignored:
-        notes.append("stop the run first, and rerun this command: it then resumes with what a run may change")
+        notes.append(f"{ending} first, then rerun this command: the run resumes with what a run may change")
     return PlannedRun(job, "live", summary, notes, refused=bool(ignored))
 
 
