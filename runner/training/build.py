@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from runner.data.order.exclusions import Selections
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
+from runner.system import signals
 from runner.system.distributed import World
 from runner.training import parameters
 from runner.training.average import Average
@@ -235,6 +236,21 @@ def average(config: Config, module: nn.Module, world: World, device: torch.devic
     if config.train.ema_decay is None:
         return None
     return Average(module.to(device), config.train.ema_decay, config.strategy.value, world, device)
+
+
+def compiled(model: nn.Module, device: torch.device) -> nn.Module:
+    """`torch.compile(model)`, which compiles at the first call.
+
+    On a CPU, Inductor first compiles small programs to find out what the CPU can do. That is done here, with programs
+    that a signal to the process group does not end: Inductor would take one that was ended for a CPU that can do less,
+    without a word, and the step in progress would be made, and saved, with other bits.
+    """
+    if device.type == "cpu":
+        with suppress(ImportError), signals.blocked():
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            pick_vec_isa()
+    return cast(nn.Module, torch.compile(model))
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
