@@ -46,8 +46,10 @@ def outlive_terminal() -> None:
     """Let prints to a terminal that is closed meanwhile (a window, an ssh session) do nothing, instead of failing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
+            continue  # somebody has put something else there, or it was closed at the start
         # Not by isatty(), which is False if the terminal is gone already.
-        if isinstance(stream, io.TextIOWrapper) and stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
             stream.flush()
             raw = _Terminal(stream.fileno(), "w", closefd=False)
             raw.name = stream.name

@@ -24,9 +24,10 @@ def is_stop(error: BaseException) -> bool:
 
 def line(error: BaseException) -> str:
     """What to tell about an `error` that `is_stop`."""
+    found = next(filter(_is_of_child, _chain(error)))
     return (
         f"{STOP.name} also ended a process that this one was waiting for (a compiler, say), and what it was "
-        f"computing could not be completed ({type(error).__name__})"
+        f"computing could not be completed ({type(found).__name__})"
     )
 
 

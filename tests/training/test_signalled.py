@@ -69,8 +69,9 @@ def test_a_failure_of_compilers_while_stopping_is_the_stop(
     ended, printed = ended_attempts(run)[-1], capsys.readouterr()
     if stopped and of_child:
         assert (status, ended["cause"]) == (ExitStatus.INTERRUPTED, "interrupted")
-        (line,) = printed.err.splitlines()
-        assert line.startswith("warning: SIGTERM also ended a process that this one was waiting for")
+        assert printed.err.count("warning: SIGTERM also ended a process that this one was waiting for") == 1
+        assert f"({type(error).__name__})" in printed.err
+        assert "Traceback" not in printed.err
         assert f"stopped at step {STEPS}, last saved at step {STEPS - 1}; rerun" in printed.out
     else:
         assert (status, ended["cause"]) == (ExitStatus.FAILED, "crash")
