@@ -241,15 +241,20 @@ def average(config: Config, module: nn.Module, world: World, device: torch.devic
 def compiled(model: nn.Module, device: torch.device) -> nn.Module:
     """`torch.compile(model)`, which compiles at the first call.
 
-    On a CPU, Inductor first compiles small programs to find out what the CPU can do. That is done here, with programs
-    that a signal to the process group does not end: Inductor would take one that was ended for a CPU that can do less,
-    without a word, and the step in progress would be made, and saved, with other bits.
+    What Inductor starts for that first is started here, where a signal to the process group does not end it. On a CPU,
+    these are trial programs that find out what the CPU can do: Inductor would take one that was ended for a CPU that
+    can do less, without a word, and the step in progress would be made, and saved, with other bits. Elsewhere, it is
+    the process whose workers compile: nothing notices its end, and the compilation would wait for it for ever.
     """
-    if device.type == "cpu":
-        with suppress(ImportError), signals.blocked():
+    with suppress(ImportError), signals.blocked():
+        if device.type == "cpu":
             from torch._inductor.cpu_vec_isa import pick_vec_isa
 
             pick_vec_isa()
+        else:
+            from torch._inductor.async_compile import AsyncCompile
+
+            AsyncCompile.warm_pool()
     return cast(nn.Module, torch.compile(model))
 
 

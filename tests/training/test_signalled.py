@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from runs import PATIENCE_S, ROOT, TINY, Run
 from tiny_attempts import STEPS, TinyJob, TinySession, tiny_attempts
+from torch import nn
 from torch._inductor.exc import CppCompileError, InductorError
 
 from runner.errors import ExitStatus, TrainingError
@@ -22,6 +24,7 @@ from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.paths import RunDir
 from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
+from runner.training import build
 
 
 def compilation() -> Exception:
@@ -29,7 +32,7 @@ def compilation() -> Exception:
     child = subprocess.CalledProcessError(-signal.SIGTERM, "g++")
     compiler = CppCompileError(["g++"], "")
     compiler.__cause__ = child
-    return InductorError(compiler, lambda: None)
+    return InductorError(compiler, None)
 
 
 FAILURES = {
@@ -98,6 +101,45 @@ def test_no_rank_records_a_crash_when_a_child_of_one_was_ended(failing: int, tmp
     assert (ended["cause"], ended["exit"]) == ("interrupted", 75)
     assert output.count("also ended a process") == 1
     run.finish()
+
+
+@pytest.mark.slow
+def test_what_finds_out_what_the_cpu_can_do_survives_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would take a trial program that was ended for a CPU that can do less, and compile other kernels."""
+    tried = []
+
+    def try_programs() -> None:
+        tried.append(subprocess.run(["/bin/sh", "-c", "kill -TERM $$; kill -HUP $$; exit 3"], check=False).returncode)
+
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", try_programs)
+    build.compiled(nn.Linear(1, 1), torch.device("cpu"))
+    assert tried == [3]
+
+
+POOL = """
+import signal, time
+import psutil, torch
+from runner.training import build
+if __name__ == "__main__":
+    build.compiled(torch.nn.Linear(1, 1), torch.device("cuda"))  # which compiles nothing yet
+    from torch._inductor.async_compile import AsyncCompile
+    pool = AsyncCompile.process_pool()
+    assert pool.submit(int, 7).result() == 7  # the workers have started
+    last = pool.submit(int, 8)
+    for child in psutil.Process().children(recursive=True):
+        child.send_signal(signal.SIGTERM)
+    print(last.result(120), pool.submit(int, 9).result(120))
+"""
+
+
+@pytest.mark.slow
+def test_a_compilation_does_not_wait_for_workers_that_a_signal_has_ended() -> None:
+    """They are not ended: Inductor does not notice the end of the process that starts them."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", POOL], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.stdout == "8 9\n", done.stderr
 
 
 def compilers(parent: int) -> list[str]:
