@@ -104,6 +104,7 @@ def test_no_rank_records_a_crash_when_a_child_of_one_was_ended(failing: int, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own use
 def test_what_finds_out_what_the_cpu_can_do_survives_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor would take a trial program that was ended for a CPU that can do less, and compile other kernels."""
     tried = []
