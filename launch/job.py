@@ -21,9 +21,9 @@ from launch import rendezvous, requeue, scheduler, submission
 from runner.contracts import is_same_job
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
-from runner.system import files, processes
+from runner.system import files, processes, signals
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHER = "launch.slurm.SlurmLauncher"  # whose jobs these are; imported there, and not here
 # States of a node that has lost its jobs, see scontrol(1); "*" after the state: it does not respond.
 LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
@@ -107,7 +107,7 @@ class SlurmJob:
         Replaces submitit's handlers, which ignore SIGTERM (every preemption) and exit in the middle of a step at
         SIGUSR2.
         """
-        for signum in STOP_SIGNALS:
+        for signum in set(STOP_SIGNALS) & set(signals.handled()):
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM and means nothing
 

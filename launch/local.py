@@ -108,9 +108,9 @@ class LocalLauncher:
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Run the runs as processes, `slots` at a time; the first exit status that is not 0, else 0.
 
-        A run that fails does not affect the others. Ctrl-C and SIGTERM are forwarded: the runs save and exit, and no
-        further one starts. `attempt` is not used: `command` makes the attempts, each of which acquires its own lease.
-        One run with launcher.ranks uses this terminal, as a run in this process does.
+        A run that fails does not affect the others. Ctrl-C, SIGTERM and a closed terminal are forwarded: the runs save
+        and exit, and no further one starts. `attempt` is not used: `command` makes the attempts, each of which acquires
+        its own lease. One run with launcher.ranks uses this terminal, as a run in this process does.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
@@ -155,6 +155,7 @@ class Sweep:
         self._statuses: dict[Path, int] = {}
         self._stopping = False
         self._received: list[int] = []  # signals that are not forwarded yet
+        self._interrupts = 0
         self.losses: dict[Path, list[str]] = {}  # a sentence for each rank that did not end by itself
 
     def run(self) -> list[int]:
@@ -213,7 +214,7 @@ class Sweep:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Receive stop signals for the runs, which save and exit at the first, and exit at once at a second Ctrl-C."""
-        before = {signum: signal.signal(signum, self._receive) for signum in signals.STOP_SIGNALS}
+        before = {signum: signal.signal(signum, self._receive) for signum in signals.handled()}
         try:
             yield
         finally:
@@ -222,6 +223,9 @@ class Sweep:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         """Only note the signal: it may come while a run is being started."""
+        if signum == signal.SIGINT:
+            self._interrupts += 1
+            signals.announce(self._interrupts)  # for all the runs, which are quiet
         self._stopping = True
         self._received.append(signum)
 

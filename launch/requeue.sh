@@ -12,7 +12,7 @@
 # After the user's setup the batch script sets REQUEUE_ARMED=yes: an error in the setup ends the job for good.
 
 # Slurm's signals reach the batch script too. It must outlive srun, which must not inherit an ignored signal.
-trap : TERM USR1 USR2
+trap : TERM HUP USR1 USR2
 
 # The job id of the last task of an array is also that of the array.
 REQUEUE_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -69,7 +69,7 @@ requeue_unless_decided() {
 requeue_job() {
     local status=$1 job=$REQUEUE_JOB counted='' asked='' pause_s='' forgotten=0 try record script state only
     unset SLURM_TIME_FORMAT
-    trap '' TERM USR1 USR2 # srun is over; what asks Slurm from here on must outlive these, too
+    trap '' TERM HUP USR1 USR2 # srun is over; what asks Slurm from here on must outlive these, too
     [ "$status" -ne 75 ] || counted=yes # an attempt was interrupted, and its rank could not ask Slurm: nothing failed
     for ((try = 1; try <= REQUEUE_TRIES; try++)); do
         [ -z "$pause_s" ] || sleep "$pause_s"

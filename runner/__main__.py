@@ -17,6 +17,7 @@ from runner.cli.commands import COMMANDS, WITH_CLASSES
 from runner.cli.help import config_dirs, text
 from runner.errors import ExitStatus, FileError, UserError, nearest
 from runner.system.signals import STOP
+from runner.system.terminal import flush_output, outlive_terminal
 
 HELP = ("-h", "--help")
 # Flags that print something and start nothing: Ctrl-C may end them at once.
@@ -27,15 +28,13 @@ TAKES_VALUE = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--confi
 
 def main() -> int:
     """Exit status of the command in `sys.argv`; see `runner.errors.ExitStatus`."""
+    outlive_terminal()
     try:
         status = run(sys.argv[1:])
-        sys.stdout.flush()
-        return status
     except BrokenPipeError:  # the reader has seen enough (`| head`)
-        from runner.cli.console import discard_output
-
-        discard_output()
-        return int(ExitStatus.FINISHED)
+        status = int(ExitStatus.FINISHED)
+    flush_output()
+    return status
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol
 
 from runner.errors import ExitStatus
 from runner.system import clock, files, processes
+from runner.system.signals import handled
 
 TAIL_LINES = 12
 STOPPING_S = 60.0  # how long a process that was asked to stop may take to save
@@ -67,12 +68,9 @@ class Target(Protocol):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block: a process that was started must be known."""
+    """Delay what stops the command until the end of the block: a process that was started must be known."""
     came: list[tuple[int, FrameType | None]] = []
-    before = {
-        signum: signal.signal(signum, lambda *received: came.append(received))
-        for signum in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {signum: signal.signal(signum, lambda *received: came.append(received)) for signum in handled()}
     try:
         yield
     finally:

@@ -33,6 +33,7 @@ from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed
 from runner.cli.launcher import make_launcher
 from runner.errors import ExitStatus, UserError
 from runner.system import files
+from runner.system.signals import handled
 
 RANKS = range(1, 5)  # that the fault `shape` chooses from
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
@@ -44,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an argument or the configuration is wrong.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    for signum in {signal.SIGTERM, signal.SIGHUP} & set(handled()):
+        signal.signal(signum, _interrupt)
     try:
         return _run(parse(arguments))
     except KeyboardInterrupt:

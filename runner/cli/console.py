@@ -7,7 +7,6 @@ table.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from runner.errors import UserError
 from runner.system import clock, processes
-from runner.system.terminal import printable, printable_lines
+from runner.system.terminal import discard, printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -72,9 +71,7 @@ def print_errors(error: UserError) -> int:
 
 def discard_output() -> None:
     """From here on, drop what is printed to standard output: the reader of the pipe has gone."""
-    from runner.system import files
-
-    os.dup2(files.open_fd(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard(sys.stdout)
 
 
 def say(message: str) -> None:

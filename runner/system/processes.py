@@ -167,16 +167,21 @@ def bound(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, _PARENT: str(own_pid())}
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends, if that one asked for it by `bound`."""
+def end_with_parent() -> bool:
+    """Let the kernel kill this process when the one that started it ends, if that one asked for it by `bound`.
+
+    Returns:
+        whether it did.
+    """
     parent = environment.pop(_PARENT, None)
     if parent is None:
-        return
+        return False
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with suppress(OSError):  # if that cannot be told now, it lives: it has just started this process
         state = state_of(int(parent))
         if state is None or state[0] in "ZX":  # it had ended before that
             end_now(1)
+    return True
 
 
 def descendants(pid: int) -> list[int]:

@@ -15,7 +15,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+STDERR = 2  # the file descriptor
+# True of every command and at every moment: the imports, a compilation, a step, a save.
+FIRST_INTERRUPT = (
+    "Ctrl-C: stopping; a training step in progress is completed and saved first. Press Ctrl-C again to exit at once: "
+    "then only committed checkpoints are kept"
+)
+SECOND_INTERRUPT = "second Ctrl-C: exiting at once; only committed checkpoints are kept"
+_REPLAY = b"\0"  # no signal has this number
+
+
+def handled() -> list[signal.Signals]:
+    """The stop signals that this process handles: all, but no SIGHUP that it was started to ignore, as by `nohup`."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if not (ignored and signum == signal.SIGHUP)]
+
+
+def announce(interrupts: int) -> None:
+    """Write to standard error what this Ctrl-C does, on rank 0 alone; it is the `interrupts`-th.
+
+    A system call, since a thread calls it while the main thread may be in the middle of a `print`.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(STDERR, f"\n{FIRST_INTERRUPT if interrupts == 1 else SECOND_INTERRUPT}\n".encode())
 
 
 @contextmanager
@@ -33,11 +57,14 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.quiet = False
+        """Whether another process tells the user what a Ctrl-C does: the one that started this one."""
         self._interrupts = 0
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
+        self._listeners: tuple[Callable[[int], object], Callable[[int], object]] | None = None
         self._heard = threading.Event()  # the listener of the first signal has returned
-        self._sockets: tuple[socket.socket, socket.socket] | None = None  # referenced, so that they stay open
+        self._sockets: tuple[socket.socket, socket.socket] | None = None  # the thread reads from the first one
 
     def __bool__(self) -> bool:
         return self.signum is not None
@@ -48,53 +75,93 @@ class StopFlag:
         return signal.Signals(self.signum).name if self.signum is not None else ""
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this."""
+        """Handle SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this.
+
+        A SIGHUP that is ignored stays so (`handled`).
+        """
         self._pid = os.getpid()  # one that was forked from the process that imported this, perhaps
-        for signum in STOP_SIGNALS:
+        self._open_sockets()
+        for signum in handled():
             signal.signal(signum, self._on_signal)
             # Registered first, so it runs last. The interpreter then restores the default handlers while it shuts
             # down, and another signal must not change the exit status.
             atexit.register(signal.signal, signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see `blocked`
+        self._start_thread()  # now: it inherits the mask
 
     def uninstall(self) -> None:
         """Restore Python's own handlers. Only the main thread may call this."""
-        for signum in STOP_SIGNALS:
+        for signum in handled():
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
 
     def listen(self, first: Callable[[int], object], later: Callable[[int], object]) -> None:
         """Call `first` with the first signal and `later` with others, in a thread, whatever the main thread is doing.
 
-        Python runs handlers in the main thread, which may be inside a compilation or a kernel for a minute. The
-        interpreter writes the signal's number to a file descriptor at once (signal.set_wakeup_fd); the thread reads
-        it there. Only the main thread may call this.
+        To be called after `install`, by the main thread.
         """
-        self._sockets = received, sent = socket.socketpair()
-        sent.setblocking(False)
-        self._heard = heard = threading.Event()
-
-        def run() -> None:
-            listener = first
-            while byte := received.recv(1):
-                if byte[0] in STOP_SIGNALS:
-                    try:
-                        listener(byte[0])
-                    finally:
-                        heard.set()
-                    listener = later
-
-        signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
-        # A signal to a forked child (a loader worker) does not stop this process.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        assert self._sockets is not None
+        self._heard = threading.Event()
+        self._listeners = first, later
         if self.signum is not None:  # it came before the listener
-            sent.send(bytes([self.signum]))
-        self._thread = threading.Thread(target=run, name="signals", daemon=True)
-        self._thread.start()
+            self._sockets[1].send(_REPLAY)
 
     def wait_for_listener(self) -> None:
         """If there was a signal, wait until the listener of the first one has returned."""
-        if self._thread is not None and self:
+        if self._listeners is not None and self:
             self._heard.wait()
+
+    def _open_sockets(self) -> None:
+        """Let the interpreter write the number of each signal to a socket at once (signal.set_wakeup_fd).
+
+        It runs handlers in the main thread, which may be inside a compilation or a kernel for minutes.
+        """
+        if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            if self._sockets is None:
+                # A signal to a forked child (a loader worker) does not stop this process.
+                os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+            for old in self._sockets or ():
+                old.close()
+            self._sockets = socket.socketpair()
+            self._sockets[1].setblocking(False)
+        assert self._sockets is not None
+        signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
+
+    def _start_thread(self) -> None:
+        """Read these numbers in a thread."""
+        assert self._sockets is not None
+        if self._thread is None or not self._thread.is_alive():
+            read = self._sockets[0]
+            self._thread = threading.Thread(target=self._read, args=(read,), name="signals", daemon=True)
+            self._thread.start()
+
+    def _read(self, received: socket.socket) -> None:
+        while byte := received.recv(1):
+            if byte[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) == self._on_signal:
+                self._interrupt()
+            if byte == _REPLAY or byte[0] in STOP_SIGNALS:
+                self._tell(byte[0] or self.signum or 0, replayed=byte == _REPLAY)
+
+    def _tell(self, signum: int, replayed: bool) -> None:
+        """Call the listener that a signal is for, if there is one yet."""
+        if self._listeners is None:
+            return
+        (first, later), heard = self._listeners, self._heard
+        if not heard.is_set():
+            try:
+                first(signum)
+            finally:
+                heard.set()
+        elif not replayed:
+            later(signum)
+
+    def _interrupt(self) -> None:
+        """After a Ctrl-C: tell what it does; the second one ends this process."""
+        self._interrupts += 1
+        if not self.quiet:
+            announce(self._interrupts)
+        if self._interrupts > 1:
+            os._exit(128 + signal.SIGINT)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -102,12 +169,6 @@ class StopFlag:
         # Slurm sends SIGUSR2 near the time limit and may send SIGTERM after it; the first one reveals the cause.
         if self.signum is None:
             self.signum = signum
-        if signum == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                with suppress(OSError):
-                    os.write(2, b"\nsecond Ctrl-C: exiting at once; only committed checkpoints are kept\n")
-                os._exit(128 + signal.SIGINT)
 
 
 STOP = StopFlag()

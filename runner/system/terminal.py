@@ -1,6 +1,15 @@
-"""Text that goes to a terminal."""
+"""Text that goes to a terminal, which may be closed meanwhile."""
 
 from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from typing import Any
+
+from runner.system import files
 
 MAX_LINE = 2000  # characters
 
@@ -19,3 +28,47 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """`text` with each of its lines made printable."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+class _Terminal(io.FileIO):
+    """A terminal. Once it is closed, what is written to it is dropped: nobody is left to read it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """Let prints to a terminal that is closed meanwhile (a window, an ssh session) do nothing, instead of failing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
+            continue  # somebody has put something else there, or it was closed at the start
+        # Not by isatty(), which is False if the terminal is gone already.
+        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+            stream.flush()
+            raw = _Terminal(stream.fileno(), "w", closefd=False)
+            raw.name = stream.name
+            buffer = io.BufferedWriter(raw)
+            made = io.TextIOWrapper(
+                buffer, stream.encoding, stream.errors, line_buffering=True, write_through=stream.write_through
+            )
+            setattr(sys, name, made)
+
+
+def discard(stream: Any) -> None:
+    """From here on, drop what is printed to `stream`: the reader of the pipe has gone."""
+    os.dup2(files.open_fd(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def flush_output() -> None:
+    """Write what is left of the output; what nobody reads must not change the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            discard(stream)

@@ -46,11 +46,12 @@ from runner.rundir.trust import check_trusted
 from runner.system import files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
-from runner.system.terminal import printable_lines
+from runner.system.terminal import flush_output, outlive_terminal, printable_lines
+from runner.training import signalled
 from runner.training.hang_watch import Hang, HangWatch
 from runner.training.job import LocalJob
 from runner.training.peer_watch import LOOKS, MAX_INTERVAL_S, PeerWatch
-from runner.training.peers import LEAVE_S, leave_ranks, report_failure, reported_failure
+from runner.training.peers import LEAVE_S, STOPPED, leave_ranks, report_failure, report_stop, reported_failure
 
 if TYPE_CHECKING:
     from runner.config.schema import Config
@@ -242,6 +243,8 @@ class _Attempt:
             raise  # the records belong to the newer attempt
         except PeerError as error:
             reported = self.watch.reported or reported_failure(self.world)
+            if reported == STOPPED:
+                return self._break_off()
             failure = PeerError(reported or self.watch.silent() or str(error))
             failure.reported = reported is not None
             requeued = reported is None and self.job.yield_verdict()
@@ -255,6 +258,10 @@ class _Attempt:
             with suppress(OSError):
                 if self.lease:
                     self.lease.check_fence()  # then its cause is that a newer attempt has swept this one's files
+            if signalled.is_stop(error):
+                print_error(f"warning: {signalled.line(error)}")
+                report_stop(self.world)
+                return self._break_off()
             _print_traceback(error)
             reason = f"{type(error).__name__}: {error}"
             self._report(error, reason)
@@ -394,6 +401,16 @@ class _Attempt:
             self.job.yield_verdict()
         return self.world.run_on_main(lambda: self._record_interrupt(step))
 
+    def _break_off(self) -> ExitStatus:
+        """After a signal in a step that cannot be completed: as after any other, with what was saved before.
+
+        Ranks may be anywhere in that step, so they exchange nothing more. Each leaves by itself.
+        """
+        if not self.world.is_main:
+            self.job.yield_verdict()
+            return ExitStatus.INTERRUPTED
+        return self._record_interrupt(self.session.step if self.session else self._saved() or 0)
+
     def _record_interrupt(self, step: int) -> ExitStatus:
         log, job = self.log, self.job
         assert log is not None
@@ -494,12 +511,15 @@ def _print_traceback(error: Exception) -> None:
 
 def main(arguments: list[str]) -> int:
     """`python -m runner.training.attempt RUN_DIR`."""
-    processes.end_with_parent()
+    STOP.quiet = processes.end_with_parent()
+    outlive_terminal()
     if len(arguments) != 1 or not files.is_file(RunDir(Path(arguments[0])).config):
         found = " ".join(arguments) or "nothing"
         print_error(f"error: expected one run directory with a config.yaml, got {found}")
         return int(ExitStatus.USAGE)
-    return attempt(arguments[0])
+    status = attempt(arguments[0])
+    flush_output()
+    return status
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from runner.data.order.exclusions import Selections
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
+from runner.system import signals
 from runner.system.distributed import World
 from runner.training import parameters
 from runner.training.average import Average
@@ -235,6 +236,26 @@ def average(config: Config, module: nn.Module, world: World, device: torch.devic
     if config.train.ema_decay is None:
         return None
     return Average(module.to(device), config.train.ema_decay, config.strategy.value, world, device)
+
+
+def compiled(model: nn.Module, device: torch.device) -> nn.Module:
+    """`torch.compile(model)`, which compiles at the first call.
+
+    What Inductor starts for that first is started here, where a signal to the process group does not end it. On a CPU,
+    these are trial programs that find out what the CPU can do: Inductor would take one that was ended for a CPU that
+    can do less, without a word, and the step in progress would be made, and saved, with other bits. Elsewhere, it is
+    the process whose workers compile: nothing notices its end, and the compilation would wait for it for ever.
+    """
+    with suppress(ImportError), signals.blocked():
+        if device.type == "cpu":
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            pick_vec_isa()
+        else:
+            from torch._inductor.async_compile import AsyncCompile
+
+            AsyncCompile.warm_pool()
+    return cast(nn.Module, torch.compile(model))
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -20,7 +20,7 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.system.distributed import World
-from runner.training import build
+from runner.training import build, signalled
 from runner.training.eval_metrics import build_metrics
 from runner.training.evaluation import Evaluation
 from runner.training.exactness import make_exact
@@ -62,7 +62,7 @@ class Evaluator:
         self._model = build.model(config).to(device)
         # The run evaluates its average as it is, and its weights compiled.
         compiles = config.train.compile and config.train.ema_decay is None
-        computing: Any = torch.compile(self._model) if compiles else self._model
+        computing = build.compiled(self._model, device) if compiles else self._model
         forward = Forward(world, device, computing, self._task, build.autocast(config, device))
         build.seed_everything(config.seed)
         sets = evaluation_sets(config, world)
@@ -268,6 +268,11 @@ class Work:
             results = evaluator.results(chosen, self._stop_agreed)
         except CheckpointError as error:
             return self._left_out(step, error)
+        except Exception as error:  # whatever a compiler's end came up as
+            if self.world.size > 1 or not signalled.is_stop(error):  # other ranks wait for this one
+                raise
+            self._warn(signalled.line(error))
+            return False
         if results is None:
             return False
         request = self.request

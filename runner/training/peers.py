@@ -25,6 +25,7 @@ TRIES = 5
 OUTLIVE_S = 10.0
 """How long at most the rank that serves the store waits until the others have read a report."""
 POLL_S = 0.05
+STOPPED = "stopped by a signal"
 _FAILURE, _READ = "failure", "failure/read"  # in the store: the report, and how many ranks have read it
 MAX_STACKS_BYTES = 1 << 20  # of one rank; the store takes 8 MiB at once
 LEAVE_S = 20
@@ -62,8 +63,13 @@ def report_failure(world: World, reason: str) -> None:
     _with_store(world, lambda store: store.compare_set(_FAILURE, "", f"rank {world.rank} failed: {reason}"))
 
 
+def report_stop(world: World) -> None:
+    """Let the other ranks know that this one leaves in the middle of a step because of a signal."""
+    _with_store(world, lambda store: store.compare_set(_FAILURE, "", STOPPED))
+
+
 def reported_failure(world: World) -> str | None:
-    """`rank N failed: reason` if a rank of this job reported its failure."""
+    """`rank N failed: reason` if a rank of this job reported its failure; STOPPED if it left because of a signal."""
 
     def read(store: Any) -> str | None:
         store.get(_FAILURE)  # waits for it

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -346,7 +346,7 @@ class _Opening:
             UserError: the task cannot be trained on so many ranks.
         """
         config = self.config
-        compiled = cast(torch.nn.Module, torch.compile(of.model)) if config.train.compile else of.model
+        compiled = build.compiled(of.model, of.device) if config.train.compile else of.model
         forward = Forward(self.world, of.device, compiled, of.task, build.autocast(config, of.device))
         shape, division = of.run_state.batch_shapes[-1], None
         if shape.micro_batches:

@@ -290,7 +290,7 @@ def test_workers_ignore_the_signals_of_a_scheduler() -> None:
     found = [next(iterator), next(iterator)]  # one from each worker, so that their handlers are installed
     workers = children() - before
     assert len(workers) == 2
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         for worker in workers:
             worker.send_signal(getattr(signal, name))
     found += list(iterator)

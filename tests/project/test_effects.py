@@ -27,7 +27,6 @@ PACKAGES = (
 
 EXCEPTIONS = {
     "runner/checkpoint/writer.py: threading.Lock at import": "held during an import alone, which goes through no door",
-    "runner/cli/console.py: os.dup2": "the standard output of this process is no file of a run",
     "runner/cli/show.py: .resolve": "an option of the command",
     "runner/config/composition.py: os.environ": "a variable of Hydra's, which reads it itself",
     "runner/config/search_path.py: .is_dir": "where the installed config files are, which Hydra reads itself",

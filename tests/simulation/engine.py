@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from greenlet import greenlet
 
-from runner.system.signals import STOP
+from runner.system.signals import STOP, STOP_SIGNALS
 
-FATAL = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
+FATAL = set(STOP_SIGNALS)
 """Signals that end a process that has no handler for them."""
 MAX_STEPS = 60_000
 """After so many steps a story counts as one that does not end."""

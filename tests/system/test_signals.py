@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from runs import ROOT
+
+from runner.system import signals
 
 HEAD = """
 import os, signal, sys, threading, time
@@ -53,6 +56,13 @@ os.kill(os.getpid(), signal.SIGUSR1)
 assert flag.name == "SIGUSR2"
 time.sleep(1000)
 """
+IGNORED = """
+for change in (flag.uninstall, flag.install):
+    change()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not flag
+print("ignored", flush=True)
+"""
 # After the atexit functions, the interpreter tears down its modules, and the default handlers are back.
 AT_THE_END = """
 class Late:
@@ -67,8 +77,9 @@ late = Late()
 """
 
 
-def start(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", HEAD + code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def start(code: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+    command = [*words, sys.executable, "-c", HEAD + code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
 
 
 def test_the_listener_gets_a_signal_that_the_main_thread_cannot_handle() -> None:
@@ -104,7 +115,49 @@ def test_a_signal_to_a_forked_child_does_not_reach_its_parent() -> None:
     assert output == "heard SIGUSR1\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_ctrl_c_tells_at_once_what_it_does_and_the_second_one_ends_the_process(rank: str | None) -> None:
+    """Although the main thread is in one call of C for longer than this test takes. Rank 0 speaks for all ranks."""
+    env = {key: value for key, value in os.environ.items() if key != "RANK"} | ({} if rank is None else {"RANK": rank})
+    with start(LONG_CALL, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == "heard SIGINT\n"  # after the message
+        first = "" if rank == "1" else process.stderr.readline() + process.stderr.readline()
+        os.kill(process.pid, signal.SIGINT)
+        second = process.stderr.read()
+        assert process.wait(400) == 128 + signal.SIGINT
+    told = (first.strip(), second.strip())
+    assert told == (("", "") if rank == "1" else (signals.FIRST_INTERRUPT, signals.SECOND_INTERRUPT))
+
+
+def test_a_process_whose_parent_tells_about_ctrl_c_is_quiet() -> None:
+    with start("flag.quiet = True" + LONG_CALL, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in ("ready\n", "heard SIGINT\n"):
+            assert process.stdout.readline() == line
+            os.kill(process.pid, signal.SIGINT)
+        assert process.stderr.read() == ""
+        assert process.wait(400) == 128 + signal.SIGINT
+
+
+def test_nohup_is_respected() -> None:
+    """What was started to ignore SIGHUP ignores it, and whatever it starts as well."""
+    with start(IGNORED, "nohup", stderr=subprocess.DEVNULL) as process:
+        output, _ = process.communicate(timeout=400)
+    assert (process.returncode, output) == (0, "ignored\n")
+
+
+def test_a_process_that_is_stopped_by_its_terminal_knows_it() -> None:
+    with start("os.kill(os.getpid(), signal.SIGHUP); print(flag.name)") as process:
+        output, _ = process.communicate(timeout=400)
+    assert (process.returncode, output) == (0, "SIGHUP\n")
+
+
+@pytest.mark.parametrize("signum", signals.STOP_SIGNALS)
 @pytest.mark.slow
 def test_a_signal_during_interpreter_shutdown_does_not_change_the_exit_status(signum: signal.Signals) -> None:
     """A scheduler that signals twice must not turn a finished run into a failed one."""

@@ -75,14 +75,14 @@ def end_all() -> None:
 
 
 def ignore_signals(shutdown: Shutdown) -> None:
-    """Ignore the signals that a scheduler sends to every process of a job; the main process handles them."""
+    """Ignore the signals that a scheduler, or a terminal, sends to all processes; the main process handles them."""
 
     def on_terminate(signum: int, frame: object) -> None:
         if shutdown.is_set():
             os._exit(0)
 
     signal.signal(signal.SIGTERM, on_terminate)
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
