@@ -99,7 +99,7 @@ class Changes:
         lines = [str(change) for change in self.all if change.kind not in ("free", "moved")]
         if any(change.key in LENGTH_KEYS for change in self.of_results):
             lines += _schedules(self.frozen, self.job.config, step)
-        then, now = self.frozen.get("run", {}).get("directory"), self.job.config.run.directory
+        then, now = (plain.get("run", {}).get("directory") for plain in (self.frozen, self.job.plain))
         if then and now and then != now and not self.job.resumed:
             lines.append(f"the run was started in {then}, and this command was given in {now}")
         return lines

@@ -21,7 +21,7 @@ from runner.__main__ import run as run_command
 from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate, Fence, Retention
-from runner.cli import archive, checkpoints, housekeeping, mv, plan, rm, start
+from runner.cli import archive, checkpoints, edits, housekeeping, mv, plan, rm, start
 from runner.contracts import JobInfo
 from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl
@@ -237,7 +237,7 @@ class Custodies(Scenario):
         stand_ins: dict[tuple[Any, str], Any] = {
             (plan, "load_plain"): frozen,
             (plan, "trained"): settings,
-            (plan, "holds"): lambda run_dir, plain: True,
+            (edits, "holds"): lambda run_dir, plain: True,
             (provenance, "describe_code"): dict,
             (provenance, "code_changes"): lambda *_: [],
             (provenance, "describe_sources"): lambda *_: {},
