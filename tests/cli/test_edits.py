@@ -123,7 +123,9 @@ def test_where_a_run_was_started_is_compared(
 
 
 def test_a_callback_that_changes_weights_belongs_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "clipping.py").write_text("class Clip:\n    changes_training = True\n\nclass Look:\n    pass\n")
+    (tmp_path / "clipping.py").write_text(
+        "class Look:\n    def __init__(self, every):\n        pass\n\nclass Clip(Look):\n    changes_training = True\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     plain = identity(compose([]).plain)
     look = compose(["+callbacks.a={_target_: clipping.Look, every: 3}"])

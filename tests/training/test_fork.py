@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LR = 0.001
 WEIGHTS = {"code": 2.0, "encodings": 1.0, "prose": 1.0}
 LATE = 7
-BASE = ["sampler.weights.code=2", "sampler.temperature=1.5", "model.dropout=0.1"]
+BASE = ["sampler.weights_by=equal", "sampler.weights.code=2", "sampler.temperature=1.5", "model.dropout=0.1"]
 
 
 def words(sampler: str) -> list[str]:
@@ -225,7 +225,14 @@ def test_ranks(tmp_path: Path) -> None:
     from forked import attempt_of, finish
 
     preload()
-    common = [*TINY, "sampler=elastic", "train.batch_size=2", "train.global_batch_size=8", "model.dropout=0.1"]
+    common = [
+        *TINY,
+        "sampler=elastic",
+        "sampler.weights_by=equal",
+        "train.batch_size=2",
+        "train.global_batch_size=8",
+        "model.dropout=0.1",
+    ]
     log, here = tmp_path / "log.txt", os.getcwd()
     os.chdir(tmp_path)
     sys.stdout.flush()
@@ -281,7 +288,7 @@ def test_two_at_once(trunk: Path, tmp_path: Path) -> None:
     assert ended[2:] == [0, 0], log.read_text()
     assert len(list(trunk.parent.glob("trunk-at4-*"))) == 3
     run(tmp_path, *command, "run.dir=alone")
-    (same,) = trunk.parent.glob("trunk-at4-temperature3*seed0-*")
+    (same,) = trunk.parent.glob("trunk-at4-threads1-temperature3.0-seed0-*")
     assert_same(same, tmp_path / "alone")
     assert hashes(trunk) == before
 
