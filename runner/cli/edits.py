@@ -8,10 +8,9 @@ from typing import Any
 
 from runner.cli.console import PROGRAM, shown
 from runner.config.composition import Composed
-from runner.config.frozen import holds, load_plain, trained
-from runner.config.identity import DEFAULT_STEPS, LENGTH_KEYS, ConfigChange, differences, identity, length_readers
-from runner.config.optimizers import scheduler_of
-from runner.config.schedule import learning_rate
+from runner.config.frozen import holds, load_plain, to_config, trained
+from runner.config.identity import LENGTH_KEYS, ConfigChange, differences, identity, length_readers
+from runner.config.schedule import learning_rate, to_scheduler
 from runner.config.schema import Config
 from runner.errors import UserError
 from runner.rundir import provenance
@@ -156,9 +155,8 @@ def _word(value: Any) -> str:
 
 
 def _length(plain: dict[str, Any]) -> tuple[Any, Any]:
-    train = plain["train"]
-    steps = DEFAULT_STEPS if train["steps"] is None and train["epochs"] is None else train["steps"]
-    return steps, train["epochs"]
+    config = to_config(plain)
+    return config.known_steps, config.train.epochs
 
 
 def _schedules(frozen: dict[str, Any], new: Config, step: int) -> list[str]:
@@ -169,9 +167,8 @@ def _schedules(frozen: dict[str, Any], new: Config, step: int) -> list[str]:
         if old.known_steps is None or new.known_steps is None:
             lines.append(f"{key} follows the length: from step {step} on it is that of the longer run")
             continue
-        _, name, _ = key.split(".") if "." in key else ("", "", "")
-        node = new.optimizers[name] if name else {}
-        _, options = scheduler_of(f"optimizers.{name}", node, new.scheduler)
+        own = None if key == "scheduler" else new.optimizers[key.split(".")[1]]["scheduler"]
+        options = new.scheduler if own is None else to_scheduler(key, own)
         before, after = (learning_rate(options, steps)(step) for steps in (old.known_steps, new.known_steps))
         lines.append(
             f"{key} follows the length: from step {step} on the learning rate is that of a run of {new.known_steps} "
