@@ -99,15 +99,23 @@ class Changes:
         if any(change.key in LENGTH_KEYS for change in self.of_results):
             lines += _schedules(self.frozen, self.job.config, step)
         then, now = (plain.get("run", {}).get("directory") for plain in (self.frozen, self.job.plain))
-        if then and now and then != now and not self.job.resumed:
-            lines.append(f"the run was started in {then}, and this command was given in {now}")
+        if then and now and then != now:
+            lines.append(f"the run was started in {then}; its paths are relative to {now} now")
         return lines
 
-    def ignored(self) -> list[ConfigChange]:
-        """Return the settings that a live run does not take over."""
+    def not_taken_over(self, ending: str) -> list[str]:
+        """Return a line for each setting that a live run does not take over, and how to end the run for those it may.
+
+        Args:
+            ending: how to end it.
+        """
         found = [change for change in self.all if change.kind != "moved" and change.key not in OF_COMMANDS]
-        elsewhere = [change for change in found if change.key == "launcher._target_"]
-        return elsewhere or found
+        found = [change for change in found if change.key == "launcher._target_"] or found
+        fixed = [change for change in found if change.kind == "fixed"]
+        lines = [f"{change} is not taken over by a live run" for change in found if change not in fixed]
+        if lines:
+            lines.append(f"{ending} first, then rerun this command: the run resumes with what a run may change")
+        return [*(f"{change} cannot be changed in a run: choose another run.dir" for change in fixed), *lines]
 
     def edit(self, step: int) -> dict[str, Any] | None:
         """Return the record for code.json of a deliberate change at `step`; None if the results stay what they are."""
@@ -135,13 +143,10 @@ class Changes:
         )
         reached = self._reached()
         run = shown(self.job.run_dir)
-        remedy = (
-            "it has this command's length"
-            if reached
-            else f"`{PROGRAM} resume {run}` continues the edited run, and "
-            "another run.dir or run.name begins this one anew"
-        )
-        return f"was edited {said}; this command trains nothing: {remedy}", reached
+        remedy = f"`{PROGRAM} resume {run}` continues the edited run, and another run.dir or run.name begins this anew"
+        if reached:
+            remedy = "the run has the steps that it asks for"
+        return f"was edited {said}. This command trains nothing: {remedy}", reached
 
     def _reached(self) -> bool:
         run, config = RunDir(self.job.run_dir), self.job.config

@@ -141,11 +141,8 @@ def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
     """A run that trains or is queued, which takes no settings over; `ending` says how to end it."""
     if not files.exists(RunDir(job.run_dir).config):  # another command is about to freeze it
         return PlannedRun(job, "live", summary)
-    ignored = Changes.of(job).ignored()
-    notes = [f"{change} is not taken over by a live run" for change in ignored]
-    if ignored:
-        notes.append(f"{ending} first, then rerun this command: the run resumes with what a run may change")
-    return PlannedRun(job, "live", summary, notes, refused=bool(ignored))
+    notes = Changes.of(job).not_taken_over(ending)
+    return PlannedRun(job, "live", summary, notes, refused=bool(notes))
 
 
 def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
@@ -158,7 +155,9 @@ def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
         doing = f"starting at step {step}"
     if not status and not ended:
         return f"{doing}: it was never started" if not files.exists(run.job) else f"{doing}: it left the queue"
-    if finished_at(run):
+    if total and step >= total:
+        return f"it is at step {step}, beyond the {total} steps of this command, and ends there"
+    if finished_at(run) == last_step(run):
         return f"{doing}: it had finished at step {finished_at(run)}, and is longer now"
     reached = max(last_step(run), step)
     again = f", {reached - step} of its steps were not saved" if reached > step else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.cli.arguments import add_config_dir, runs_and_settings
-from runner.cli.console import PROGRAM, Parser, print_errors
+from runner.cli.console import PROGRAM, Parser, print_errors, say
 from runner.config.plain_yaml import read_plain
 from runner.errors import ExitStatus, RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -60,6 +60,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_intermixed_args(list(arguments))
     words, overrides = runs_and_settings(options.words)
     run_dirs = [Path(word) for word in dict.fromkeys(words)]
+    if reports := [
+        path for path in run_dirs if files.is_file(path)
+    ]:  # of `outputs/*`, what `runner report` has written
+        run_dirs = [path for path in run_dirs if path not in reports]
+        say(f"not run directories, left out: {', '.join(map(str, reports))}")
     if not run_dirs:
         raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
     missing = [path for path in run_dirs if not files.is_taken(path)]

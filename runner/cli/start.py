@@ -52,6 +52,8 @@ def start(arguments: Sequence[str]) -> int:
         jobs = composer.jobs(options.overrides, lambda each: counted(each, "composing jobs"))
     else:
         jobs = [composer.compose(options.overrides)]
+        if swept := composer.swept(options.overrides):
+            _report(f"warning: {', '.join(swept)} in a config file: a sweep needs -m, so one run is started without it")
     return start_runs(jobs, options.dry_run)
 
 
@@ -86,6 +88,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         return run_here(planned[0])
     if dry_run or not starting:
         _show(planned)
+        _show_code_changes([run.job for run in planned if run.starts])
         for each, together in _grouped(planned, launcher, waiting):
             print(each.preview(together))
         return _status(planned)
@@ -458,6 +461,14 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waitin
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:
             raise UserError(unusable(run.path, "written", error)) from None
+
+
+def _show_code_changes(jobs: Sequence[Composed]) -> None:
+    """Print how the code differs from the code that existing runs last started with."""
+    code, sources = provenance.describe_code() if jobs else {}, Sources()
+    for job in jobs:
+        for change in provenance.code_changes(job.run_dir, code, sources):
+            say(f"  the code has changed since {shown(job.run_dir)} last started: {change}")
 
 
 def _take_over(job: Composed, run: RunDir, guard: files.Guard, waits: bool) -> None:

@@ -19,13 +19,13 @@ from runner.config.explain import ERRORS, Diagnosis, explain, unused_in_files, u
 from runner.config.fork import replaced_values
 from runner.config.frozen import load_plain, plain_values, schema, to_config, to_yaml
 from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, readable_name
-from runner.config.paths import anchor
+from runner.config.paths import anchor, relocate
 from runner.config.plain_yaml import escaped
 from runner.config.schema import Config, config_errors
 from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
 from runner.config.variations import Shape, Variations, shape_of
-from runner.errors import UserError
+from runner.errors import UserError, nearest
 from runner.rundir import provenance
 from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
@@ -68,6 +68,7 @@ class Composer:
         self._arguments: dict[str, Names | None] = {}
         self._sweep = False
         self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
+        self._dropped: set[str] = set()  # overrides of a sweep that have been seen to drop something
         self._singles: dict[str, tuple[str, Any] | None] = {}
         self._variations: dict[tuple[object, ...], Variations] = {}
 
@@ -154,6 +155,7 @@ class Composer:
             UserError: the frozen config cannot be read, or all errors of the config, one per line.
         """
         frozen, run_dir = load_plain(run_dir), Path(os.path.abspath(run_dir))
+        relocate(frozen, run_dir)
         search_modules(RunDir(run_dir), frozen["run"]["directory"])
         fixed = [text for text in overrides if re.match(r"[+~]*run\.(dir|root|name)\b", text)]
         if fixed:
@@ -185,6 +187,14 @@ class Composer:
             alone = {key: [text] for key, text in zip(choices, chosen, strict=True)}
             jobs += map(list, product(*{**self._alternatives(own), **given, **alone}.values()))
         return jobs
+
+    def swept(self, overrides: Sequence[str]) -> list[str]:
+        """Return the settings that an experiment of a single job sweeps over (`hydra.sweeper.params`)."""
+        if not any(re.match(r"\+*experiment=", text) for text in overrides):
+            return []
+        keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
+        params = self._sweep_params([text for text in overrides if self.tree.group_of(text)])
+        return [text for text in params if text.partition("=")[0] not in keys]
 
     def _alternatives(self, overrides: Sequence[str]) -> dict[str, list[str]]:
         """The overrides that each key is swept over.
@@ -307,7 +317,7 @@ class Composer:
         overrides, others = [text for text in given if text not in unused and text not in wrong], list[str]()
         try:
             chosen, plain = self._composed(overrides, compose, over)
-            others = self._all_errors(plain)
+            others = [*self._dropping_nothing(overrides, compose), *self._all_errors(plain)]
         except UserError as missing:
             others = [str(missing)]
         except ERRORS as error:
@@ -325,6 +335,19 @@ class Composer:
             ordered = sorted(wrong, key=lambda text: (text not in choices, given.index(text)))
             raise UserError("\n".join([*unused.values(), *(wrong[text] for text in ordered), *others]))
         return chosen, plain
+
+    def _dropping_nothing(self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig]) -> list[str]:
+        """Return a line for each override that drops a callback or a metric which nothing adds."""
+        lines = []
+        for text in overrides:
+            found = re.fullmatch(r"\+*(callbacks|eval\.metrics)\.(\w+)=null", text)
+            if found and not (self._sweep and text in self._dropped):
+                there = OmegaConf.select(compose([each for each in overrides if each != text]), found[1]) or {}
+                if found[2] not in there:
+                    known = ", ".join(map(str, there)) or "none"
+                    lines.append(f"{text}: there is no such entry{nearest(found[2], list(there))}; there are {known}")
+                self._dropped.add(text)
+        return lines
 
     def _shape(self, overrides: Sequence[str]) -> Shape | None:
         """The shape of a job among many."""
@@ -440,7 +463,8 @@ def drop_sources(plain: dict[str, Any], overrides: Sequence[str]) -> None:
     weights = [phase["weights"] for phase in plain["phases"].values() if isinstance(phase, dict)]
     for node in (data["sources"], data["weights"], sampler["weights"], sampler["max_epochs"], *weights):
         for name in gone:
-            node.pop(name, None)
+            if node is not sampler["weights"] or f"sampler.weights.{name}=" not in "".join(overrides):
+                node.pop(name, None)
     data["eval_sources"] = {name: node for name, node in data["eval_sources"].items() if node is not None}
 
 
@@ -459,7 +483,7 @@ def _same_run(twin: Composed, composed: Composed) -> str:
         return f"two jobs of the sweep are the same run {composed.run_dir}: {both}; do not set run.dir in a sweep"
     line = f"two jobs of the sweep are the same run {twin.run_dir}: {both}"
     if not keys:
-        return f"{line} have the same settings; pass each value once"
+        return f"{line} have the same settings: leave one of the two out"
     if set(keys) <= set(LENGTH_KEYS):
         return f"{line} differ only in length, and nothing depends on it: pass the longest alone, which has the others"
     return (

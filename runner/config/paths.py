@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,27 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
             if any(not os.path.isabs(text) for text in _texts(value)):
                 typed[key] = value
     run["typed"], run["directory"] = typed, str(before)
+
+
+def relocate(plain: dict[str, Any], run_dir: Path) -> None:
+    """Resolve the paths of a frozen config anew, in place, where its run was moved or copied together with its project.
+
+    That is so if the run directory lies in some directory as it did in that of its command, and every path that was
+    typed leads somewhere there.
+    """
+    run, base = plain["run"], None
+    with suppress(TypeError, ValueError):  # an old or edited config has no directory, or the run lay outside it
+        inside = Path(run["dir"]).relative_to(run["directory"])
+        if Path(run["dir"]) != run_dir and run_dir.parts[-len(inside.parts) :] == inside.parts:
+            base = Path(*run_dir.parts[: -len(inside.parts)])
+    texts = [text for value in run["typed"].values() for text in _texts(value)]
+    if base is None or not texts or not all(files.exists(anchored(text, base)) for text in texts):
+        return
+    for group in ("sources", "eval_sources", "loader"):
+        for key, name, node, _ in _paths(plain["data"][group], f"data.{group}", shipped=False):
+            if key in run["typed"]:
+                node[name] = _absolute(run["typed"][key], base, shipped=False)
+    run["directory"] = str(base)
 
 
 def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[str, Any], bool]]:

@@ -17,6 +17,7 @@ from runner.report.series import Columns, Series, merged, read_series
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.lease import read_carried
 from runner.rundir.paths import RunDir
+from runner.rundir.provenance import edits
 from runner.rundir.time_account import latest
 from runner.rundir.trust import reading
 from runner.system import files
@@ -156,6 +157,8 @@ def _settings(run: RunDir) -> tuple[dict[str, Any], tuple[str, int] | None]:
     settings = flatten(read_plain(run.config))
     trunk, step = settings.get("fork.run"), settings.get("fork.step")
     plain = {key: value for key, value in settings.items() if not key.startswith("fork.")}
+    changed = [f"{', '.join(map(str, one.get('changes') or []))} at step {one.get('step')}" for one in edits(run.path)]
+    plain["edited"] = "; ".join(changed) or None
     if trunk is None or step is None:
         return {**plain, "fork": None}, None
     name = Path(str(trunk)).name

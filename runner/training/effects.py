@@ -90,10 +90,9 @@ def _temperatures(config: Config) -> Iterator[str]:
     for key, several in states.items():
         tempered = [state for state in several if state.temperature != 1]
         if tempered and not any(_is_tempered(state) for state in tempered):
-            one = len(sources) == 1
-            why = f"{sources[0]} is the only source in data.sources" if one else "the sources have equal weights"
-            remedy = "" if one else "; set sampler.weights, or sampler.weights_by=sizes"
-            yield f"{key}={tempered[0].temperature:g} has no effect: {why}{remedy}"
+            drawn = [name for name in sources if any(state.weights[name] for state in tempered)]
+            why = f"{drawn[0]} is the only source" if len(drawn) == 1 else "the sources have equal weights"
+            yield f"{key}={tempered[0].temperature:g} has no effect: {why}; set different weights (sampler.weights)"
 
 
 def _is_tempered(state: PhaseState) -> bool:

@@ -74,12 +74,12 @@ def test_the_first_command_reports_the_edit(
     FakeLauncher.launched.clear()
     text = RunDir(finished).config.read_text()
     assert run(*FIRST) == 0  # it has this command's length
-    assert "was edited at step 20: train.steps: 20 -> 2000; this command trains nothing" in capsys.readouterr().out
+    assert "was edited at step 20: train.steps: 20 -> 2000. This command trains nothing" in capsys.readouterr().out
     shutil.rmtree(RunDir(finished).checkpoints)
     save(finished, 10)
     (finished / "finished.json").unlink()
     assert run(*FIRST) == ExitStatus.USAGE
-    assert "another run.dir or run.name begins this one anew" in capsys.readouterr().out
+    assert "another run.dir or run.name begins this anew" in capsys.readouterr().out
     assert run("-m", "seed=3,4", "train.steps=20") == ExitStatus.USAGE  # the others start all the same
     assert [path for path in FakeLauncher.launched if path != finished] == FakeLauncher.launched != []
     assert RunDir(finished).config.read_text() == text
@@ -117,7 +117,7 @@ def test_where_a_run_was_started_is_compared(
     monkeypatch.chdir(tmp_path / "there")
     assert run(*words) == 0
     (path,) = (tmp_path / "o").iterdir()
-    said = f"the run was started in {tmp_path / 'here'}, and this command was given in {tmp_path / 'there'}"
+    said = f"the run was started in {tmp_path / 'here'}; its paths are relative to {tmp_path / 'there'} now"
     assert said in capsys.readouterr().out
     assert load(path).data.sources["text"]["paths"] == str(tmp_path / "there/notes.txt")
 

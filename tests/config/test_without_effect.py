@@ -97,10 +97,20 @@ def test_weights_come_from_the_command_then_the_rule_then_the_data(composer: Com
 
 @pytest.mark.parametrize("removed", ["data.sources.prose=null", "~data.sources.prose"])
 def test_a_source_is_removed_with_what_is_set_for_it(composer: Composer, removed: str) -> None:
-    job = composer.compose(["data=mixture", "sampler=elastic", "phases=curriculum", "sampler.weights.prose=3", removed])
+    job = composer.compose(["data=mixture", "sampler=elastic", "phases=curriculum", removed])
     assert list(job.config.data.sources) == ["code", "encodings"]
     assert list(source_weights(job.config)) == ["code", "encodings"]
     assert all("prose" not in phase.weights for phase in job.config.phases.values())
+    with pytest.raises(UserError, match=r"sampler\.weights\.prose: no such source"):
+        composer.compose(["data=mixture", "sampler.weights.prose=3", removed])
+
+
+@pytest.mark.parametrize("text", ["callbacks.nte=null", "eval.metrics.nope=null"])
+def test_what_is_not_there_cannot_be_dropped(composer: Composer, text: str) -> None:
+    with pytest.raises(UserError, match="there is no such entry"):
+        composer.compose([text])
+    key = text.rpartition(".")[0]
+    assert composer.compose([f"+{key}.x._target_=builtins.dict", text.replace("nte", "x").replace("nope", "x")])
 
 
 def jobs(composer: Composer, *overrides: str) -> list[Composed]:
