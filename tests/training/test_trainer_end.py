@@ -38,6 +38,9 @@ class Recorder:
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
         self.records.append(record)
 
+    def last_evaluation(self, record: dict[str, Any]) -> None:
+        raise AssertionError
+
     def evaluation(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
