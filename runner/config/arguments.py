@@ -100,13 +100,13 @@ def _passed_by_the_runner(key: str) -> int:
 
 def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
     """The arguments of a function or class, by its dotted name; None if its source does not tell."""
-    *_, spec = [None, *modules.along(target)]
-    if spec is None or not hops or target.count(".") != spec.name.count(".") + 1:
+    found = modules.source_of(target) if hops else None
+    if found is None or target.count(".") != found[0].name.count(".") + 1:
         return None
+    spec, source = found
     try:
-        source = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
         module = _Module(spec.name, spec.submodule_search_locations is not None, ast.parse(source))
-    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError, OSError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError):
         return None
     return module.names_of(target.rpartition(".")[2], hops)
 

@@ -115,6 +115,7 @@ class Composer:
             remedy = "if it was removed, runner resume continues its branches"
             raise UserError(f"fork={trunk}@{step}: {trunk} is not a run directory; {remedy}")
         old = load_plain(trunk)
+        relocate(old, trunk)
         search_modules(RunDir(trunk), old["run"]["directory"])
         own = {**old["run"], "dir": None, "name": None, "root": str(trunk.parent)}
         fork = {"run": str(trunk), "step": step, "digest": identity_at(trunk, step), "seed": None, "was": {}}

@@ -6,7 +6,6 @@ user's, takes seconds. It imports only what it does not find there (created on i
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import pkgutil
 import symtable
@@ -14,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from runner.errors import UserError, nearest
+from runner.system import modules
 
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
@@ -142,18 +141,12 @@ def changing_callbacks(plain: dict[str, Any]) -> list[str]:
     """
     found = []
     for name, node in plain["callbacks"].items():
-        if isinstance(node, dict) and _mentions(str(node.get("_target_")), CHANGES_TRAINING):
+        source = modules.source_of(str(node.get("_target_"))) if isinstance(node, dict) else None
+        if source is not None and CHANGES_TRAINING in source[1]:
             with suppress(Exception):  # creating the callback reports it
                 if getattr(pkgutil.resolve_name(node["_target_"]), CHANGES_TRAINING, False):
                     found.append(name)
     return found
-
-
-def _mentions(target: str, word: str) -> bool:
-    try:
-        return word in _source(target)[0]
-    except _UNREADABLE:
-        return False
 
 
 def target_errors(plain: dict[str, Any], known: dict[str, str | None] | None = None) -> list[str]:
@@ -212,34 +205,13 @@ def _nearest_name(target: str) -> str:
 
 def _is_defined_in_source(target: str) -> bool:
     """Whether a statement of a module binds `target`, found without running the module."""
+    found = modules.source_of(target)
+    if found is None:
+        return False
+    spec, source = found
     try:
-        source, origin, name = _source(target)
-        symbol = symtable.symtable(source, origin, "exec").lookup(name)
-    except _UNREADABLE:
+        table = symtable.symtable(source, str(spec.origin), "exec")
+        symbol = table.lookup(target.removeprefix(f"{spec.name}.").partition(".")[0])
+    except (LookupError, SyntaxError, ValueError):
         return False
     return symbol.is_assigned() or symbol.is_imported()
-
-
-# What looking at a module without running it may raise.
-_UNREADABLE = (ImportError, AttributeError, LookupError, SyntaxError, TypeError, ValueError, OSError)
-
-
-def _source(target: str) -> tuple[str, str, str]:
-    """The source of the module that has `target`, its file, and the name of the target in it.
-
-    Raises:
-        _UNREADABLE: there is no such module, or it has no source.
-    """
-    names = target.split(".")
-    spec, depth = importlib.util.find_spec(names[0]), 1
-    while spec and depth < len(names) and (inner := _submodule(spec, names[depth])):
-        spec, depth = inner, depth + 1
-    if spec is None or depth == len(names):
-        raise LookupError(target)
-    source = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
-    return source, str(spec.origin), names[depth]
-
-
-def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    where = package.submodule_search_locations
-    return PathFinder.find_spec(f"{package.name}.{name}", where) if where is not None else None

@@ -28,3 +28,15 @@ def along(dotted: str) -> Iterator[ModuleSpec]:
     while found is not None:
         yield found
         found = find_in(found, names.pop(0)) if names else None
+
+
+def source_of(dotted: str) -> tuple[ModuleSpec, str] | None:
+    """Return the module that has something by a dotted name, and its source; None if there is none, or it has none."""
+    found = [*along(dotted)]
+    if not found or found[-1].name == dotted:
+        return None
+    try:
+        source = found[-1].loader.get_source(found[-1].name)  # type: ignore[union-attr]
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError, OSError):
+        return None
+    return None if source is None else (found[-1], source)

@@ -122,6 +122,26 @@ def test_where_a_run_was_started_is_compared(
     assert load(path).data.sources["text"]["paths"] == str(tmp_path / "there/notes.txt")
 
 
+def test_a_copied_project_resumes_with_its_own_data(
+    run: Command, command: Command, conf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "here/notes.txt").write_text("text " * 500)
+    assert run("data=files", "data.sources.text.paths=notes.txt") == 0
+    (path,) = run_dirs()
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    (copied,) = run_dirs()
+    before = identity(load_plain(copied))
+    assert command("resume", "--config-dir", str(conf), str(copied)) == 0
+    assert load(copied).data.sources["text"]["paths"] == str(tmp_path / "copy/notes.txt")
+    assert identity(load_plain(copied)) == before
+    # A run that was moved without its data still reads those.
+    shutil.copytree(path, tmp_path / "elsewhere" / path.name)
+    assert command("resume", "--config-dir", str(conf), str(tmp_path / "elsewhere" / path.name)) == 0
+    moved = load(tmp_path / "elsewhere" / path.name)
+    assert moved.data.sources["text"]["paths"] == str(tmp_path / "here/notes.txt")
+
+
 def test_a_callback_that_changes_weights_belongs_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "clipping.py").write_text(
         "class Look:\n    def __init__(self, every):\n        pass\n\nclass Clip(Look):\n    changes_training = True\n"
