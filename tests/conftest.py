@@ -37,6 +37,9 @@ for name in [name for name in os.environ if name.startswith(tuple(FOREIGN.split(
 # In the background of a script Ctrl-C is ignored, and children would inherit that: tests interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same under nohup.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
