@@ -9,7 +9,7 @@ from typing import Any
 from runner.cli.console import PROGRAM, shown
 from runner.config.composition import Composed
 from runner.config.frozen import holds, load_plain, to_config, trained
-from runner.config.identity import LENGTH_KEYS, ConfigChange, differences, identity, length_readers
+from runner.config.identity import LENGTH_KEYS, ConfigChange, as_text, differences, identity, length_readers
 from runner.config.schedule import learning_rate, to_scheduler
 from runner.config.schema import Config
 from runner.errors import UserError
@@ -86,7 +86,7 @@ class Changes:
                 remedy = "keep the old value, add run.allow_data_change=true, or choose another run.dir"
             elif self._is_edit(change) and not self.job.resumed:
                 what = "changes the result"
-                remedy = f"`{resumes} {change.key}={_word(change.new)}` does so on purpose, or choose another run.dir"
+                remedy = f"`{resumes} {change.key}={as_text(change.new)}` does so on purpose, or choose another run.dir"
             else:
                 continue
             errors.append(f"{change} {what} in the run {where}: {remedy}")
@@ -153,10 +153,6 @@ class Changes:
         if is_finished(run, config.known_steps, config.train.epochs):
             return True
         return config.known_steps is not None and run.newest_step() >= config.known_steps
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _length(plain: dict[str, Any]) -> tuple[Any, Any]:

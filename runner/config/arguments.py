@@ -176,10 +176,8 @@ class _Module:
             case ast.Import(names=aliases):
                 return next((one.name if one.asname else node.id for one in aliases if _alias(one) == node.id), None)
             case ast.ImportFrom(module=module, names=aliases, level=level):
-                parts = self._package.split(".")
-                above = parts[: len(parts) - level + 1] if level else []
                 name = next(one.name for one in aliases if _alias(one) == node.id)
-                return ".".join([*above, *([module] if module else []), name])
+                return f"{modules.imported_from(self._package, level, module)}.{name}"
         return None
 
 

@@ -88,9 +88,7 @@ class Composer:
         if fork is not None:
             return self._branch(*fork, overrides, given, base)
         choices, plain = self._checked(overrides, self.tree.compose)
-        plain["run"]["changed_by"] = changing_callbacks(plain)
-        anchor(plain, base)
-        name_source(plain)
+        fill_in(plain, base)
         run_dir = self._run_dir(plain, lambda: self._readable(choices, plain, base, overrides))
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, given, run_dir)
@@ -122,9 +120,7 @@ class Composer:
         fork["trunk"] = old["fork"] if old["fork"]["run"] is not None else {}
         frozen = {**old, "run": own, "fork": fork}
         _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), (trunk, step))
-        plain["run"]["changed_by"] = changing_callbacks(plain)
-        anchor(plain, base)
-        name_source(plain)
+        fill_in(plain, base)
         plain["fork"] |= {"was": replaced_values(old, plain), "seed": plain["seed"]}
         title = re.sub(r"-[0-9a-f]{8}$", "", trunk.name)
         base_values = {**old, "fork": plain["fork"]}
@@ -163,9 +159,7 @@ class Composer:
             raise UserError("\n".join(f"{text} cannot move the run {run_dir}: leave it out" for text in fixed))
         _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), run_dir)
         base = Path.cwd() if base is None else base
-        plain["run"]["changed_by"] = changing_callbacks(plain)
-        anchor(plain, base)
-        name_source(plain)
+        fill_in(plain, base)
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, tuple(overrides), run_dir, resumed=True)
 
@@ -500,6 +494,13 @@ def identity_at(run_dir: Path, step: int | None) -> str:
         if isinstance(edit.get("step"), int) and step <= edit["step"] and isinstance(edit.get("before"), str):
             return str(edit["before"])
     return identity(load_plain(run_dir))
+
+
+def fill_in(plain: dict[str, Any], base: Path) -> None:
+    """Fill in what follows from the other values, in place: paths against `base`, the source of a warm start."""
+    plain["run"]["changed_by"] = changing_callbacks(plain)
+    anchor(plain, base)
+    name_source(plain)
 
 
 def name_source(plain: dict[str, Any]) -> None:

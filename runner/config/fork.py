@@ -15,8 +15,8 @@ from typing import Any
 
 from runner.config.identity import ABSENT, differences
 from runner.config.optimizers import is_finite
-from runner.config.schedule import TORCH_SCHEDULERS, Phase, PhaseSchedule
-from runner.config.schema import Config, source_weights
+from runner.config.schedule import TORCH_SCHEDULERS, Phase
+from runner.config.schema import Config, phase_schedule, source_weights
 
 NO_FORK: dict[str, Any] = {"run": None, "step": None, "digest": None, "seed": None, "was": {}, "trunk": {}}
 NAME = "fork"
@@ -77,7 +77,7 @@ def planned(branch: Config, trunk: Config) -> Config:
     """
     step = branch.fork.step
     assert step is not None
-    before, after = map(_schedule, (trunk, branch))
+    before, after = map(phase_schedule, (trunk, branch))
     scale = _lr_scale(trunk, branch)
     sources = branch.data.sources
     phases = {
@@ -106,10 +106,6 @@ def planned(branch: Config, trunk: Config) -> Config:
         was |= trunk.fork.was
     fork = replace(branch.fork, was=was)
     return replace(branch, seed=trunk.seed, sampler=sampler, phases=phases, optimizer=optimizer, fork=fork)
-
-
-def _schedule(config: Config) -> PhaseSchedule:
-    return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
 def _lr_scale(trunk: Config, branch: Config) -> float | None:

@@ -497,6 +497,11 @@ def source_weights(config: Config) -> dict[str, Any]:
     return {name: config.sampler.weights.get(name, weight) for name, weight in usual.items()}
 
 
+def phase_schedule(config: Config) -> PhaseSchedule:
+    """Return the weights by source name, the temperature and the learning-rate scale at each step."""
+    return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
+
+
 def _fork_errors(config: Config) -> Iterator[str]:
     """Entries that only the composition of a branch fills in, and all of them."""
     fork = config.fork

@@ -119,9 +119,7 @@ def _imported(content: bytes, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            above = parts[: len(parts) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            base = modules.imported_from(package, node.level, node.module)
             yield from (base if alias.name == "*" else f"{base}.{alias.name}" for alias in node.names)
 
 

@@ -30,6 +30,13 @@ def along(dotted: str) -> Iterator[ModuleSpec]:
         found = find_in(found, names.pop(0)) if names else None
 
 
+def imported_from(package: str, level: int, module: str | None) -> str:
+    """Return the dotted name that `from ...module import x` imports from, in a package; `level` counts the dots."""
+    parts = package.split(".")
+    above = parts[: len(parts) - level + 1] if level else []
+    return ".".join([*above, *([module] if module else [])])
+
+
 def source_of(dotted: str) -> tuple[ModuleSpec, str] | None:
     """Return the module that has something by a dotted name, and its source; None if there is none, or it has none."""
     found = [*along(dotted)]

@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
-from runner.config.schedule import PhaseSchedule
-from runner.config.schema import Config, Precision, SamplerKind, rank_invariant, source_weights
+from runner.config.schema import Config, Precision, SamplerKind, phase_schedule, rank_invariant, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
@@ -129,11 +128,6 @@ def collate(config: Config) -> Callable[[Any], Any] | None:
         made = bind("data.collate", node)
     check_call(made, f"data.collate ({node['_target_']})", "collate(samples)", None)
     return made
-
-
-def phase_schedule(config: Config) -> PhaseSchedule:
-    """Weights by source name, temperature and learning-rate scale at each step."""
-    return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
 def batch_shape(config: Config, world: World, step: int) -> BatchShape:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runner.config.identity import as_text, identifying_values, length_readers
-from runner.config.schedule import WARMUP_STEPS, Decay, PhaseSchedule, PhaseState, unreached_phases
+from runner.config.schedule import WARMUP_STEPS, Decay, PhaseState, unreached_phases
 from runner.config.schema import (
     CheckpointConfig,
     Config,
     SamplerKind,
     WeightsBy,
+    phase_schedule,
     rank_invariant,
-    source_weights,
 )
 from runner.data.order.weights import shares
 
@@ -81,7 +81,7 @@ def _temperatures(config: Config) -> Iterator[str]:
     """Lines for temperatures that leave the shares as they are."""
     if config.sampler.kind not in MIXED:
         return
-    schedule, sources = _phase_schedule(config), list(config.data.sources)
+    schedule, sources = phase_schedule(config), list(config.data.sources)
     base = [schedule.at(0)] if all(phase.start_step for phase in config.phases.values()) else []
     states = {"sampler.temperature": base}
     for name, phase in config.phases.items():
@@ -99,10 +99,6 @@ def _is_tempered(state: PhaseState) -> bool:
     """Whether a temperature changes the shares, or may do so once the data are open."""
     weights = [weight for weight in state.weights.values() if weight]
     return len(set(weights)) > 1 or (len(weights) > 1 and isinstance(weights[0], WeightsBy))
-
-
-def _phase_schedule(config: Config) -> PhaseSchedule:
-    return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -185,7 +181,7 @@ def _warmup(config: Config) -> int | None:
 
 def _mixtures(config: Config) -> list[Any]:
     """The shares and the factor of the learning rate from each step on, as far as they change."""
-    schedule, single = _phase_schedule(config), len(config.data.sources) == 1
+    schedule, single = phase_schedule(config), len(config.data.sources) == 1
     last = config.known_steps
     starts = {0, *(phase.start_step for phase in config.phases.values())}
     found: list[Any] = []

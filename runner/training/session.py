@@ -21,7 +21,7 @@ from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.plain_yaml import read_plain
 from runner.config.schedule import unreached_phases
-from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, profiled_steps
+from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, phase_schedule, profiled_steps
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
 from runner.data.order.batch_shape import BatchShape, append_shape
@@ -509,7 +509,7 @@ class _Opening:
             sampler,
             ledger,
             tokens,
-            phases=build.phase_schedule(config) if config.sampler.kind is SamplerKind.mixture else None,
+            phases=phase_schedule(config) if config.sampler.kind is SamplerKind.mixture else None,
             num_replicas=world.size,
             rank=world.rank,
         )
