@@ -15,9 +15,8 @@ the turns. A sampler is that of one of 8 ranks unless it says otherwise.
 - elastic: until the first batch of 32, new and at 99 % of the samples.
 - index: one of a batch that is looked up by itself.
 - peers: until the first index, and one of 24,576 that follow, of whatever library can be imported.
-- changes: ElasticSampler with 100,000 excluded ranges or segments, from what the user writes to the first micro-batch
-  of 16; an index of those that follow; what one more of them takes: memory that is kept once the first micro-batch was
-  drawn, the most that was held until then (working arrays, of which nothing stays), and bytes of the state.
+- changes: ElasticSampler with 1,000 excluded ranges, kept samples or segments, from what the user writes to the sampler;
+  an index of the batches of 256 that follow.
 - ledger: its state after so many steps that it is as large as it gets, and loading it with what it verifies then.
 - inspect: CPU of `python -m runner inspect RUN --step N` in the middle of an epoch; the peer imports torch and draws
   the epoch's permutation.
@@ -37,7 +36,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +57,7 @@ from runner.data.sampler import DistributedSampler, MixtureSampler, permutation
 RANKS, RANK = 8, 3
 SPELL = 32_768  # samples, several blocks of those that are looked up at once
 SAMPLES = 10**7  # where micro-batches and changes are measured: more than are drawn
-CHANGES = 100_000
+CHANGES = 1_000
 APART = 1_000  # positions between the segments of `changes`
 CHUNK, DRAWN = 1_024, 24_576  # samples that peers are asked for
 
@@ -247,39 +246,33 @@ def index_costs() -> None:
 
 
 def changes() -> None:
-    """What 100,000 changes cost, and each of them."""
+    """What 1,000 changes cost."""
     cases = written_changes()
     made = {row: partial(elastic, SAMPLES, 4, **more) for row, more in cases.items()}
-    starting = {row: partial(lambda make: next(make().iter_batches(16, True)), make) for row, make in made.items()}
-    started = in_turns(starting, 5)
-    taken = in_turns({row: spells(make(), 16) for row, make in made.items()}, 15)
-    held = {row: memory(partial(begun, make)) for row, make in made.items()}
-    kept, most = ({row: sizes[i] for row, sizes in held.items()} for i in range(2))
-    saved = {row: len(json.dumps(make().state_dict())) for row, make in made.items()}
+    started = in_turns(made, 15)
+    taken = in_turns({row: spells(make(), 256) for row, make in made.items()}, 15)
     found = table("sampler-changes", f"ElasticSampler of 4 sources, {power(SAMPLES)} samples")
     without = next(iter(cases))
     for row in cases:
-        goals = {} if row == without else {"start": 50, "index": 1_000}
+        goals = {} if row == without else {"start": 5, "index": 1_000}
         found.add(row, "start", 1e3 * statistics.median(started[row]), "ms", at_most=goals.get("start"))
         found.add(row, "index", 1e9 * statistics.median(taken[row]) / SPELL, "ns", at_most=goals.get("index"))
         if goals:
             found.add(row, "index, ratio to none", ratio(taken[row], taken[without]))
-            for what, sizes, goal in (
-                ("memory, each", kept, 50),
-                ("peak memory, each", most, None),
-                ("state, each", saved, 50),
-            ):
-                found.add(row, what, (sizes[row] - sizes[without]) / CHANGES, "B", at_most=goal)
 
 
 def written_changes() -> dict[str, dict[str, Any]]:
     """By row: what a user writes."""
     samples = [text for number in range(4) for text in ranges(f"source{number}", SAMPLES // 4, CHANGES // 4)]
+    left = np.sort(np.random.default_rng(1).choice(SAMPLES // 4 - 1, CHANGES, replace=False)).tolist()
+    others = [f"source0:{before + 1}-{after - 1}" for before, after in pairwise([-1, *left]) if after > before + 1]
+    others.append(f"source0:{left[-1] + 1}-{SAMPLES // 4 - 1}")
     segments = [(APART * at, {"source0": 1 + at % 3}) for at in range(1, CHANGES + 1)]
     return {
         "without changes": {},
         f"{CHANGES:,} ranges of samples excluded": {"exclude": samples},
         f"{CHANGES:,} ranges of positions excluded": {"exclude": ranges("positions", SAMPLES, CHANGES)},
+        f"{CHANGES:,} samples of a source kept": {"exclude": others},
         f"{CHANGES:,} segments, one every {APART:,} positions": {"segments": segments},
     }
 
@@ -289,12 +282,6 @@ def ranges(name: str, stop: int, count: int) -> list[str]:
     numbers = np.random.default_rng(0)
     starts = np.sort(numbers.choice(stop - 8, count, replace=False)).tolist()
     return [f"{name}:{at}-{at + more}" for at, more in zip(starts, numbers.integers(0, 8, count).tolist(), strict=True)]
-
-
-def begun(make: Callable[[], ElasticSampler]) -> object:
-    """A sampler of which the first micro-batch was drawn."""
-    sampler = make()
-    return sampler, spells(sampler, 16)
 
 
 def ledgers() -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.exclusions import Exclusions, Selections, check_selections
+from runner.data.order.exclusions import Exclusion, Exclusions, Selections, check_selections, excluded_from
 from runner.data.order.hashing import U64
 from runner.data.order.look_ahead import FIRST, MOST, LookAhead
-from runner.data.order.plan import OrderPlan, excluded_from
-from runner.data.order.segments import Segment, Segments, check_sizes
+from runner.data.order.plan import OrderPlan
+from runner.data.order.segments import Segment, check_sizes, check_values, segment_at, segments_from_json
 from runner.data.order.sequence import VERSION, ElasticSequence
 from runner.data.order.spans import END
 from runner.data.order.state_checks import (
@@ -73,7 +73,7 @@ _ORDER = Record(  # in the text of `order`
         "sizes": MapOf(whole()),
         "retired": ListOf(text),
         "segments": anything,
-        "exclusions": mapping,
+        "exclusions": ListOf(mapping),
         "plan": mapping,
     }
 )
@@ -222,10 +222,10 @@ class ElasticSampler:
         self.order: ElasticSequence
         self.order_version = 0
         self._order_inputs: tuple[Any, ...] = ()
-        self._set_order(self._plan.segments, Exclusions())
+        self._set_order(self._plan.segments, ())
         if self._plan.exclude:
             check_selections(self._plan.exclude, 0, self.sizes)
-            self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order))
+            self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order.key_ranges))
 
     def _limit_of(self, samples: int | None, epochs: float | None) -> int | None:
         """The position at which the sampler ends; None: that of the order, if it has one."""
@@ -450,14 +450,15 @@ class ElasticSampler:
         """
         at = self._first_changeable(position)
         segments = self.order.segments
-        current = segments.at(at)
+        current = segment_at(segments, at)
         named = weights_by_name(weights, self.sizes, self._base.weights)
         is_now = at == self._position_after(self._iteration.yielded)  # nothing can come to stand before it
         if is_now and (named, temperature) == (current.weights, current.temperature):
             return
         segment = replace(current, start=at, weights=named, temperature=temperature)
-        kept = segments.select(segments.start != at)
-        self._set_order(kept.joined(Segments.of([segment])), self.order.exclusions)
+        check_values([segment])
+        changed = [*(one for one in segments if one.start != at), segment]
+        self._set_order(tuple(sorted(changed, key=lambda one: one.start)), self.order.exclusions)
 
     def exclude(self, texts: Iterable[str], *, position: int | None = None) -> None:
         """Leave out more samples from `position` on.
@@ -471,8 +472,8 @@ class ElasticSampler:
         """
         at, selections = self._first_changeable(position), Selections.parse(texts)
         check_selections(selections, at, self.sizes)
-        added = excluded_from(selections, at, self.order, planned=False)
-        self._set_order(self.order.segments, self.order.exclusions.joined(added))
+        added = excluded_from(selections, at, self.order.key_ranges, planned=False)
+        self._set_order(self.order.segments, self.order.exclusions + added)
 
     def _first_changeable(self, position: int | None) -> int:
         """Where a change begins: at `position`, or at the first one that the current iteration has not yielded."""
@@ -490,7 +491,9 @@ class ElasticSampler:
         """The position after `samples` samples of each rank in the current iteration."""
         return self._iteration.start + samples * self.num_replicas
 
-    def _set_order(self, segments: Segments, exclusions: Exclusions, retired: Mapping[str, int] | None = None) -> None:
+    def _set_order(
+        self, segments: tuple[Segment, ...], exclusions: Exclusions, retired: Mapping[str, int] | None = None
+    ) -> None:
         retired = self._retired if retired is None else dict(retired)
         sizes = {**self.sizes, **retired}
         inputs = sizes, segments, exclusions
@@ -501,7 +504,9 @@ class ElasticSampler:
         self._order_inputs = inputs
         self.order_version += 1
 
-    def _sequence(self, sizes: Mapping[str, int], segments: Segments, exclusions: Exclusions) -> ElasticSequence:
+    def _sequence(
+        self, sizes: Mapping[str, int], segments: tuple[Segment, ...], exclusions: Exclusions
+    ) -> ElasticSequence:
         absent = tuple(name for name in sizes if name not in self.sizes)
         return ElasticSequence(sizes, self.seed, segments, exclusions, absent=absent, shuffle=self.shuffle)
 
@@ -529,11 +534,12 @@ class ElasticSampler:
         the same however many segments there are, and nothing that is done to a state reaches another one.
         """
         if self._fixed is None or self._fixed[0] is not self.order:
+            same = self.order.segments is self._plan.segments
             order = {
                 "sizes": dict(self.order.sizes),
                 "retired": sorted(self._retired),
-                "segments": None if self.order.segments is self._plan.segments else self.order.segments.to_json(),
-                "exclusions": self.order.exclusions.to_json(),
+                "segments": None if same else [one.to_json() for one in self.order.segments],
+                "exclusions": [one.to_json() for one in self.order.exclusions],
                 "plan": self._plan.to_json(),
             }
             state = {
@@ -649,9 +655,10 @@ def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
     try:
         order = json.loads(state["order"])
         check(order, _ORDER, _MESSAGE, SamplerStateError)
-        plan, segments = OrderPlan.from_json(order["plan"]), order["segments"]
-        order["plan"], order["exclusions"] = plan, Exclusions.from_json(order["exclusions"])
-        order["segments"] = plan.segments if segments is None else Segments.from_json(segments)
+        order["plan"] = OrderPlan.from_json(order["plan"])
+        segments = order["segments"]
+        order["segments"] = order["plan"].segments if segments is None else segments_from_json(segments)
+        order["exclusions"] = tuple(map(Exclusion.from_json, order["exclusions"]))
     except SamplerStateError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:

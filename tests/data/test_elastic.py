@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from properties import given_in_tiers
 
 from runner.data.elastic import ElasticSampler
-from runner.data.order import spans
 from runner.data.order.batch_shape import BatchShape
 from runner.data.order.segments import Segment
 from runner.data.order.weights import SamplerError, SamplerStateError
@@ -403,7 +402,7 @@ def test_changes_during_a_run_repeat_and_skip_nothing(
 
 @pytest.mark.parametrize("caps", [None, {"a": 10, "b": 20.5}])
 def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, float] | None) -> None:
-    """A run may change its weights at every step; its state is written in another form then."""
+    """A run may change its weights at every step."""
     sizes = {"a": 40, "b": 30}
     arguments: dict[str, Any] = {"sizes": sizes, "weights": [1, 1], "max_epochs": caps}
     arguments["segments"] = [(3 * change, {"a": 1 + change % 7}) for change in range(1, 300)]
@@ -420,25 +419,12 @@ def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, 
     assert list(itertools.islice(again, 200)) == mine.indices_at(np.arange(501, 900, 2)).tolist()
 
 
-def test_a_source_that_pauses_for_many_changes_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next sample is after all of them, whatever was looked up before."""
-    monkeypatch.setattr(spans, "_TABLE", 2)  # spans
+def test_a_source_that_pauses_for_many_changes_is_found_again() -> None:
     weights = [{"a": 0 if 3 <= change < 12 else 1 + change % 3, "b": 1} for change in range(1, 15)]
     arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 70}, "weights": [1, 1]}
     arguments["segments"] = [(6 * change, each) for change, each in enumerate(weights, 1)]
-    names, index, epochs = sampler(arguments).locate(np.arange(100))
-    for position in np.flatnonzero(names == "a").tolist():
-        assert sampler(arguments).find("a", int(index[position]), int(epochs[position])) == position
-
-
-def test_a_source_may_have_one_sample_before_hundreds_of_changes_of_weights() -> None:
-    """256 of them are looked up together: that sample is found among those, and not among the later ones."""
-    segments = [(3 * change, {"a": 1 + change % 7, "b": 1, "c": 3 * (change > 290)}) for change in range(1, 300)]
-    arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 30, "c": 5}, "weights": [1, 1, 1], "segments": segments}
-    positions = np.arange(950)
-    names, index, epochs = sampler(arguments).locate(positions)
-    assert np.flatnonzero(names == "c")[:2].tolist() == [2, 875]
-    assert np.array_equal(sampler(arguments).find(names, index, epochs), positions)
+    positions = np.arange(100)
+    assert np.array_equal(sampler(arguments).find(*sampler(arguments).locate(positions)), positions)
 
 
 def test_equal_weights_do_not_change_the_order() -> None:

@@ -23,8 +23,7 @@ from runner.checkpoint import restore_train_state
 from runner.checkpoint.state import build_train_state
 from runner.data import DistributedSampler, ElasticSampler, LoaderStateError, MixtureSampler, StatefulDataLoader
 from runner.data.order.ledger import DataLedger
-from runner.data.order.packed import pack_columns, unpack_columns
-from runner.data.order.segments import Segment, Segments
+from runner.data.order.segments import Segment, segments_from_json
 from runner.data.order.weights import SamplerStateError
 
 SIZE = 24
@@ -213,15 +212,14 @@ def test_a_damaged_state_may_be_nested_deeply(key: str) -> None:
         assert "\n" not in str(raised.value)
 
 
-def test_changes_of_weights_in_columns_that_are_out_of_order_are_refused() -> None:
-    """They would be those of other sources, or of other places."""
-    made = Segments.of(Segment(3 * change, {"a": 1.0, "b": 1.0 + change % 7}) for change in range(120))
-    packed = made.to_json()
-    assert Segments.from_json(packed) == made
-    starts, *values = unpack_columns(packed["starts"], 4)
-    for damage in ({"sources": ["b", "a"]}, {"starts": pack_columns([starts[::-1], *values])}):
-        with pytest.raises(ValueError, match="120 segments of 2 sources"):
-            Segments.from_json({**packed, **damage})
+def test_changes_of_weights_that_are_out_of_order_are_refused() -> None:
+    """They would hold at other places."""
+    made = [Segment(3 * change, {"a": 1.0, "b": 1.0 + change % 7}) for change in range(120)]
+    saved = [one.to_json() for one in made]
+    assert segments_from_json(saved) == tuple(made)
+    for damaged in (saved[::-1], [*saved, saved[-1]], []):
+        with pytest.raises(ValueError, match="segments that do not follow one another"):
+            segments_from_json(damaged)
 
 
 def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:

@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from runner.data.order.exclusions import Exclusions, Selections, check_selections
-from runner.data.order.segments import Segment, Segments
+from runner.data.order.exclusions import (
+    Exclusions,
+    Selections,
+    check_selections,
+    excluded_from,
+    samples_in_force,
+    withdrawn,
+)
+from runner.data.order.segments import Segment, planned_segments, segment_at, segments_from_json
 from runner.data.order.sequence import ElasticSequence
 
 _SHOWN = 10  # differences in a message
@@ -22,7 +27,7 @@ _SHOWN = 10  # differences in a message
 class OrderPlan:
     """The segments that the configuration asks for, from position 0 on, and the samples to exclude."""
 
-    segments: Segments
+    segments: tuple[Segment, ...]
     exclude: Selections
 
     @classmethod
@@ -37,17 +42,14 @@ class OrderPlan:
         Raises:
             SamplerError: an invalid segment or exclusion, or two segments with the same start.
         """
-        return cls(Segments.planned(segments, base), Selections.parse(exclude))
+        return cls(planned_segments(segments, base), Selections.parse(exclude))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "segments": self.segments.to_json(),
-            "exclude": self.exclude.to_json(),
-        }
+        return {"segments": [one.to_json() for one in self.segments], "exclude": self.exclude.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OrderPlan:
-        return cls(Segments.from_json(value["segments"]), Selections.from_json(value["exclude"]))
+        return cls(segments_from_json(value["segments"]), Selections.parse(value["exclude"]))
 
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
         """How this plan differs from one saved at `position`, one message per difference.
@@ -71,12 +73,12 @@ class OrderPlan:
     def continued(
         self,
         saved: OrderPlan,
-        segments: Segments,
+        segments: tuple[Segment, ...],
         exclusions: Exclusions,
         position: int,
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
-    ) -> tuple[Segments, Exclusions]:
+    ) -> tuple[tuple[Segment, ...], Exclusions]:
         """Segments and exclusions of a run that was saved at `position` and continues under this plan.
 
         What was in force before `position` stays, and so do changes made in the run that begin later, except where
@@ -95,21 +97,22 @@ class OrderPlan:
         """
         if saved == self:
             return self.segments if segments in (saved.segments, self.segments) else segments, exclusions
-        before, now = (plan.segments.at(position) for plan in (saved, self))
-        later = self.segments.select(self.segments.start > position)
+        before, now = (segment_at(plan.segments, position) for plan in (saved, self))
+        later = {one.start: one for one in self.segments if one.start > position}
         if replace(before, start=now.start) == now:
-            kept = segments.select(segments.start <= position)
+            kept = [one for one in segments if one.start <= position]
         else:
-            kept = segments.select(segments.start < position)
-            kept = kept.joined(Segments.of([replace(now, start=position)]))
-        made = segments.select(segments.start > position).without(saved.segments)
-        made = made.select(~np.isin(made.start, later.start))
-        later = later.joined(Segments.of([self._adapted(one, sizes) for one in made]))
-        return kept.joined(later), self._exclusions(saved, exclusions, position, sizes, order)
+            kept = [*(one for one in segments if one.start < position), replace(now, start=position)]
+        planned = {one.start: one for one in saved.segments}
+        for one in segments:
+            if one.start > position and one != planned.get(one.start):
+                later.setdefault(one.start, self._adapted(one, sizes))
+        result = (*kept, *(later[start] for start in sorted(later)))
+        return result, self._exclusions(saved, exclusions, position, sizes, order)
 
     def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
         """A change of weights that was made in the run and has not begun, for the sources and caps of this plan."""
-        now = self.segments.at(made.start)
+        now = segment_at(self.segments, made.start)
         weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
         if not any(weights.values()):  # none of the sources that it wants is left
             return replace(now, start=made.start)
@@ -128,28 +131,13 @@ class OrderPlan:
         So does what a call in the run excluded, whether the plan has had the same samples or not. The same positions
         are other samples by now.
         """
-        added = self.exclude.without(saved.exclude).without(exclusions.samples_in_force())
+        added = self.exclude.without(saved.exclude).without(samples_in_force(exclusions))
         check_selections(added, position, sizes)
-        result, *rest = exclusions.withdrawn(saved.exclude.without(self.exclude), position)
-        for parts in rest:  # samples, then positions, which count among what is left
+        result, *rest = withdrawn(exclusions, saved.exclude.without(self.exclude), position)
+        for selections in rest:  # samples, then positions, which count among what is left
             before = result
-            made = Exclusions.make(parts, position, True, lambda *at: order(before).key_ranges(*at))  # noqa: B023
-            result = result.joined(made)
-        if added:
-            result = result.joined(excluded_from(added, position, order(exclusions)))
-        return result
-
-
-def excluded_from(selections: Selections, at: int, order: ElasticSequence, planned: bool = True) -> Exclusions:
-    """What a run records when these samples are excluded from position `at` on.
-
-    All positions are counted in `order`, the order before this change; those before `at` have no effect.
-
-    Raises:
-        SamplerError: the positions are too large.
-    """
-    parts = [(source, part.first, part.last) for source, part in selections.parts.items()]
-    return Exclusions.make(parts, at, planned, order.key_ranges)
+            result += excluded_from(selections, position, lambda *at: order(before).key_ranges(*at))  # noqa: B023
+        return result + excluded_from(added, position, lambda *at: order(exclusions).key_ranges(*at))
 
 
 def _is_same(before: Segment | None, after: Segment | None, position: int) -> bool:

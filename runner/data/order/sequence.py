@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from runner.data.order.exclusions import Exclusions
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.permutation import Domain, permute
-from runner.data.order.segments import Segment, Segments
+from runner.data.order.segments import Segment, check_sources
 from runner.data.order.source_stream import SourceStream
 from runner.data.order.spans import END, Span, resolved
 from runner.data.order.weights import SamplerError
@@ -31,7 +31,6 @@ VERSION = 1
 
 I64 = NDArray[np.int64]
 
-_CHUNK = 1 << 12  # ranges whose keys are looked up together, so that the working arrays stay in cache
 _LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
 
 
@@ -44,7 +43,7 @@ class ElasticSequence:
         sizes: samples by source name, as `check_sizes` returns them. Their order determines dataset indices (those of
             the first source start at 0), and nothing else.
         seed: determines the permutations and the interleaving.
-        segments: at least one; the first starts at 0.
+        segments: at least one, in the order of their starts; the first starts at 0.
         exclusions: samples to leave out.
         absent: names in `sizes` of retired sources, which have no dataset indices.
         shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
@@ -54,7 +53,7 @@ class ElasticSequence:
         spans: ranges of positions with constant shares.
 
     Raises:
-        SamplerError: an invalid segment, or an order without samples.
+        SamplerError: a segment of an unknown source, or an order without samples.
     """
 
     def __init__(
@@ -62,17 +61,16 @@ class ElasticSequence:
         sizes: Mapping[str, int],
         seed: int,
         segments: Sequence[Segment],
-        exclusions: Exclusions | None = None,
+        exclusions: Exclusions = (),
         absent: Sequence[str] = (),
         shuffle: bool = True,
     ) -> None:
         self.shuffle = shuffle
         self.sizes, self.seed = dict(sizes), seed
-        self.segments = Segments.of(segments)
-        self.exclusions = Exclusions() if exclusions is None else exclusions
-        if not self.segments or self.segments.start[0] != 0:
+        self.segments, self.exclusions = tuple(segments), exclusions
+        if not self.segments or self.segments[0].start != 0:
             raise SamplerError("the first segment must start at position 0")
-        self.segments.check(sizes)
+        check_sources(self.segments, sizes)
         self.names = tuple(sorted(sizes))
         self._id = {name: i for i, name in enumerate(self.names)}
         self._offsets = _offsets(self.names, sizes, absent)
@@ -93,7 +91,7 @@ class ElasticSequence:
 
     def share_bound(self, name: str) -> float:
         """Upper bound on |samples of this source - share * slots| within any span."""
-        return max(table.share_bound(self._id[name]) for table in self.spans.tables())
+        return self.spans.share_bound(self._id[name])
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
         """Source id of each position, and how many samples the source has given before.
@@ -107,12 +105,7 @@ class ElasticSequence:
         lowest, highest = int(positions.min()), int(positions.max())
         if lowest < 0 or highest >= self.spans.stop:
             raise SamplerError(f"positions {lowest} to {highest}: the order has positions 0 to {self.spans.stop - 1}")
-        ids, numbers = np.empty_like(positions), np.empty_like(positions)
-        for table, chosen in self.spans.of(positions):
-            if isinstance(chosen, slice):
-                return table.numbers(positions)
-            ids[chosen], numbers[chosen] = table.numbers(positions[chosen])
-        return ids, numbers
+        return self.spans.numbers(positions)
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
         """Source id, index within the source, and epoch of the source, of each position."""
@@ -136,22 +129,12 @@ class ElasticSequence:
         positions = np.full(numbers.shape, -1, np.int64)
         for source in np.unique(ids).tolist():
             mine = np.flatnonzero(ids == source)
-            for table, chosen in self.spans.of_numbers(source, numbers[mine]):
-                positions[mine[chosen]] = table.find(source, numbers[mine[chosen]])
+            positions[mine] = self.spans.find(source, numbers[mine])
         return positions
 
     def numbers_at(self, position: int) -> I64:
         """Samples consumed from each source, by id, in the first `position` positions."""
-        found: I64 = self.spans.table_at(position).numbers_at(np.array([position]))[0]
-        return found
-
-    def many_numbers_at(self, positions: I64) -> I64:
-        """The same for each position, int64 of shape (count, sources)."""
-        found = np.empty((len(positions), len(self.names)), np.int64)
-        for table, chosen in self.spans.of(positions):
-            if isinstance(chosen, slice):
-                return table.numbers_at(positions)
-            found[chosen] = table.numbers_at(positions[chosen])
+        found: I64 = self.spans.numbers_at(np.array([position]))[0]
         return found
 
     def consumed_at(self, position: int) -> dict[str, int]:
@@ -163,34 +146,28 @@ class ElasticSequence:
         numbers = self.numbers_at(position).tolist()
         return {stream.name: stream.end_key(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
-    def key_ranges(self, first: I64, last: I64) -> dict[str, tuple[I64, I64, I64]]:
+    def key_ranges(self, first: I64, last: I64) -> list[dict[str, tuple[int, int]]]:
         """What stands at the positions of each range, `first` to `last`, inclusive.
 
         Returns:
-            By source, unless it has nothing there: the numbers of the ranges that have samples of it, the first key of
-            each there, and one past the last.
+            For each range by source, unless it has nothing there: its first key there, and one past the last.
 
         Raises:
             SamplerError: the positions are too large.
         """
-        for low, high in zip(
-            first[last >= _LAST_EXCLUDED].tolist(), last[last >= _LAST_EXCLUDED].tolist(), strict=True
-        ):
-            raise SamplerError(f"positions {low} to {high}: positions to exclude must be below 2^61")
-        found: list[list[tuple[I64, I64, I64]]] = [[] for _ in self._streams]
-        for start in range(0, len(first), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            begin, end = self.many_numbers_at(first[part]), self.many_numbers_at(last[part] + 1)
-            for i in np.flatnonzero((begin < end).any(axis=0)).tolist():
-                stream, ranges = self._streams[i], np.flatnonzero(begin[:, i] < end[:, i])
-                keys = stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
-                found[i].append((start + ranges, *keys))
-        return {
-            name: (np.concatenate(ranges), np.concatenate(begins), np.concatenate(stops))
-            for name, parts in zip(self.names, found, strict=True)
-            if parts
-            for ranges, begins, stops in [zip(*parts, strict=True)]
-        }
+        if last.max() >= _LAST_EXCLUDED:
+            too_large = int(np.argmax(last >= _LAST_EXCLUDED))
+            raise SamplerError(
+                f"positions {first[too_large]} to {last[too_large]}: positions to exclude must be below 2^61"
+            )
+        begin, end = self.spans.numbers_at(first), self.spans.numbers_at(last + 1)
+        found: list[dict[str, tuple[int, int]]] = [{} for _ in range(len(first))]
+        for i in np.flatnonzero((begin < end).any(axis=0)).tolist():
+            stream, ranges = self._streams[i], np.flatnonzero(begin[:, i] < end[:, i])
+            keys = stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
+            for number, *bounds in zip(ranges.tolist(), *(each.tolist() for each in keys), strict=True):
+                found[number][stream.name] = (bounds[0], bounds[1])
+        return found
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""

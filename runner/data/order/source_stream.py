@@ -9,7 +9,6 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +18,12 @@ from numpy.typing import NDArray
 
 from runner.data.order.caching import cached
 from runner.data.order.hashing import derive, stream_key
-from runner.data.order.kept_samples import KeptSamples
+from runner.data.order.kept_samples import MOST, KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
-from runner.data.order.ranges import Ranges, RunningTotals, narrow, search
+from runner.data.order.ranges import Ranges
 from runner.data.order.weights import SamplerError
 
 I64 = NDArray[np.int64]
-LeftOut = Callable[[], tuple[Ranges, Ranges]]
 
 _CACHED_ERAS = 4
 
@@ -34,26 +32,25 @@ class _Gaps:
     """Sorted disjoint ranges [start, stop) of the non-negative integers, which are left out."""
 
     def __init__(self, starts: I64, stops: I64) -> None:
-        lengths = stops - starts
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        self._skipped = RunningTotals(lengths)
-        self._kept = narrow(starts - self._skipped[np.arange(len(starts))])  # not left out, before each range
+        some = stops > starts
+        starts, stops = starts[some], stops[some]
+        self._skipped = np.append(0, np.cumsum(stops - starts))  # left out before each range, and in all
+        self._starts, self._stops = starts, stops
+        self._kept = starts - self._skipped[:-1]  # not left out, before each range
 
     def nth(self, numbers: I64) -> I64:
         """The `number`-th integer, from 0, that is not left out."""
         if not len(self._kept):
             return numbers
-        result: I64 = numbers + self._skipped[search(self._kept, numbers, "right")]
+        result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
         return result
 
     def before(self, values: I64) -> tuple[I64, NDArray[np.bool_]]:
         """How many integers before each value are not left out, and whether the value itself is left out."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
-        starts = self._kept + self._skipped[np.arange(len(self._kept))]
-        gap = np.searchsorted(starts, values, side="right") - 1
-        stop = self._kept[gap] + self._skipped[gap + 1]
-        inside = (gap >= 0) & (values < stop)
+        gap = np.searchsorted(self._starts, values, side="right") - 1
+        inside = (gap >= 0) & (values < self._stops[gap])
         return np.where(inside, self._kept[gap], values - self._skipped[gap + 1]), inside
 
 
@@ -64,12 +61,14 @@ class _Era:
     Attributes:
         number: of the first sample.
         key: the first key.
-        left_out: returns the samples and the keys that are left out, from `number` on or not.
+        samples: those that are left out.
+        keys: that are left out besides, from `key` on.
     """
 
     number: int
     key: int
-    left_out: LeftOut
+    samples: Ranges
+    keys: Ranges
 
 
 class _Kept:
@@ -119,24 +118,22 @@ class SourceStream:
         a, b = grid(max(1, size))
         self.domain = Domain(np.uint64(max(1, size)), np.uint64(a), np.uint64(b))
         self.pairs = round_pairs(b)
-        self._eras = [_Era(0, 0, _nothing)]
+        self._eras = [_Era(0, 0, Ranges(), Ranges())]
         self._numbers = np.zeros(1, np.int64)  # of the eras
         self._cache: dict[int, _Kept] = {}  # by era
-        self._latest: dict[int, tuple[Ranges, Ranges]] = {}  # what is left out in the last era, until it is looked up
         self.has_exclusions = False  # then numbers and keys are equal
 
-    def leave_out(self, number: int, left_out: LeftOut) -> None:
+    def leave_out(self, number: int, samples: Ranges, keys: Ranges) -> None:
         """From the sample `number` on, leave out exactly these; what was left out so far returns.
 
         Args:
             number: samples that the source has given.
-            left_out: returns the indices of samples within the source, and keys; it is called again when it is needed.
-                Keys that come before the sample `number` have no effect.
+            samples: indices within the source.
+            keys: those that come before the sample `number` have no effect.
 
         Raises:
             SamplerError: no sample would be left, or the keys reach beyond 2^62.
         """
-        samples, keys = left_out()
         if not len(samples) and not len(keys) and not self.has_exclusions:
             return
         if len(samples) and samples.total >= self.size:
@@ -145,6 +142,11 @@ class SourceStream:
             )
         if len(samples) and samples.last[-1] >= self.size:
             raise SamplerError(f"exclude '{self.name}:{samples.last[-1]}': it has indices 0 to {self.size - 1}")
+        if min(samples.total, self.size - samples.total) > MOST:
+            raise SamplerError(
+                f"{samples.total} of {self.size} samples of source {self.name!r} would be excluded: at most {MOST} can "
+                "be, or all but as many; split the source in two, and set the weight of one to 0"
+            )
         if len(keys) and keys.last[-1] >= MAX_SIZE:
             raise SamplerError(
                 f"the excluded positions reach beyond sample 2^62 of source {self.name!r}: exclude fewer positions"
@@ -152,23 +154,18 @@ class SourceStream:
         key = self.end_key(number)
         if self._eras[-1].number == number:
             self._eras.pop()
-        self._eras.append(_Era(number, key, left_out))
+        self._eras.append(_Era(number, key, samples, keys.from_on(key)))
         self._numbers = np.array([era.number for era in self._eras])
-        latest = len(self._eras) - 1
-        self._cache.pop(latest, None)
-        self._latest = {latest: (samples, keys)}
+        self._cache.pop(len(self._eras) - 1, None)
         self.has_exclusions = True
 
     def _kept(self, era: int) -> _Kept:
-        return cached(self._cache, era, _CACHED_ERAS, partial(self._kept_in, era))
+        return cached(self._cache, era, _CACHED_ERAS, partial(self._kept_in, self._eras[era]))
 
-    def _kept_in(self, era: int) -> _Kept:
-        found = self._latest.pop(era, None)
-        samples, keys = self._eras[era].left_out() if found is None else found
-        key = self._eras[era].key
-        same = (one.samples for one in list(self._cache.values()) if one.samples.leaves_out(samples))
-        left = next(same, None) or KeptSamples(self.size, samples, self._permute)
-        return _Kept(left, key, keys.from_on(key))
+    def _kept_in(self, era: _Era) -> _Kept:
+        same = (one.samples for one in list(self._cache.values()) if one.samples.excluded == era.samples)
+        left = next(same, None) or KeptSamples(self.size, era.samples, self._permute)
+        return _Kept(left, era.key, era.keys)
 
     def _permute(self, epoch: int, values: I64, inverse: bool) -> I64:
         if not self._shuffle:
@@ -247,10 +244,9 @@ class SourceStream:
             first, stop = max(begin, era.number), min(end, following)
             if first < stop:
                 low, high = self.key_of(first), self.key_of(stop - 1)
-                samples, keys = era.left_out()
-                keys = keys.from_on(era.key)
-                between = (keys.first > low) & (keys.first < high)
-                parts.append((first, low, samples, Ranges(keys.first[between], keys.last[between])))
+                between = (era.keys.first > low) & (era.keys.first < high)
+                keys = Ranges(era.keys.first[between], era.keys.last[between])
+                parts.append((first, low, era.samples, keys))
         return self.name, self.size, tuple(parts)
 
     def _before(self, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
@@ -266,10 +262,6 @@ class SourceStream:
             kept, is_left_out[chosen] = self._kept(i).before(epochs[chosen], offsets[chosen])
             numbers[chosen] = self._eras[i].number + kept
         return numbers, is_left_out
-
-
-def _nothing() -> tuple[Ranges, Ranges]:
-    return Ranges(), Ranges()
 
 
 def _times(epochs: I64, kept: int) -> I64:

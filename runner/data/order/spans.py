@@ -1,44 +1,29 @@
 """Resolves segments, exclusions and epoch caps into spans: ranges of positions with constant shares.
 
-Without caps the spans follow from the segments alone, and are resolved as far as somebody looks, some hundred at a
-time: a run that has changed its weights 100,000 times starts as fast as one that never has. Does not import torch.
+All spans are looked up together, so that a batch that touches many of them costs as much as any. Does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.caching import cached
-from runner.data.order.exclusions import Exclusions
+from runner.data.order.exclusions import Exclusions, LeftOut
 from runner.data.order.hashing import stream_key
 from runner.data.order.interleave import Interleave
-from runner.data.order.segments import Segment, Segments
+from runner.data.order.segments import Segment
 from runner.data.order.source_stream import SourceStream
 from runner.data.order.weights import SamplerError, shares
 
 END = 1 << 62  # all positions and numbers are below this
 _QUANTUM = 1 << 44  # shares are rounded to multiples of 2^-44, so that no platform's exp() changes the order
 
-_TABLE = 256  # spans resolved together, fewer of many sources
-_CELLS = 1 << 16  # spans resolved together, times sources
-_TABLES = 4  # kept as they were resolved
-
 I64 = NDArray[np.int64]
 Chosen = I64 | slice
-
-
-class Quanta(Protocol):
-    """Shares, times 2^44, of every source of the order, 0 for those that are not drawn."""
-
-    def __getitem__(self, rows: slice) -> I64:
-        """Of some spans that may begin, int64 of shape (spans, sources)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,24 +45,30 @@ class Span:
     key: int
 
 
-class SpanTable:
-    """Consecutive spans, looked up together however many of them some positions touch.
+class Spans:
+    """All spans of an order, looked up together however many of them some positions touch.
 
     Args:
         seed: of the order.
         names: of the sources of the order, sorted.
-        start: of each span and of what follows the last, int64 of shape (spans + 1,).
-        quanta: of each span, 0 for sources that it does not have, int64 of shape (spans, sources).
-        begin: how many samples each source has given before the first span.
+        starts: where a span may begin, sorted, int64 of shape (count,); the first is 0.
+        quanta: share of each source from each of the starts on, times 2^44; int64 of shape (count, sources). A span
+            continues where they stay the same. Where all are 0, the order ends.
 
     Attributes:
-        start: as above.
+        start: of each span and of what follows the last, int64 of shape (spans + 1,).
         begin: how many samples each source has given before each span, and before what follows the last, int64 of
             shape (spans + 1, sources).
+        stop: one past the last position; 2^62 in an endless order.
     """
 
-    def __init__(self, seed: int, names: Sequence[str], start: I64, quanta: I64, begin: I64) -> None:
-        self.start, self._quanta = start, quanta
+    def __init__(self, seed: int, names: Sequence[str], starts: I64, quanta: I64) -> None:
+        begun = np.append(True, (quanta[1:] != quanta[:-1]).any(axis=1)).nonzero()[0]
+        ended = (quanta[begun].sum(axis=1) == 0).nonzero()[0][:1]
+        self.stop = int(starts[begun[ended[0]]]) if ended.size else END
+        begun = begun[: ended[0]] if ended.size else begun
+        self.start = start = np.append(starts[begun], self.stop)
+        self._quanta = quanta = quanta[begun]
         self._mixtures: list[tuple[I64, Interleave]] = []  # by the set of sources that they mix
         self._set_of, self._place = np.zeros((2, len(quanta)), np.int64)  # its set, and the number of its mixture
         present = quanta > 0
@@ -86,7 +77,6 @@ class SpanTable:
             sets, self._set_of = np.unique(present, axis=0, return_inverse=True)
             self._set_of = self._set_of.reshape(-1)
         given = np.zeros((len(start), len(names)), np.int64)
-        given[0] = begin
         for i, has_source in enumerate(sets):
             rows, sources = (self._set_of == i).nonzero()[0], has_source.nonzero()[0]
             self._place[rows] = np.arange(len(rows))
@@ -98,7 +88,7 @@ class SpanTable:
             if ended.size:
                 slots = start[rows[ended] + 1] - start[rows[ended]]
                 given[rows[ended, None] + 1, sources] = mixtures.counts(slots, ended)
-        if start[-1] == END:
+        if self.stop == END:
             given[-1, present[-1]] = END
         total = np.cumsum(given, axis=0).view(np.uint64)  # beyond 2^63, too
         self.begin = np.minimum(total, np.uint64(END)).view(np.int64)
@@ -112,9 +102,12 @@ class SpanTable:
         key = int(mixtures.keys[self._place[row]])
         return Span(int(self.start[row]), int(self.start[row + 1]), sources, quanta, key)
 
-    def row_of(self, position: int) -> int:
-        """The span that has a position, or the last one."""
-        return int(np.searchsorted(self.start[1:-1], position, side="right"))
+    def __iter__(self) -> Iterator[Span]:
+        return map(self.__getitem__, range(len(self)))
+
+    def at(self, position: int) -> Span:
+        """The span that contains a position, or the last one."""
+        return self[int(np.searchsorted(self.start[1:-1], position, side="right"))]
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
         """Source of each position, and how many samples the source has given before."""
@@ -144,7 +137,7 @@ class SpanTable:
         return numbers
 
     def find(self, source: int, numbers: I64) -> I64:
-        """The position of each sample of a source, by its number; -1 if these spans do not have it."""
+        """The position of each sample of a source, by its number; -1 if the order does not have it."""
         positions = np.full(len(numbers), -1, np.int64)
         rows = np.searchsorted(self.begin[1:-1, source], numbers, side="right")
         here = np.flatnonzero((numbers >= self.begin[rows, source]) & (numbers < self.begin[rows + 1, source]))
@@ -187,261 +180,123 @@ class SpanTable:
                 yield rows[chosen], chosen, *self._mixtures[i], self._place[rows[chosen]]
 
 
-class Spans:
-    """All spans of an order, resolved table by table as far as they are looked at.
-
-    Args:
-        seed: of the order.
-        names: of the sources of the order, sorted.
-        starts: where a span may begin, sorted; the first is 0.
-        quanta: from each of the starts on. A span continues where they stay the same.
-        stop: one past the last position; 2^62 in an endless order.
-    """
-
-    def __init__(self, seed: int, names: Sequence[str], starts: I64, quanta: Quanta, stop: int = END) -> None:
-        self._seed, self._names, self._starts, self._quanta, self.stop = seed, names, starts, quanta, stop
-        self._size = min(_TABLE, max(1, _CELLS // len(names)))
-        self._first_span = {0: (0, np.zeros(len(names), np.int64))}  # of each table: its start, and samples before it
-        self._tables: dict[int, SpanTable] = {}
-
-    def __iter__(self) -> Iterator[Span]:
-        found: Span | None = None
-        for table in self.tables():
-            for span in map(table.__getitem__, range(len(table))):
-                if found is not None and found.start != span.start:
-                    yield found
-                found = span
-        assert found is not None
-        yield found
-
-    def tables(self) -> Iterator[SpanTable]:
-        """All spans, table by table; one that continues in the next table is in both."""
-        return map(self._table, range(-(-len(self._starts) // self._size)))
-
-    def at(self, position: int) -> Span:
-        """The span that contains a position, or the last one."""
-        table = self.table_at(position)
-        return table[table.row_of(position)]
-
-    def table_at(self, position: int) -> SpanTable:
-        """The table with that span."""
-        return self._table((int(np.searchsorted(self._starts, position, side="right")) - 1) // self._size)
-
-    def of(self, positions: I64) -> Iterator[tuple[SpanTable, Chosen]]:
-        """The tables of these positions, one or more, each with its part of them."""
-        if len(self._starts) <= self._size:
-            return iter([(self._table(0), slice(None))])
-        return self._grouped((np.searchsorted(self._starts, positions, side="right") - 1) // self._size)
-
-    def of_numbers(self, source: int, numbers: I64) -> Iterator[tuple[SpanTable, Chosen]]:
-        """The tables that have the samples of a source with these numbers, each with its part of them."""
-        last = (len(self._starts) - 1) // self._size
-        highest = int(numbers.max(initial=0))
-        while (known := len(self._first_span)) <= last and self._first_span[known - 1][1][source] <= highest:
-            self._table(known - 1)
-        begins = np.array([self._first_span[i][1][source] for i in range(known)])
-        tables = np.searchsorted(begins, np.maximum(numbers, 0), side="right") - 1
-        return self._grouped(np.minimum(tables, last))
-
-    def _grouped(self, table_of: I64) -> Iterator[tuple[SpanTable, Chosen]]:
-        distinct = np.unique(table_of).tolist()
-        for number in distinct:
-            yield self._table(number), np.flatnonzero(table_of == number) if len(distinct) > 1 else slice(None)
-
-    def _table(self, number: int) -> SpanTable:
-        for earlier in range(len(self._first_span) - 1, number):
-            self._table(earlier)
-        return cached(self._tables, number, _TABLES, partial(self._resolve, number))
-
-    def _resolve(self, number: int) -> SpanTable:
-        first, last = number * self._size, min((number + 1) * self._size, len(self._starts))
-        low, high = max(0, first - 1), min(last + 1, len(self._starts))  # with one more on both sides
-        quanta = self._quanta[low:high]
-        is_new = np.append((quanta[1:] != quanta[:-1]).any(axis=1), True)  # of each but the first, and after the last
-        begun = np.append(0, np.flatnonzero(is_new[first - low : last - low - 1]) + 1)
-        start, begin = self._first_span[number]
-        starts = np.append(self._starts[first + begun], self.stop if last == high else self._starts[last])
-        starts[0] = start
-        table = SpanTable(self._seed, self._names, starts, quanta[first - low + begun], begin)
-        if last < high:
-            following = -1 if is_new[last - low - 1] else -2
-            self._first_span[number + 1] = int(starts[following]), table.begin[following].copy()
-        return table
-
-
-def resolved(seed: int, streams: Sequence[SourceStream], segments: Segments, exclusions: Exclusions) -> Spans:
+def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segment], exclusions: Exclusions) -> Spans:
     """The spans of an order. Exclusions are entered in the streams.
+
+    Segments and exclusions are played through in the order of their positions. An exclusion acts on the streams from
+    the position at which it was made, and not before: that a source has nothing left below its cap must not change
+    what was consumed until then.
 
     Args:
         seed: of the order.
         streams: one per source, sorted by name.
-        segments: at least one.
+        segments: at least one, in the order of their starts.
         exclusions: of sources that there are.
 
     Raises:
         SamplerError: the order is empty, every sample of a source is excluded, or a source is unknown.
     """
     known = {stream.name: i for i, stream in enumerate(streams)}
-    for name in sorted(exclusions.sources()) if len(exclusions) else ():
-        if name not in known:
-            raise SamplerError(f"exclude: unknown source {name!r}")
-    if segments.caps is not None:
-        return SpanResolver(seed, streams).resolve(segments, exclusions)
-    starts = segments.start[: np.searchsorted(segments.start, END)]  # one that begins with the last position has none
-    spans = Spans(seed, list(known), starts, _SegmentQuanta(segments, known))
-    for at in exclusions.changes() if len(exclusions) else ():
-        numbers = spans.table_at(at).numbers_at(np.array([at]))[0]
-        for name in exclusions.changed_at(at):
-            streams[known[name]].leave_out(int(numbers[known[name]]), partial(exclusions.left_out, name, at))
-    return spans
+    left_out = LeftOut(exclusions)
+    for name in sorted(set().union(*left_out.changes.values()) - known.keys()):
+        raise SamplerError(f"exclude: unknown source {name!r}")
+    rows = _Rows(seed, streams, [one for one in segments if one.start < END])  # with the last position begins nothing
+    at = 0
+    while True:
+        numbers = rows.spans.numbers_at(np.array([at]))[0] if at else np.zeros(len(streams), np.int64)
+        for name in sorted(left_out.changes.get(at, ())):
+            streams[known[name]].leave_out(int(numbers[known[name]]), *left_out.at(name, at))
+        reached = rows.drop_capped(at, numbers)
+        following = min([change for change in left_out.changes if change > at] + reached, default=END)
+        if following >= END or following > rows.spans.stop:
+            return rows.spans
+        at = following
 
 
-class _SegmentQuanta:
-    """What the weights and temperatures of segments without caps come to.
-
-    Args:
-        segments: the segments.
-        known: the sources of the order, numbered.
-    """
-
-    def __init__(self, segments: Segments, known: Mapping[str, int]) -> None:
-        self._segments, self._count = segments, len(known)
-        self._columns = np.array([i for i, name in enumerate(segments.names) if name in known], np.int64)
-        self._sources = np.array([known[segments.names[i]] for i in self._columns.tolist()], np.int64)
-
-    def __getitem__(self, rows: slice) -> I64:
-        weights, temperature = self._segments.weights[rows][:, self._columns], self._segments.temperature[rows]
-        weights = np.where(weights > 0, weights, 0.0)
-        with np.errstate(over="ignore"):
-            total = np.add.accumulate(weights, axis=1)[:, -1]  # one after another, as `shares` adds them
-        plain = (temperature == 1) & np.isfinite(total)
-        values = np.zeros_like(weights)
-        values[plain] = weights[plain] / total[plain, None]
-        for row in np.flatnonzero(~plain).tolist():
-            drawn = np.flatnonzero(weights[row])
-            values[row, drawn] = shares(weights[row, drawn].tolist(), float(temperature[row]))
-        quanta = np.zeros((len(weights), self._count), np.int64)
-        quanta[:, self._sources] = np.where(weights > 0, np.maximum(1, np.rint(values * _QUANTUM)), 0)
-        return quanta
-
-
-@dataclass(frozen=True)
-class _Mixture:
-    """What a span without its end is: its start, its sources and their shares, and the samples given before."""
-
-    start: int
-    sources: I64
-    quanta: I64
-    mixture: Interleave
-    begin: I64
-
-
-class SpanResolver:
-    """Plays segments with caps and exclusions through in the order of their positions, when an order is built.
-
-    An exclusion acts on the streams from the position at which it was made, and not before: that a source has nothing
-    left below its cap must not change what was consumed until then.
+class _Rows:
+    """What holds from each position on at which a span may begin, and the spans that come of it.
 
     Args:
         seed: of the order.
-        streams: one per source, sorted by name. Exclusions are entered in them.
+        streams: one per source, sorted by name.
+        segments: in the order of their starts.
     """
 
-    def __init__(self, seed: int, streams: Sequence[SourceStream]) -> None:
-        self._seed, self._streams = seed, streams
-        self._id = {stream.name: i for i, stream in enumerate(streams)}
-        self._numbers = np.zeros(len(streams), np.int64)
-        self._current: _Mixture | None = None  # in force
-        self._begun: list[_Mixture] = []
+    def __init__(self, seed: int, streams: Sequence[SourceStream], segments: Sequence[Segment]) -> None:
+        self._seed, self._streams, self._names = seed, streams, [stream.name for stream in streams]
+        self._starts = np.array([one.start for one in segments], np.int64)
+        self._planned = _quanta(segments, self._names)  # without caps
+        self._drawn = self._planned.copy()  # with them, as far as they are known
+        caps = [[one.cap(stream.name, stream.size) for stream in streams] for one in segments if one.max_epochs]
+        self._caps: NDArray[Any] | None = None  # the key of each source's cap in each row, or None
+        if caps:
+            self._caps = np.full(self._planned.shape, None)
+            self._caps[[bool(one.max_epochs) for one in segments]] = caps
+        self.spans = Spans(seed, self._names, self._starts, self._drawn)
 
-    def resolve(self, segments: Segments, exclusions: Exclusions) -> Spans:
-        """The spans from position 0 to the end of the order.
+    def drop_capped(self, at: int, numbers: I64) -> list[int]:
+        """Draw from position `at` on what is below its cap there.
 
-        Raises:
-            SamplerError: the order is empty, or every sample of a source is excluded.
-        """
-        changes = {*segments.start.tolist(), *exclusions.changes()}
-        position, segment = 0, segments[0]
-        for at in sorted(changes):
-            position = self._advance(segment, position, at)
-            if position < at:
-                break  # every source has reached its cap
-            segment = segments.at(at)
-            self._exclude(at, exclusions)
-        stop = self._advance(segment, position, END)
-        if not self._begun:
-            raise SamplerError(
-                "the order is empty: every source with a weight is capped at 0 samples; raise max_epochs"
-            )
-        starts = np.array([one.start for one in self._begun], np.int64)
-        quanta = np.zeros((len(starts), len(self._streams)), np.int64)
-        for row, one in zip(quanta, self._begun, strict=True):
-            row[one.sources] = one.quanta
-        return Spans(self._seed, list(self._id), starts, quanta, stop)
-
-    def _exclude(self, at: int, exclusions: Exclusions) -> None:
-        """Let the exclusions act that are made or withdrawn at this position."""
-        for name in exclusions.changed_at(at):
-            source = self._id[name]
-            self._streams[source].leave_out(int(self._numbers[source]), partial(exclusions.left_out, name, at))
-
-    def _advance(self, segment: Segment, position: int, until: int) -> int:
-        """Advance to position `until`, dropping sources that reach their caps.
+        Args:
+            at: the position.
+            numbers: samples that each source has given until then.
 
         Returns:
-            `until`, or the position at which the last source reached its cap.
+            The next position at which a source reaches its cap; nothing if none does.
+
+        Raises:
+            SamplerError: there is nothing from position 0 on.
         """
-        while position < until:
-            current = self._mixture_at(segment, position)
-            if current is None:
-                return position
-            stop = min(until, self._end_of_shares(segment, current))
-            assert stop > position, f"the span from {position} would end at {stop}"
-            end = current.begin.copy()
-            slots = np.array([stop - current.start])
-            end[current.sources] += END if stop == END else current.mixture.counts(slots)[0]
-            np.minimum(end, END, out=end)
-            if not self._begun or self._begun[-1] is not current:
-                self._begun.append(current)
-            self._numbers, position = end, stop
-        return position
+        if self._caps is None:
+            return []
+        first = int(np.searchsorted(self._starts, at, side="right")) - 1
+        limits = self._limits(first)
+        drawn = np.where(numbers < limits, self._planned[first:], 0)
+        if (drawn != self._drawn[first:]).any():
+            if self._starts[first] < at:
+                self._starts = np.insert(self._starts, first + 1, at)
+                self._planned, self._drawn, self._caps = (
+                    np.insert(each, first, each[first], axis=0) for each in (self._planned, self._drawn, self._caps)
+                )
+                first += 1
+            self._drawn[first:] = drawn
+            if not self._drawn[0].any():
+                raise SamplerError(
+                    "the order is empty: every source with a weight is capped at 0 samples; raise max_epochs"
+                )
+            self.spans = Spans(self._seed, self._names, self._starts, self._drawn)
+        counts = self.spans.numbers_at(np.append(self._starts[first:], END))
+        hit = (drawn > 0) & (limits < END) & (counts[1:] >= limits)
+        if not hit.any():
+            return []
+        row = int(np.argmax(hit.any(axis=1)))
+        sources = np.flatnonzero(hit[row])
+        if (counts[row, sources] >= limits[row, sources]).any():  # by a cap that is lower from here on
+            return [int(self._starts[first + row])]
+        last = [self.spans.find(source, limits[row, [source]] - 1)[0] for source in sources.tolist()]
+        return [int(min(last)) + 1]
 
-    def _mixture_at(self, segment: Segment, position: int) -> _Mixture | None:
-        """The mixture in force, or a new one that begins at `position`; None if every source has reached its cap."""
-        quanta = self._quanta(segment)
-        if not quanta:
-            return None
-        sources, values = np.array(list(quanta), np.int64), np.array(list(quanta.values()), np.int64)
-        current = self._current
-        if current is None or not (np.array_equal(values, current.quanta) and np.array_equal(sources, current.sources)):
-            names = (self._streams[source].name for source in quanta)
-            key = stream_key(self._seed, "interleave", position, *names)
-            mixture = Interleave(values[None], np.array([key], np.uint64))
-            self._current = _Mixture(position, sources, values, mixture, self._numbers)
-        return self._current
+    def _limits(self, first: int) -> I64:
+        """How many samples each source gives until its cap, END without a cap, in the rows from `first` on."""
+        assert self._caps is not None
+        limits = np.full((len(self._starts) - first, len(self._streams)), END, np.int64)
+        for stream, caps, column in zip(self._streams, self._caps[first:].T, limits.T, strict=True):
+            for key in set(caps.tolist()) - {None}:
+                column[caps == key] = min(END, stream.number_before(key))
+        return limits
 
-    def _quanta(self, segment: Segment) -> dict[int, int]:
-        """Share, times 2^44, of each source that has a weight and is below its cap."""
-        names = [stream.name for stream in self._streams if segment.weights.get(stream.name, 0) > 0]
-        values = shares([segment.weights[name] for name in names], segment.temperature)
-        quanta = {}
-        for name, share in zip(names, values, strict=True):
-            source = self._id[name]
-            if self._numbers[source] < self._cap(segment, source):
-                quanta[source] = max(1, round(share * _QUANTUM))
-        return quanta
 
-    def _cap(self, segment: Segment, source: int) -> int:
-        """How many samples the source gives until its cap; END without a cap."""
-        stream = self._streams[source]
-        key = segment.cap(stream.name, stream.size)
-        return END if key is None else min(END, stream.number_before(key))
-
-    def _end_of_shares(self, segment: Segment, current: _Mixture) -> int:
-        """The position at which the first source has reached its cap; END if none has one."""
-        caps = np.array([self._cap(segment, source) for source in current.sources.tolist()], np.int64)
-        capped = np.flatnonzero(caps < END)
-        if not capped.size:
-            return END
-        last = (caps - 1 - current.begin[current.sources])[capped]
-        return min(END, current.start + int(current.mixture.find(capped, last.astype(np.uint64)).min()) + 1)
+def _quanta(segments: Sequence[Segment], names: Sequence[str]) -> I64:
+    """Share of each source in each segment, times 2^44, and 0 without a weight; int64 of shape (segments, sources)."""
+    weights = np.array([[one.weights.get(name, 0.0) for name in names] for one in segments], np.float64)
+    temperature = np.array([one.temperature for one in segments], np.float64)
+    with np.errstate(over="ignore"):
+        total = np.add.accumulate(weights, axis=1)[:, -1]  # one after another, as `shares` adds them
+    plain = (temperature == 1) & np.isfinite(total)
+    values = np.zeros_like(weights)
+    values[plain] = weights[plain] / total[plain, None]
+    for row in np.flatnonzero(~plain).tolist():
+        drawn = np.flatnonzero(weights[row])
+        values[row, drawn] = shares(weights[row, drawn].tolist(), float(temperature[row]))
+    quanta: I64 = np.where(weights > 0, np.maximum(1, np.rint(values * _QUANTUM)), 0).astype(np.int64)
+    return quanta

@@ -211,7 +211,7 @@ def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
     if one.kind == "elastic" and _first_weight_difference(one, other) is not None:
         reasons.append("the segments differ")
     if one.exclusions != other.exclusions:
-        texts = [listed(record.exclusions.selections(), len(record.exclusions)) for record in (one, other)]
+        texts = [listed([each.what for each in record.exclusions]) for record in (one, other)]
         reasons.append(f"excluded: {texts[0]} and {texts[1]}")
     batches = [
         ", ".join(f"{shape.global_batch_size} from step {shape.step + 1}" for shape in record.batch_shapes)
@@ -226,7 +226,7 @@ def _differing_ranges(orders: tuple[ElasticSequence, ElasticSequence], end: int)
     """Ranges of positions that the two orders do not derive from the same inputs."""
     same_streams = orders[0].seed == orders[1].seed and orders[0].shuffle == orders[1].shuffle
     bounds = {0, *(span.start for order in orders for span in order.spans)}
-    bounds |= {place for order in orders for place in order.exclusions.places().tolist()}
+    bounds |= {place for order in orders for one in order.exclusions for place in (one.at, one.what.first)}
     for first, last in pairwise([*sorted(bound for bound in bounds if bound < end), end]):
         inputs = [_range_inputs(order, first, last) for order in orders]
         if not same_streams or inputs[0] != inputs[1]:

@@ -8,7 +8,7 @@ neither the data nor torch.
      "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
-     "exclusions": {"count": 1, "sources": ["positions", "code", "prose"], "rows": "eAFj...", "keys": "eAFj..."},
+     "exclusions": [{"at": 0, "what": "code:10-19", "keys": {}, "until": null, "planned": true}],
      "retired": {}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
@@ -24,8 +24,8 @@ from typing import Any
 
 from runner.data.elastic import opened_state
 from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.exclusions import Exclusions
-from runner.data.order.segments import Segment, Segments
+from runner.data.order.exclusions import Exclusion, Exclusions
+from runner.data.order.segments import Segment, segments_from_json
 from runner.data.order.sequence import ElasticSequence
 from runner.errors import UserError
 from runner.system.files import Guard, read_json, write_json
@@ -65,14 +65,14 @@ class OrderRecord:
     batch_shapes: tuple[BatchShape, ...]
     segments: Sequence[Segment]
     tokens_per_sample: dict[str, int] = field(default_factory=dict)
-    exclusions: Exclusions = field(default_factory=Exclusions)
+    exclusions: Exclusions = ()
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
     drop_last: bool = True
     make: Callable[[int, int], Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", Segments.of(self.segments))
+        object.__setattr__(self, "segments", tuple(sorted(self.segments, key=lambda one: one.start)))
 
     @classmethod
     def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
@@ -122,8 +122,8 @@ class OrderRecord:
             "version": VERSION,
             **{key: getattr(self, key) for key in _PLAIN},
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
-            "segments": Segments.of(self.segments).to_json(),
-            "exclusions": self.exclusions.to_json(),
+            "segments": [one.to_json() for one in self.segments],
+            "exclusions": [one.to_json() for one in self.exclusions],
         }
 
     @classmethod
@@ -136,8 +136,8 @@ class OrderRecord:
         return cls(
             **{key: value[key] for key in _PLAIN},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
-            segments=Segments.from_json(value["segments"]),
-            exclusions=Exclusions.from_json(value["exclusions"]),
+            segments=segments_from_json(value["segments"]),
+            exclusions=tuple(map(Exclusion.from_json, value["exclusions"])),
         )
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:
