@@ -15,11 +15,9 @@ the turns. A sampler is that of one of 8 ranks unless it says otherwise.
 - elastic: until the first batch of 32, new and at 99 % of the samples.
 - index: one of a batch that is looked up by itself.
 - peers: until the first index, and one of 24,576 that follow, of whatever library can be imported.
-- changes: ElasticSampler with 1,000 excluded ranges, kept samples or segments, from what the user writes to the sampler;
-  an index of the batches of 256 that follow.
+- changes: ElasticSampler with 1,000 excluded ranges, kept samples or segments, from what the user writes to the
+  sampler; an index of the batches of 256 that follow.
 - ledger: its state after so many steps that it is as large as it gets, and loading it with what it verifies then.
-- inspect: CPU of `python -m runner inspect RUN --step N` in the middle of an epoch; the peer imports torch and draws
-  the epoch's permutation.
 """
 
 from __future__ import annotations
@@ -27,17 +25,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,13 +39,10 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from benchmarks.results import Table, table
+from benchmarks.results import table
 from benchmarks.timing import seconds
 from runner.data.elastic import ElasticSampler
-from runner.data.order.batch_shape import BatchShape
 from runner.data.order.ledger import DataLedger
-from runner.data.order.segments import Segment
-from runner.data.queries.order_record import OrderRecord
 from runner.data.sampler import DistributedSampler, MixtureSampler, permutation
 
 RANKS, RANK = 8, 3
@@ -311,46 +302,6 @@ def ledgers() -> None:
         found.add(row, "loading and verifying", 1e3 * statistics.median(loading[size]), "ms")
 
 
-def child(*arguments: str) -> float:
-    """CPU seconds of Python with these arguments."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def inspections() -> None:
-    """`inspect --step` of seeded runs."""
-    found = table("sampler-inspect", "`runner inspect RUN --step N`")
-    for kind, name in (("distributed", "DistributedSampler"), ("mixture", "MixtureSampler of 4 sources")):
-        for n in (10**6, 10**7):
-            row = f"{name}, {power(n)} samples"
-            with tempfile.TemporaryDirectory() as folder:
-                inspect(found, row, seeded_run(Path(folder), kind, n), n)
-
-
-def seeded_run(run: Path, kind: str, n: int) -> list[str]:
-    """The arguments that ask a new run for a step in the middle of its epoch."""
-    sizes = {f"source{number}": n // 4 for number in range(4)}
-    shape = BatchShape(0, RANKS, 16)
-    segment = Segment(0, {name: number + 1 for number, name in enumerate(sizes)})
-    steps = n // shape.global_batch_size
-    OrderRecord(kind, 0, sizes, steps, (shape,), (segment,)).write(run / "order.json")
-    (run / "status.json").write_text(json.dumps({"step": 0}))
-    return ["-m", "runner", "inspect", str(run), "--step", str(steps // 2)]
-
-
-def inspect(found: Table, row: str, question: list[str], n: int) -> None:
-    imports = "import runner.cli.inspect, runner.data.queries.seeded_orders"
-    with_torch = f"import torch; torch.randperm({n}, generator=torch.Generator().manual_seed(0))"
-    turns = [(child(*question), child("-c", imports), child("-c", with_torch)) for _ in range(5)]
-    ours, alone, peer = ([turn[side] for turn in turns] for side in range(3))
-    found.add(row, "CPU", statistics.median(ours), "s", at_most=0.3)
-    found.add(row, "its imports", statistics.median(alone), "s")
-    found.add(row, "import torch; torch.randperm", statistics.median(peer), "s")
-    found.add(row, "ratio", ratio(ours, peer))
-
-
 def peers() -> None:
     """Start and index of whichever library can be imported."""
     found = table("sampler-peers", "a sampler, one of 8 ranks")
@@ -412,7 +363,6 @@ PARTS: dict[str, Callable[[], None]] = {
     "peers": peers,
     "changes": changes,
     "ledger": ledgers,
-    "inspect": inspections,
 }
 
 

@@ -1,7 +1,8 @@
 """`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
 
-Reads one small file of the run (`RunDir.order`), neither data nor model, and imports no torch.
-With a sampler of the user's it runs the class that the frozen config names, in a run directory that may be resumed.
+Reads one small file of the run (`RunDir.order`), neither data nor model. It imports torch only where a seeded sampler
+has to draw its epochs. With a sampler of the user's it runs the class that the frozen config names, in a run directory
+that may be resumed.
 """
 
 from __future__ import annotations

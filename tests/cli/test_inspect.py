@@ -417,10 +417,12 @@ QUESTIONS = [("--step", "3"), ("--sample", "code:7"), ("--plan",), ("--resume-pl
 
 
 def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
-    """Whatever the order and the question."""
-    made = {"elastic": record(), **{kind: seeded(kind) for kind in ("distributed", "mixture")}}
-    runs = [in_run(tmp_path / kind, one) for kind, one in made.items()]
-    asked = [[run, *question] for run in runs for question in QUESTIONS]
+    """Whatever the question; but the epochs of seeded samplers are drawn by torch."""
+    elastic = in_run(tmp_path / "elastic", record())
+    asked = [[elastic, *question] for question in QUESTIONS]
+    for kind in ("distributed", "mixture"):
+        run = in_run(tmp_path / kind, seeded(kind))
+        asked += [[run, *question] for question in QUESTIONS if question[0] not in ("--step", "--sample")]
     code = (
         "import sys; from runner.cli.inspect import main; "
         f"status = any([main(question) for question in {asked!r}]); "

@@ -1,7 +1,7 @@
 """Look up a data order: the samples of a step, the times of a sample, what each source gives, a comparison of two runs.
 
 Each function takes an `OrderRecord` and returns plain values, ready for JSON. For the elastic sampler they are
-arithmetic; for the seeded samplers the draws of the epochs in question are followed. Neither data nor model is read.
+arithmetic; the seeded samplers draw the epochs in question, with torch. Neither data nor model is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the data order of a run is built from, as one small JSON file: `RunDir.order`.
 
-A run writes it at the start of every attempt and with every checkpoint. `python -m runner inspect` reads it and needs
-neither the data nor torch.
+A run writes it at the start of every attempt and with every checkpoint. `python -m runner inspect` reads it, not the
+data.
 
     {"version": 1, "kind": "elastic", "seed": 0, "sizes": {"code": 9000, "prose": 1200},
      "tokens_per_sample": {"code": 128, "prose": 128}, "steps": 1000, "shuffle": true, "drop_last": true,

@@ -1,8 +1,7 @@
-"""Samples of a run with a seeded sampler: looked up, or, of a user's sampler and of huge permutations, drawn again."""
+"""Samples of a run whose sampler draws whole epochs: drawn again, with torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,63 +10,36 @@ from numpy.typing import NDArray
 
 from runner.data.queries.order_record import OrderRecord
 from runner.data.queries.seeded_epochs import SeededPosition, seeded_position_at
-from runner.data.queries.seeded_orders import SeededOrder, can_be_looked_up, seeded_order
 
 I64 = NDArray[np.int64]
 Row = dict[str, Any]
 
 
-def _order(record: OrderRecord, at: SeededPosition) -> SeededOrder:
-    """The epoch of all ranks."""
-    return seeded_order(record, at) if can_be_looked_up(record) else _Drawn(record, at)
+def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
+    """That of a rank, at the beginning of the epoch."""
+    if record.kind == "own":
+        sampler = record.sampler_of(at.shape.world_size, rank)
+    else:
+        sampler = _seeded_sampler(record, at, rank)
+    sampler.set_epoch(at.epoch)
+    return sampler
 
 
-class _Drawn:
-    """The epoch as the samplers draw it, which may need torch."""
+def _seeded_sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
+    from runner.data.sampler import DistributedSampler, MixtureSampler
 
-    def __init__(self, record: OrderRecord, at: SeededPosition) -> None:
-        self._record, self._at = record, at
-
-    def indices(self, ranks: Sequence[int], first: int, count: int) -> list[I64]:
-        return [self._batch(rank, first, count) for rank in ranks]
-
-    def _batch(self, rank: int, first: int, count: int) -> I64:
-        sampler = self._sampler(rank)
-        sampler.set_skip(first)
-        batch: I64 = next(sampler.iter_batches(count, False))
-        return batch
-
-    def times(self, index: int) -> list[tuple[int, int]]:
-        found = []
-        for rank in range(self._at.shape.world_size):
-            order = np.fromiter(self._sampler(rank), np.int64)
-            found += [(rank, number) for number in np.flatnonzero(order == index).tolist()]
-        return found
-
-    def _sampler(self, rank: int) -> Any:
-        """That of a rank, at the beginning of the epoch."""
-        sampler = self._created(rank)
-        sampler.set_epoch(self._at.epoch)
-        return sampler
-
-    def _created(self, rank: int) -> Any:
-        record, at = self._record, self._at
-        if record.kind == "own":
-            return record.sampler_of(at.shape.world_size, rank)
-        from runner.data.sampler import DistributedSampler, MixtureSampler
-
-        common: dict[str, Any] = {
-            "num_replicas": at.shape.world_size,
-            "rank": rank,
-            "shuffle": record.shuffle,
-            "seed": record.seed,
-            "drop_last": record.drop_last,
-        }
-        if record.kind == "distributed":
-            return DistributedSampler(range(sum(record.sizes.values())), **common)
-        weights = [at.segment.weights.get(name, 0) for name in record.sizes]
-        bounds = np.cumsum([0, *record.sizes.values()]).tolist()
-        return MixtureSampler(bounds, weights, **common, temperature=at.segment.temperature)
+    common: dict[str, Any] = {
+        "num_replicas": at.shape.world_size,
+        "rank": rank,
+        "shuffle": record.shuffle,
+        "seed": record.seed,
+        "drop_last": record.drop_last,
+    }
+    if record.kind == "distributed":
+        return DistributedSampler(range(sum(record.sizes.values())), **common)
+    weights = [at.segment.weights.get(name, 0) for name in record.sizes]
+    bounds = np.cumsum([0, *record.sizes.values()]).tolist()
+    return MixtureSampler(bounds, weights, **common, temperature=at.segment.temperature)
 
 
 def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str], I64, I64]:
@@ -87,10 +59,10 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
     per_micro_batch = shape.world_size * shape.batch_size
     for micro_batch in range(shape.grad_accum_steps):
         current = start.after(micro_batch)
-        order = _order(record, current)
-        ranks = range(shape.world_size)
-        batches = order.indices(ranks, current.batches * shape.batch_size, shape.batch_size)
-        for rank, batch in zip(ranks, batches, strict=True):
+        for rank in range(shape.world_size):
+            sampler = _sampler(record, current, rank)
+            sampler.set_skip(current.batches * shape.batch_size)
+            batch = next(sampler.iter_batches(shape.batch_size, False), np.zeros(0, np.int64))
             chosen = np.flatnonzero((offsets // per_micro_batch == micro_batch) & (offsets % shape.world_size == rank))
             indices[chosen[: len(batch)]], epochs[chosen] = batch, current.epoch
     ends = np.cumsum(list(record.sizes.values()))
@@ -122,11 +94,13 @@ def sample_times(record: OrderRecord, source: str, index: int) -> list[Row]:
 
 def _times_in_epoch(record: OrderRecord, at: SeededPosition, wanted: int) -> list[Row]:
     rows: list[Row] = []
-    for rank, number in _order(record, at).times(wanted):
-        batch = number // at.shape.batch_size
-        step = _step_of_batch(record, at.epoch, batch)
-        if step is not None and batch < at.batches_per_epoch:
-            rows.append({"epoch": at.epoch, "position": None, "step": step, "rank": rank})
+    for rank in range(at.shape.world_size):
+        batches = _sampler(record, at, rank).iter_batches(at.shape.batch_size, False)
+        order = np.concatenate([np.zeros(0, np.int64), *batches])
+        for batch in (np.flatnonzero(order == wanted) // at.shape.batch_size).tolist():
+            step = _step_of_batch(record, at.epoch, batch)
+            if step is not None and batch < at.batches_per_epoch:
+                rows.append({"epoch": at.epoch, "position": None, "step": step, "rank": rank})
     return sorted(rows, key=lambda row: (row["step"], row["rank"]))
 
 
