@@ -11,7 +11,6 @@ median over the rounds, a ratio the median of the ratios of the rounds.
 - overhead: samples fetched one by one, the same dataset and arguments for all loaders. With `state_dict()` at each
   step, against torch's loader, which has none, and torchdata's with it.
 - whole: what a run uses, batches gathered at once, against torch's and torchdata's loaders of the same data one by one.
-- lists: a dataset whose `__getitems__` returns a list, the same for all loaders; and what parts of a batch take alone.
 - elastic: batches drawn by ElasticSampler, against the seeded sampler of the same kind; both without or both with
   `state_dict()` at each step.
 - resume: load a state of the start and of 99 % of the samples, until the first batch.
@@ -30,7 +29,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,14 +36,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.results import Table, table
-from benchmarks.sampler import in_turns, ratio
+from benchmarks.sampler import ratio
 from benchmarks.timing import seconds
 from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
 from runner.data.datasets import TokenDataset
-from runner.data.loading.default_collation import collate_samples
 from runner.data.order.state_checks import sealed
 
 LENGTH = 2048  # tokens a sample
@@ -67,24 +64,6 @@ class Small(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.x[index], self.y[index]
-
-
-class SmallListed(Small):
-    """The same, fetched as a list for a batch."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [(self.x[index], self.y[index]) for index in indices]
-
-
-class NumpyListed(Small):
-    """The same as a list of dicts of an array and a number."""
-
-    def __init__(self, size: int = 1 << 20) -> None:
-        super().__init__(size)
-        self.rows, self.labels = self.x.numpy(), self.y.numpy()
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [{"x": self.rows[index], "y": self.labels[index]} for index in indices]
 
 
 class SmallGathered(Small):
@@ -110,14 +89,6 @@ class Tokens(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         window = torch.from_numpy(self.tokens[index * LENGTH : index * LENGTH + LENGTH + 1].astype(np.int64))
         return {"input_ids": window[:-1], "labels": window[1:]}
-
-
-class TokensListed(Tokens):
-    """The same as a list of dicts of arrays."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        windows = [self.tokens[at * LENGTH : at * LENGTH + LENGTH + 1].astype(np.int64) for at in indices]
-        return [{"input_ids": window[:-1], "labels": window[1:]} for window in windows]
 
 
 class Numbers(Dataset[int]):
@@ -278,53 +249,6 @@ def add_speeds(found: Table, row: str, taken: dict[str, list[float]], goal: floa
         found.add(row, "of torchdata's speed", ratio(taken["torchdata"], taken["ours"]), at_least=goal)
 
 
-def lists(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
-    """Where `__getitems__` returns a list."""
-    found, peer = table("loader-lists", "a batch made of a list"), torchdata_loader()
-    tensors, arrays = SmallListed(1), NumpyListed(1)
-    tensors.x, tensors.y = small.x, small.y
-    arrays.rows, arrays.labels = small.x.numpy(), small.y.numpy()
-    arrays.x, arrays.y = small.x, small.y
-    datasets: dict[str, tuple[Any, int]] = {
-        "dicts of a small array and a number": (arrays, 32),
-        f"dicts of two arrays of {LENGTH:,} tokens": (TokensListed(tokens), 16),
-        "pairs of small tensors": (tensors, 32),
-    }
-    loaders = {"torchdata": peer, "torch": DataLoader} if peer is not None else {"torch": DataLoader}
-    for name, (data, batch_size) in datasets.items():
-        row = f"{name}, batch of {batch_size}"
-        makes: dict[str, Make] = {
-            kind: partial(loader, data, batch_size=batch_size, shuffle=True)
-            for kind, loader in (*loaders.items(), ("ours", StatefulDataLoader))
-        }
-        taken = compare(makes, 200, rounds)
-        for kind, times in taken.items():
-            found.add(row, kind, statistics.median(times), "µs")
-        for kind in loaders:
-            goal = 2 if kind == "torchdata" else None
-            speed = ratio(taken[kind], taken["ours"])
-            found.add(row, f"of {kind}'s speed", speed, at_least=goal, more_is_better=True)
-        add_parts(found, row, data, batch_size)
-
-
-def add_parts(found: Table, row: str, data: Any, batch_size: int) -> None:
-    """What of a batch is the dataset's, and what is collation."""
-    order = torch.randperm(len(data))[: 200 * batch_size].reshape(-1, batch_size).tolist()
-    samples = data.__getitems__(order[0])
-    parts: dict[str, Make] = {
-        "making the list": partial(listed, data, cycle(order)),
-        "torch's default_collate": partial(default_collate, samples),
-        "our collation": partial(collate_samples, samples),
-    }
-    for part, times in in_turns(parts, 500).items():
-        found.add(row, part, 1e6 * statistics.median(times), "µs")
-
-
-def listed(data: Any, draws: Iterator[list[int]]) -> Any:
-    """The samples of the next batch."""
-    return data.__getitems__(next(draws))
-
-
 def elastic(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
     """The elastic sampler against the seeded one of the same kind, with the same datasets."""
     found = table("loader-elastic", "a batch drawn by ElasticSampler")
@@ -419,7 +343,6 @@ def resume(loader: Any, state: dict[str, Any]) -> float:
 PARTS: dict[str, Callable[[npt.NDArray[np.uint16], Small, int], None]] = {
     "overhead": per_sample,
     "whole": whole_batches,
-    "lists": lists,
     "elastic": elastic,
     "resume": lambda tokens, small, rounds: resumes(10**7),
 }

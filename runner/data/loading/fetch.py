@@ -22,7 +22,6 @@ from torch.utils.data import Subset, get_worker_info
 
 from runner.data.loading import global_draws
 from runner.data.loading.collation import CollationError, disagreement
-from runner.data.loading.default_collation import in_place_of
 from runner.data.loading.randomness import Keys, current
 
 Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
@@ -101,7 +100,7 @@ class MapFetcher:
         seeded: bool = False,
     ) -> None:
         self.dataset = dataset
-        self.collate_fn = in_place_of(collate_fn)
+        self.collate_fn = collate_fn
         self.batched = batched
         self.collated = batched and is_collated(dataset)
         self._direct = self.collated and not own_collate

@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any
 
 from runner.data.loading import protocols
-from runner.data.loading.default_collation import in_place_of
 from runner.data.loading.fetch import annotate, collate, is_iterator, is_stateful, items, load_state, restart, stopped
 from runner.data.loading.protocols import LoaderStateError, State
 
@@ -41,7 +40,7 @@ class StreamFetcher:
     ) -> None:
         self.dataset = dataset
         self.watched = watched  # as in `MapFetcher`
-        self.collate_fn = in_place_of(collate_fn)
+        self.collate_fn = collate_fn
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.iterator: Any = None

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from runner.data.loading import protocols, redistribution
-from runner.data.loading.default_collation import collate_samples
 from runner.data.loading.fetch import Indices, MapFetcher, is_stateful
 from runner.data.loading.global_draws import OF_A_STREAM_IN_WORKERS, watched
 from runner.data.loading.ipc import pack, unpack
@@ -168,7 +167,7 @@ class TaskRunner(Dataset[Reply]):
         self.worker = -1
         self._batches = self._legs = 0  # since the last state; opened until then
         self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch
-        self._default_collate = fetcher.collate_fn is collate_samples
+        self._default_collate = fetcher.collate_fn is default_collate
 
     def __getitem__(self, task: Task) -> Reply:
         return task.run(self)
