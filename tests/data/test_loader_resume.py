@@ -32,10 +32,11 @@ from loading import (
 )
 from properties import given_in_tiers
 from resume import assert_resumes_exactly, assert_same
-from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, SubsetRandomSampler
 
 from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
 from runner.data.loading.protocols import LoaderStateError
+from runner.data.order.state_checks import sealed
 from runner.data.order.weights import SamplerStateError
 
 SIZE = 23
@@ -393,6 +394,21 @@ def test_the_state_does_not_grow_with_the_position() -> None:
         next(iterator)
         sizes.append(len(json.dumps(loader.state_dict())))
     assert max(sizes) - min(sizes) < 20
+
+
+def test_with_in_order_false_a_state_that_would_be_wrong_is_refused() -> None:
+    state = {**StatefulDataLoader(Squares(12), 2, in_order=False).state_dict(), "out_of_order": [2]}
+    for changes in ({"batch_size": 3, "in_order": False}, {"batch_size": 2}):
+        with pytest.raises(LoaderStateError, match="in_order=False and batch_size=2: load it with the same"):
+            StatefulDataLoader(Squares(12), **changes).load_state_dict(sealed(state))  # type: ignore[arg-type]
+    stream: Any = StatefulDataLoader(Counting(), 2, num_workers=2, in_order=False)
+    with pytest.raises(LoaderStateError, match="leave in_order=True"):
+        stream.state_dict()
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
 
 
 @pytest.mark.parametrize("by_position", [False, True])

@@ -130,7 +130,6 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
         "batch_size": draw(st.integers(1, 4)),
         "persistent_workers": bool(workers) and draw(st.booleans()),
         "snapshot_every_n_steps": draw(st.integers(1, 3)),
-        "in_order": not workers or draw(st.booleans()),
     }
 
 

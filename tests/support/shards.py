@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,17 +18,13 @@ loader_module: Any = _loader  # whose names are replaced
 
 
 class PlayedPool:
-    """`WorkerPool` without processes: tasks go to the workers in turn, `AHEAD` of them before a reply is asked for.
-
-    Without `in_order` the next reply is the oldest of a worker drawn at random.
-    """
+    """`WorkerPool` without processes: tasks go to the workers in turn, `AHEAD` of them before a reply is asked for."""
 
     AHEAD = 5
 
     def __init__(self, fetcher: Any, snapshot_every: int, user_init: Any, options: dict[str, Any]) -> None:
         self.count, self.ranks = options["num_workers"], loader_module.current_ranks()
         self.states = None
-        self.in_order, self.random = options["in_order"], random.Random(self.count)
         self.shutdown, self.pids, self.is_closed = threading.Event(), dict[int, int](), False
         self.runners = [
             TaskRunner(pickle.loads(pickle.dumps(fetcher)), snapshot_every, self.ranks, self.shutdown)  # type: ignore[arg-type]
@@ -43,15 +38,8 @@ class PlayedPool:
         for number, task in enumerate(tasks):
             waiting.append(self.reply(number % self.count, task))
             if len(waiting) > self.AHEAD:
-                yield self.next_of(waiting)
-        while waiting:
-            yield self.next_of(waiting)
-
-    def next_of(self, waiting: list[Any]) -> Any:
-        if self.in_order:
-            return waiting.pop(0)
-        worker = self.random.choice(sorted({reply.worker for reply in waiting}))
-        return waiting.pop(next(at for at, reply in enumerate(waiting) if reply.worker == worker))
+                yield waiting.pop(0)
+        yield from waiting
 
     def reply(self, worker: int, task: Any) -> Any:
         torch_worker._worker_info = torch_worker.WorkerInfo(

@@ -51,7 +51,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         batch_size: samples per batch; None: samples are not batched. This and the arguments not listed here are
             torch's.
         drop_last: None means False, or True if `config` is passed.
-        in_order: as in torch; without it the state is exact, too.
+        in_order: as in torch. False: a state of a map-style dataset is loaded with the same batch size only, and of an
+            iterable dataset there is none.
         snapshot_every_n_steps: batches of a worker between two states of an iterable dataset; the batches since the
             last state are fetched again and dropped after a resume. 0: a state at the start of an epoch only.
         config: an object with `num_workers` and optionally `pin_memory` and `prefetch_factor`, which replace the
@@ -341,8 +342,13 @@ class StatefulDataLoader(DataLoader[T_co]):
 
         It consists of numbers, strings, lists and dicts, so that JSON can hold it if it can hold the states of the
         dataset and the sampler. `docs/loader.md` lists the keys.
+
+        Raises:
+            LoaderStateError: an iterable dataset with `in_order=False`.
         """
         current = self._current
+        if self._iterable and not self.in_order:
+            raise LoaderStateError("in_order=False of an iterable dataset has no state: leave in_order=True")
         if self._loaded is not None and (self._pending or current is None or not current.position.has_yielded):
             return self._with_changes(self._loaded)
         running = None if current is None or current.finished else current
@@ -443,6 +449,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         loader_state.check_state(state, self._iterable, size, stream.seeds_itself, stream.is_batch_sampler)
         length = None if self._iterable else stream.epoch_size()
         loader_state.check_place(state, length, self.batch_size, stream.is_batch_sampler)
+        if state.get("out_of_order") and (self.in_order or state["batch_size"] != self.batch_size):
+            raise LoaderStateError(
+                f"this state was saved with in_order=False and batch_size={state['batch_size']}: load it with the same"
+            )
         if state.get("seeds") is not None:
             self._seeds.check(state["seeds"])
         if not stream.seeds_itself:
