@@ -4,14 +4,13 @@ There are three kinds:
 
 - with `set_skip` or `state_dict_at`, the runner's own contract: it is used as it is;
 - with `state_dict` and `load_state_dict`: its state is saved after each batch (`StatefulSampler`);
-- any other, such as torch's: an epoch is iterated again and its first samples are skipped (`SkippingSampler`). Its
-  order must be a function of the epoch: it is seeded in `set_epoch`, or drawn from the global generators, which are
-  seeded for each epoch while it draws.
+- with `set_epoch`, such as torch's DistributedSampler: an epoch is iterated again and its first samples are skipped
+  (`SkippingSampler`). Its order must be a function of the epoch; what it draws from the global generators is, since
+  they are seeded for each epoch while it draws.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -22,19 +21,14 @@ from torch.utils.data import Sampler
 
 from runner.data.loading.fetch import is_stateful
 from runner.data.loading.global_draws import Generators
-from runner.data.loading.seeds import generator_of
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.weights import SamplerError, SamplerStateError, integer
-
-logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
 Make = Callable[[int, int], Any]
 """(num_replicas, rank) -> the user's sampler."""
 
 _CHUNK = 4096  # indices drawn at a time
-_PROBE = 64  # indices compared at the start, of epochs of up to
-_PROBE_LIMIT = 10**6
 
 
 def own_sampler(make: Make, knows_ranks: bool, size: int, num_replicas: int, rank: int, seed: int) -> Any:
@@ -46,7 +40,7 @@ def own_sampler(make: Make, knows_ranks: bool, size: int, num_replicas: int, ran
         size: of the dataset.
 
     Raises:
-        SamplerError: it lacks a method, or its order cannot be repeated.
+        SamplerError: it lacks a method.
     """
     with Generators(_key(seed, "creation", 0)).in_place():
         own = make(num_replicas, rank)
@@ -65,9 +59,13 @@ def own_sampler(make: Make, knows_ranks: bool, size: int, num_replicas: int, ran
         raise SamplerError(f"{name} has no __len__: it must return the number of indices of an epoch") from None
     if is_stateful(own):
         return StatefulSampler(own, length, knows_ranks, size, num_replicas, rank, seed)
+    if not callable(getattr(own, "set_epoch", None)):
+        raise SamplerError(
+            f"{name} has neither set_epoch(epoch) nor a state: shuffle with the epoch in set_epoch(epoch), or give it "
+            "state_dict() and load_state_dict(state); sampler=distributed shuffles as torch's samplers do"
+        )
     sampler = SkippingSampler(own, length, knows_ranks, size, num_replicas, rank, seed)
     sampler.make = make
-    sampler.check_order()
     return sampler
 
 
@@ -90,8 +88,7 @@ class _OwnSampler(Sampler[int]):
         self.dealt = not knows_ranks and num_replicas > 1
         self.num_samples = length // num_replicas if self.dealt else length
         self._length = length
-        self._epoch = 0
-        self._set_epoch(0)
+        self.set_epoch(0)
 
     @property
     def epoch(self) -> int:
@@ -101,14 +98,8 @@ class _OwnSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration draws."""
         self._epoch = integer("epoch", epoch)
-        self._set_epoch(epoch)
-
-    def _set_epoch(self, epoch: int) -> None:
-        if self._follows_epochs():
+        if callable(getattr(self.own, "set_epoch", None)):
             self.own.set_epoch(epoch)
-
-    def _follows_epochs(self) -> bool:
-        return callable(getattr(self.own, "set_epoch", None))
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""
@@ -176,10 +167,7 @@ class SkippingSampler(_OwnSampler):
 
     def _order(self) -> Iterator[int]:
         """What the user's sampler yields in this epoch."""
-        key = _key(self.seed, "order", self._epoch)
-        generators, own_generator = Generators(key), generator_of(self.own)
-        if own_generator is not None:
-            own_generator.manual_seed(key)
+        generators = Generators(_key(self.seed, "order", self._epoch))
         with generators.in_place():
             indices = iter(self.own)
         drawn = 0
@@ -191,31 +179,6 @@ class SkippingSampler(_OwnSampler):
                 return
             yield from self._checked(chunk, drawn)
             drawn += len(chunk)
-
-    def check_order(self) -> None:
-        """Compare the first indices of two iterations.
-
-        Raises:
-            SamplerError: the order is not a function of the epoch, or the same in all although it is shuffled.
-        """
-        if self._length > _PROBE_LIMIT:
-            return
-        first, again, later = (self._first_of(epoch) for epoch in (0, 0, 1))
-        self.set_epoch(0)
-        if first != again:
-            raise SamplerError(
-                f"{self.name} yields another order each time it is iterated, which a resume cannot repeat: seed it "
-                "with the epoch in set_epoch(epoch), or give it state_dict() and load_state_dict(state)"
-            )
-        if first == later and first != sorted(first) and not self._follows_epochs():
-            message = f"{self.name} yields the same order in every epoch: shuffle with the epoch in set_epoch(epoch)"
-            if getattr(self.own, "shuffle", False):
-                raise SamplerError(message)
-            logger.warning(message)
-
-    def _first_of(self, epoch: int) -> list[int]:
-        self.set_epoch(epoch)
-        return list(islice(self._order(), _PROBE))
 
     def indices_at(self, positions: I64, epoch: int) -> I64:
         """The indices at positions within an epoch, counted over all ranks. Iterates it: not for the training loop."""

@@ -29,8 +29,6 @@ class Shuffled:
 class Drawing(Shuffled):
     """Draws from Python's and numpy's global generators while it is iterated."""
 
-    set_epoch = None  # type: ignore[assignment]
-
     def __iter__(self) -> Iterator[int]:
         order = np.random.permutation(len(self.data)).tolist()
         while order:
@@ -109,21 +107,6 @@ class Forgetful(Shuffled):
     """Shuffles alike in every epoch."""
 
     set_epoch = None  # type: ignore[assignment]
-
-    def __init__(self, data: Any, shuffle: bool) -> None:
-        super().__init__(data)
-        self.shuffle = shuffle
-
-
-class Unrepeatable(Shuffled):
-    """Draws from a generator that moves on."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(data)
-        self.rng = random.Random(1)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.rng.sample(range(len(self.data)), len(self.data)))
 
 
 class Short(Shuffled):
