@@ -61,7 +61,7 @@ def _parser() -> Parser:
 def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     run = RunDir(options.run)
     record = OrderRecord.read(run.order)
-    if record.kind == "own":
+    if record.sampler.is_own:
         record = _with_sampler(run, record, options)
     step = status_of(run).get("step")
     done = max(step if isinstance(step, int) else 0, last_step(run))  # the status may be some steps behind
@@ -133,7 +133,7 @@ def _totals_text(record: OrderRecord, rows: list[dict[str, Any]]) -> str:
     for i, row in enumerate(rows):
         steps = f"steps {row['first_step']} to {row['last_step']}"
         if i + 1 == len(rows):
-            estimate = "" if record.kind == "elastic" else " (an incomplete epoch counts in proportion)"
+            estimate = "" if record.sampler.elastic else " (an incomplete epoch counts in proportion)"
             title = f"\nthe whole run, {steps}{estimate}"
         else:
             title = f"{steps}, positions {row['first_position']} to {row['stop_position'] - 1}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.config.composition import Composed
 from runner.config.identity import differences
-from runner.config.schema import Config, SamplerKind, rank_invariant
+from runner.config.schema import Config, rank_invariant
 from runner.config.targets import instantiate
 from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import UserError
@@ -66,9 +66,9 @@ def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
             f"{option}: with another number of ranks the batches would be others, and so would the run: set "
             f"train.global_batch_size=N, the samples of a step over all ranks (train.batch_size={micro} is per rank)"
         )
-    if ranks.vary and sampler in (SamplerKind.distributed, SamplerKind.mixture) and not config.data.loader:
+    if ranks.vary and not (sampler.value.elastic or sampler.value.is_own) and not config.data.loader:
         errors.append(
-            f"{option}: sampler={sampler.value} resumes with the same number of ranks only: choose sampler=elastic"
+            f"{option}: sampler={sampler.name} resumes with the same number of ranks only: choose sampler=elastic"
         )
     if ranks.vary and whole is not None and train.grad_accum_steps is not None:
         errors.append(

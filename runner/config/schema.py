@@ -27,13 +27,7 @@ from runner.config.schedule import (
     weight_errors,
 )
 from runner.errors import nearest
-
-
-class SamplerKind(Enum):
-    distributed = "distributed"
-    mixture = "mixture"
-    elastic = "elastic"
-    own = "own"
+from runner.samplers import SamplerKind
 
 
 class WeightsBy(Enum):
@@ -262,8 +256,8 @@ def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
         yield "set train.global_batch_size=N: otherwise the batch of a step grows with the ranks"
     if config.data.loader:
         yield "remove data.loader, which deals out its own batches"
-    elif config.sampler.kind is not SamplerKind.elastic:
-        yield f"choose sampler=elastic: with {config.sampler.kind.value} the order depends on the ranks"
+    elif not config.sampler.kind.value.elastic:
+        yield f"choose sampler=elastic: with {config.sampler.kind.name} the order depends on the ranks"
     if config.strategy is not Strategy.ddp:
         yield f"choose strategy=ddp: {config.strategy.value} adds gradients in the order of the ranks"
 
@@ -446,13 +440,14 @@ def _eval_set_errors(config: Config) -> Iterator[str]:
 
 def _sampler_errors(config: Config) -> Iterator[str]:
     """Sources, weights, and phases that the sampler cannot follow."""
-    sources, options = list(config.data.sources), config.sampler
+    sources, options, name = list(config.data.sources), config.sampler, config.sampler.kind.name
+    kind = options.kind.value
     yield from option_errors("sampler", options)
-    if options.kind is SamplerKind.own and not options.target:
+    if kind.is_own and not options.target:
         yield "sampler._target_ is missing: name the class of your sampler, or choose sampler=elastic"
-    if options.kind is not SamplerKind.own and options.target:
+    if not kind.is_own and options.target:
         yield (
-            f"sampler._target_={options.target} is unused by sampler={options.kind.value}: choose sampler=own, or "
+            f"sampler._target_={options.target} is unused by sampler={name}: choose sampler=own, or "
             "remove it and its options with '~sampler._target_' and so on"
         )
     yield from weight_errors("sampler.weights", options.weights, sources)
@@ -461,27 +456,26 @@ def _sampler_errors(config: Config) -> Iterator[str]:
     yield from weight_errors("sampler.max_epochs", options.max_epochs, sources)
     if sources and not any(source_weights(config).values()):
         yield "sampler.weights are all 0: at least one source needs a weight above 0"
-    if options.kind is SamplerKind.distributed and len(sources) > 1:
+    if not kind.several and len(sources) > 1:
         yield (
-            f"sampler.kind=distributed samples one source and data.sources names {len(sources)} "
+            f"sampler.kind={name} samples one source and data.sources names {len(sources)} "
             f"({', '.join(sources)}): choose sampler=mixture or sampler=elastic, or keep one source "
             "(data=own has only those that you add)"
         )
-    if options.kind in (SamplerKind.distributed, SamplerKind.own):
-        for name, phase in config.phases.items():
+    if not kind.mixes:
+        for phase_name, phase in config.phases.items():
             if phase.weights or phase.temperature is not None:
-                kind = options.kind.value
-                yield f"phases.{name} sets weights, unused by sampler={kind}: choose sampler=mixture or elastic"
+                yield f"phases.{phase_name} sets weights, unused by sampler={name}: choose sampler=mixture or elastic"
     tempered = is_finite(options.temperature) and options.temperature > 0 and options.temperature != 1
-    if options.kind is SamplerKind.distributed and tempered:
+    if not kind.several and tempered:
         yield (
-            f"sampler.temperature={options.temperature:g} works with several sources, not with sampler=distributed: "
+            f"sampler.temperature={options.temperature:g} works with several sources, not with sampler={name}: "
             "choose data=mixture, or sampler=mixture or sampler=elastic with several data.sources, or leave it out"
         )
-    if options.kind is not SamplerKind.elastic:
+    if not kind.elastic:
         for key in ("exclude", "max_epochs"):
             if getattr(options, key):
-                yield f"sampler.{key} works with sampler=elastic only, not with {options.kind.value}"
+                yield f"sampler.{key} works with sampler=elastic only, not with {name}"
 
 
 def source_weights(config: Config) -> dict[str, Any]:

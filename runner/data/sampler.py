@@ -277,6 +277,13 @@ class DistributedSampler(_SeededSampler):
         self._size = len(dataset)
         self.num_samples = per_rank(self._size, self.num_replicas, drop_last)
 
+    @classmethod
+    def of_sources(
+        cls, sizes: Mapping[str, int], weights: Sequence[float], temperature: float, **common: Any
+    ) -> DistributedSampler:
+        """That of the sources one after the other, whatever their weights; see `runner.samplers.Kind`."""
+        return cls(range(sum(sizes.values())), **common)
+
     def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
         whole = self._whole(self._epoch if epoch is None else epoch)
         return whole[np.asarray(positions) % max(1, self._size)].astype(np.int64)
@@ -333,6 +340,14 @@ class MixtureSampler(_SeededSampler):
         self._offsets = bounds[:-1]
         self._source_sizes = [after - before for before, after in itertools.pairwise(bounds)]
         self.update_weights(weights, temperature)
+
+    @classmethod
+    def of_sources(
+        cls, sizes: Mapping[str, int], weights: Sequence[float], temperature: float, **common: Any
+    ) -> MixtureSampler:
+        """That of these sources; see `runner.samplers.Kind`."""
+        bounds = list(itertools.accumulate(sizes.values(), initial=0))
+        return cls(bounds, weights, **common, temperature=temperature)
 
     def update_weights(self, weights: Sequence[float], temperature: float = 1.0) -> None:
         """Change weights and temperature, effective at the next `iter()`. The length stays the same.

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
-from runner.config.schema import Config, Precision, SamplerKind, phase_schedule, rank_invariant, source_weights
+from runner.config.schema import Config, Precision, phase_schedule, rank_invariant, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
@@ -279,26 +278,14 @@ def sampler(
         shapes: the batch shapes of the run: they turn the start step of a phase into a position.
         allow_change: whether the state of another data plan may be loaded.
     """
-    from runner.data import DistributedSampler, MixtureSampler
-
-    options, phases = config.sampler, phase_schedule(config)
-    common = {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
-    if options.kind is SamplerKind.own:
-        sizes = {name: len(part) for name, part in datasets.items()}
+    options, sizes = config.sampler, {name: len(part) for name, part in datasets.items()}
+    if options.kind.value.is_own:
         return own_sampler(config, dataset, sizes, world.size, world.rank)
-    if options.kind is SamplerKind.distributed:
-        return DistributedSampler(dataset, **common, shuffle=options.shuffle, drop_last=options.drop_last)
-    first = phases.at(0)
-    if options.kind is SamplerKind.mixture:
-        return MixtureSampler(
-            list(accumulate((len(part) for part in datasets.values()), initial=0)),
-            first.weight_list,
-            **common,
-            shuffle=options.shuffle,
-            drop_last=options.drop_last,
-            temperature=first.temperature,
-        )
-    return _elastic_sampler(config, datasets, shapes, world, allow_change)
+    if options.kind.value.elastic:
+        return _elastic_sampler(config, datasets, shapes, world, allow_change)
+    first, common = phase_schedule(config).at(0), {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
+    common |= {"shuffle": options.shuffle, "drop_last": options.drop_last}
+    return options.kind.value.make(sizes, first.weight_list, first.temperature, **common)
 
 
 def _elastic_sampler(
@@ -392,11 +379,11 @@ def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes:
         "tokens_per_sample": tokens_per_sample(datasets),
         "batch_shapes": tuple(shapes),
     }
-    if config.sampler.kind is SamplerKind.elastic:
+    if config.sampler.kind.value.elastic:
         return OrderRecord.of_elastic(sampler.state_dict(), sizes, **shape)
     mixtures = phase_schedule(config).mixtures()
     return OrderRecord(
-        kind=config.sampler.kind.value,
+        kind=config.sampler.kind.name,
         seed=config.seed,
         sizes=sizes,
         segments=tuple(Segment(step, state.weights, state.temperature) for step, state in mixtures),
@@ -422,7 +409,7 @@ def data_plan(config: Config) -> dict[str, Any]:
 def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint and the run that loads it must have in common, each source by itself: a run may allow sources
     to be added and removed."""
-    parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.value}
+    parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.name}
     for name, dataset in datasets.items():
         own = dataset.fingerprint() if hasattr(dataset, "fingerprint") else {}
         parts[f"source {name}"] = {"samples": len(dataset), **own}

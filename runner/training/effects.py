@@ -15,15 +15,12 @@ from runner.config.schedule import WARMUP_STEPS, Decay, PhaseState, unreached_ph
 from runner.config.schema import (
     CheckpointConfig,
     Config,
-    SamplerKind,
     WeightsBy,
     phase_schedule,
     rank_invariant,
 )
 from runner.data.order.weights import shares
 
-MIXED = (SamplerKind.mixture, SamplerKind.elastic)
-"""The samplers that weights and a temperature concern."""
 ADD_HELD_OUT = "add held-out data as data.eval_sources.NAME"
 UNITS = {WeightsBy.sizes: "samples", WeightsBy.tokens: "tokens"}
 
@@ -40,7 +37,7 @@ def mixing_without_effect(config: Config) -> list[str]:
     """Return the lines about weights and temperatures; see `without_effect`."""
     if config.data.loader:
         return list(_beside_a_loader(config))
-    if config.sampler.kind is SamplerKind.own:
+    if config.sampler.kind.value.is_own:
         return []  # its class may make use of anything
     return [*_weights(config), *_temperatures(config)]
 
@@ -56,7 +53,7 @@ def _beside_a_loader(config: Config) -> Iterator[str]:
 
 def _weights(config: Config) -> Iterator[str]:
     options, sources, by = config.sampler, list(config.data.sources), config.sampler.weights_by
-    if options.kind is SamplerKind.elastic and not options.drop_last:
+    if options.kind.value.elastic and not options.drop_last:
         yield "sampler.drop_last=false has no effect with sampler=elastic, which leaves no sample out"
     if len(sources) == 1:
         alone = f"{sources[0]} is the only source in data.sources"
@@ -79,7 +76,7 @@ def _weights(config: Config) -> Iterator[str]:
 
 def _temperatures(config: Config) -> Iterator[str]:
     """Lines for temperatures that leave the shares as they are."""
-    if config.sampler.kind not in MIXED:
+    if not config.sampler.kind.value.mixes:
         return
     schedule, sources = phase_schedule(config), list(config.data.sources)
     base = [schedule.at(0)] if all(phase.start_step for phase in config.phases.values()) else []
@@ -154,7 +151,7 @@ def effective_digest(config: Config, plain: dict[str, Any]) -> str:
         flat.pop(key, None)
     if plain["optimizers"]:
         flat = {key: value for key, value in flat.items() if not key.startswith("optimizer.")}
-    if not config.data.loader and config.sampler.kind is not SamplerKind.own:
+    if not config.data.loader and not config.sampler.kind.value.is_own:
         mixing = ("sampler.weights", "sampler.temperature", "data.weights", "phases.")
         flat = {key: value for key, value in flat.items() if not key.startswith(mixing)}
         flat["phases"] = _mixtures(config)
@@ -188,7 +185,7 @@ def _mixtures(config: Config) -> list[Any]:
     for step in sorted(start for start in starts if last is None or start < last):
         state = schedule.at(step)
         weights: Any = list(state.weights.values())
-        if config.sampler.kind not in MIXED or single:
+        if not config.sampler.kind.value.mixes or single:
             mixed: Any = None
         elif any(isinstance(weight, WeightsBy) for weight in weights):
             mixed = [[str(weight) for weight in weights], state.temperature]

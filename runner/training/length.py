@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from runner.config.schema import Config, SamplerKind, length_errors
+from runner.config.schema import Config, length_errors
 from runner.data.order.batch_shape import BatchShape, position_at
 from runner.errors import UserError
+from runner.samplers import Kind
 
 
 def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> Config:
@@ -42,8 +43,5 @@ def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape
 def _samples(config: Config, total: int, shape: BatchShape) -> int:
     """The samples that the epochs have, over all ranks."""
     epochs = Fraction(str(config.train.epochs))  # as it was written: 0.29 of 100 samples are 29
-    if config.sampler.kind is not SamplerKind.distributed:
-        return int(epochs * total)
-    rank = total // shape.world_size if config.sampler.drop_last else -(-total // shape.world_size)
-    batches = rank // shape.batch_size  # those that the loader yields in an epoch: an incomplete one is dropped
-    return int(epochs * batches) * shape.batch_size * shape.world_size
+    kind: Kind = config.sampler.kind.value
+    return kind.samples_of(epochs, total, shape.world_size, shape.batch_size, config.sampler.drop_last)

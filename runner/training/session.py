@@ -21,7 +21,7 @@ from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.plain_yaml import read_plain
 from runner.config.schedule import unreached_phases
-from runner.config.schema import Config, NonFinite, SamplerKind, Strategy, phase_schedule, profiled_steps
+from runner.config.schema import Config, NonFinite, Strategy, phase_schedule, profiled_steps
 from runner.config.targets import instantiate
 from runner.data import StatefulDataLoader
 from runner.data.order.batch_shape import BatchShape, append_shape
@@ -501,15 +501,15 @@ class _Opening:
         )
         ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
         tokens = build.tokens_per_sample(datasets)
-        if config.sampler.kind is SamplerKind.elastic:
+        if config.sampler.kind.value.elastic:
             return loader, ElasticConsumption(loader, sampler, ledger, tokens)
-        kind = OwnConsumption if config.sampler.kind is SamplerKind.own else SeededConsumption
+        kind = OwnConsumption if config.sampler.kind.value.is_own else SeededConsumption
         consumption = kind(
             loader,
             sampler,
             ledger,
             tokens,
-            phases=phase_schedule(config) if config.sampler.kind is SamplerKind.mixture else None,
+            phases=phase_schedule(config) if config.sampler.kind.value.mixes else None,
             num_replicas=world.size,
             rank=world.rank,
         )

@@ -29,9 +29,10 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.compare import nested_differences, tensor_difference
 from runner.checkpoint.manifest import CorruptionError, read, verify
 from runner.cli.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
-from runner.config.schema import Config, SamplerConfig, SamplerKind, TrainConfig
+from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
+from runner.samplers import SamplerKind
 
 LOCAL = {name: kind.triggers for name, kind in KINDS.items() if kind.on_this_machine}
 

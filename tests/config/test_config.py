@@ -14,10 +14,11 @@ from runner.config.explain import expected
 from runner.config.frozen import load, load_plain
 from runner.config.identity import differences, flatten, kind_of
 from runner.config.schedule import Phase
-from runner.config.schema import Config, SamplerKind
+from runner.config.schema import Config
 from runner.config.search_path import conf_dir, groups
 from runner.config.tree import opened
 from runner.errors import UserError
+from runner.samplers import SamplerKind
 
 TREE = groups([conf_dir()])
 # What an option needs, or is meant for.

@@ -6,9 +6,10 @@ import pytest
 
 from launch.ranges import parse
 from runner.cli.launcher import rank_count_errors
-from runner.config.schema import Config, SamplerConfig, SamplerKind, TrainConfig
+from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.contracts import RankCounts
 from runner.errors import UserError
+from runner.samplers import SamplerKind
 
 
 @pytest.mark.parametrize(

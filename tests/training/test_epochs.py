@@ -10,12 +10,13 @@ import pytest
 from composing import compose
 from runs import PACED, TINY, Run, assert_same_run
 
-from runner.config.schema import Config, SamplerConfig, SamplerKind, TrainConfig
+from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.data.order.batch_shape import BatchShape
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import ExitStatus, UserError
 from runner.rundir.attempt_log import is_finished
 from runner.rundir.paths import RunDir
+from runner.samplers import SamplerKind
 from runner.training.length import with_steps
 
 OWN = [*TINY, PACED, "train.steps=null", "data=own", "checkpoint.every_steps=2"]

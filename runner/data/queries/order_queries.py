@@ -46,7 +46,7 @@ def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
     shape = record.shape_at(step - 1)
     first = record.position_at(step - 1)
     positions = np.arange(first, first + shape.global_batch_size, dtype=np.int64)
-    if record.kind == "elastic":
+    if record.sampler.elastic:
         order = record.elastic_sequence()
         positions = positions[positions < (order.total or positions[-1] + 1)]
         ids, index, epochs = order.locate(positions)
@@ -77,7 +77,7 @@ def times_of_sample(record: OrderRecord, source: str, index: int) -> list[Row]:
     if not 0 <= index < record.sizes[source]:
         raise RecordError(f"sample {source}:{index}: source {source!r} has indices 0 to {record.sizes[source] - 1}")
     end = record.position_at(record.steps)
-    if record.kind != "elastic":
+    if not record.sampler.elastic:
         from runner.data.queries.seeded_queries import sample_times
 
         return sample_times(record, source, index)
@@ -106,7 +106,7 @@ def source_totals(record: OrderRecord) -> list[Row]:
     Returns:
         One row per range of positions with constant shares, then one for the whole run.
     """
-    if record.kind == "elastic":
+    if record.sampler.elastic:
         return _elastic_totals(record)
     return _seeded_totals(record)
 
@@ -166,7 +166,7 @@ def _seeded_totals(record: OrderRecord) -> list[Row]:
 
 
 def _seeded_shares(record: OrderRecord, weights: Any, temperature: float) -> dict[str, float]:
-    if record.kind == "distributed":
+    if not record.sampler.several:
         total = sum(record.sizes.values())
         return {name: size / total for name, size in record.sizes.items()}
     values = shares([weights.get(name, 0) for name in record.sizes], temperature)
@@ -183,7 +183,7 @@ def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
     """
     if one.kind != other.kind:
         return {"position": 0, "reason": f"sampler {one.kind} and {other.kind}", "steps": [1, 1]}
-    if one.kind != "elastic":
+    if not one.sampler.elastic:
         return _seeded_difference(one, other)
     orders = one.elastic_sequence(), other.elastic_sequence()
     end = min(record.position_at(record.steps) for record in (one, other))
@@ -208,7 +208,7 @@ def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
 def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
     names = [name for name in ("seed", "sizes", "shuffle") if getattr(one, name) != getattr(other, name)]
     reasons = [f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names]
-    if one.kind == "elastic" and _first_weight_difference(one, other) is not None:
+    if one.sampler.elastic and _first_weight_difference(one, other) is not None:
         reasons.append("the segments differ")
     if one.exclusions != other.exclusions:
         texts = [listed([each.what for each in record.exclusions]) for record in (one, other)]
@@ -258,7 +258,7 @@ def _sample(order: ElasticSequence, position: int) -> str:
 def _seeded_difference(one: OrderRecord, other: OrderRecord) -> Row:
     reasons = _differing_inputs(one, other)
     world_sizes = [record.batch_shapes[0].world_size for record in (one, other)]
-    if world_sizes[0] != world_sizes[1] and one.kind == "mixture":
+    if world_sizes[0] != world_sizes[1] and one.sampler.mixes:
         reasons.append(
             f"world size {world_sizes[0]} and {world_sizes[1]}, on which the order of a seeded mixture depends"
         )

@@ -28,10 +28,10 @@ from runner.data.order.exclusions import Exclusion, Exclusions
 from runner.data.order.segments import Segment, segments_from_json
 from runner.data.order.sequence import ElasticSequence
 from runner.errors import UserError
+from runner.samplers import Kind, SamplerKind
 from runner.system.files import Guard, read_json, write_json
 
 VERSION = 1
-KINDS = ("elastic", "mixture", "distributed", "own")
 
 
 class RecordError(UserError):
@@ -128,7 +128,7 @@ class OrderRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OrderRecord:
-        if value["version"] != VERSION or value["kind"] not in KINDS:
+        if value["version"] != VERSION or value["kind"] not in SamplerKind.__members__:
             raise ValueError(f"version {value['version']}, kind {value['kind']}")
         if not value["batch_shapes"] or not value["segments"]:
             raise ValueError("batch_shapes or segments are empty")
@@ -139,6 +139,12 @@ class OrderRecord:
             segments=segments_from_json(value["segments"]),
             exclusions=tuple(map(Exclusion.from_json, value["exclusions"])),
         )
+
+    @property
+    def sampler(self) -> Kind:
+        """What there is to know of its kind."""
+        kind: Kind = SamplerKind[self.kind].value
+        return kind
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:
         """The sampler of a rank; kind `own` only.

@@ -93,7 +93,7 @@ def resume_plan(record: OrderRecord, step: int, overrides: Mapping[str, Any]) ->
         report["accepted"] = False
         report["notes"].append(f"seed {overrides['seed']}: the order has seed {record.seed}; the resume is refused")
         report["advice"].append(f"keep seed={record.seed}")
-    if record.kind == "elastic":
+    if record.sampler.elastic:
         _report_elastic(record, new, old, overrides, report)
     else:
         _report_seeded(record, new, old, overrides, report)
@@ -204,7 +204,7 @@ def _report_seeded(
     report |= {"epoch": current.epoch, "consumed_of_epoch": consumed, "epoch_samples": epoch_samples}
     if (new.world_size, new.batch_size) == (old.world_size, old.batch_size):
         report["notes"].append("ranks and batch are unchanged: the epoch continues exactly where it was")
-    elif record.kind == "distributed":
+    elif not record.sampler.mixes:
         report["repeated"], report["skipped"] = max(0, consumed - landing), min(left, max(0, landing - consumed))
         report["notes"].append(
             f"epoch {current.epoch} has consumed {consumed} of {epoch_samples} samples; skipping {current.batches} "
@@ -235,8 +235,8 @@ def _report_seeded_weights(
     segment = _changed_segment(record, current.segment, overrides)
     if segment is None:
         return
-    if record.kind == "distributed":
-        raise RecordError("sampler=distributed has neither weights nor a temperature: leave them out")
+    if not record.sampler.mixes:
+        raise RecordError(f"sampler={record.kind} has neither weights nor a temperature: leave them out")
     report["notes"].append(
         f"new weights end epoch {current.epoch} early: {left} of its samples are not consumed"
         if current.batches

@@ -35,9 +35,9 @@ class SeededPosition:
 
 def count_batches_per_epoch(record: OrderRecord, shape: BatchShape) -> int:
     """Micro-batches of one rank in an epoch, at least 1."""
-    if record.kind == "own":
+    if record.sampler.is_own:
         return max(1, len(record.sampler_of(shape.world_size, 0)) // shape.batch_size)
-    parts = list(record.sizes.values()) if record.kind == "mixture" else [sum(record.sizes.values())]
+    parts = record.sampler.drawn_sizes(record.sizes)
     ranks = shape.world_size
     samples = sum(size // ranks if record.drop_last else -(-size // ranks) for size in parts)
     return max(1, samples // shape.batch_size)

@@ -17,29 +17,16 @@ Row = dict[str, Any]
 
 def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
     """That of a rank, at the beginning of the epoch."""
-    if record.kind == "own":
-        sampler = record.sampler_of(at.shape.world_size, rank)
+    ranks = at.shape.world_size
+    if record.sampler.is_own:
+        sampler = record.sampler_of(ranks, rank)
     else:
-        sampler = _seeded_sampler(record, at, rank)
+        weights = [at.segment.weights.get(name, 0) for name in record.sizes]
+        common = {"num_replicas": ranks, "rank": rank, "seed": record.seed}
+        common |= {"shuffle": record.shuffle, "drop_last": record.drop_last}
+        sampler = record.sampler.make(record.sizes, weights, at.segment.temperature, **common)
     sampler.set_epoch(at.epoch)
     return sampler
-
-
-def _seeded_sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
-    from runner.data.sampler import DistributedSampler, MixtureSampler
-
-    common: dict[str, Any] = {
-        "num_replicas": at.shape.world_size,
-        "rank": rank,
-        "shuffle": record.shuffle,
-        "seed": record.seed,
-        "drop_last": record.drop_last,
-    }
-    if record.kind == "distributed":
-        return DistributedSampler(range(sum(record.sizes.values())), **common)
-    weights = [at.segment.weights.get(name, 0) for name in record.sizes]
-    bounds = np.cumsum([0, *record.sizes.values()]).tolist()
-    return MixtureSampler(bounds, weights, **common, temperature=at.segment.temperature)
 
 
 def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str], I64, I64]:
