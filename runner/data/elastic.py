@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from runner.data.order.exclusions import Exclusion, Exclusions, Selections, check_selections, excluded_from
 from runner.data.order.hashing import U64
-from runner.data.order.look_ahead import FIRST, MOST, LookAhead
 from runner.data.order.plan import OrderPlan
 from runner.data.order.segments import Segment, check_sizes, check_values, segment_at, segments_from_json
 from runner.data.order.sequence import VERSION, ElasticSequence
@@ -82,6 +81,10 @@ _MESSAGE = (
 )
 
 _CHUNK = 4096  # look up at most this many positions at a time when samples are yielded one by one
+# A lookup is some hundred numpy calls, which cost as much for 16 samples as for 500: batches are looked up in blocks. A
+# block begins small and grows, so that neither the first batch nor one after a change waits for many others.
+FIRST = 256  # samples in the first block
+MOST = 8192  # samples in a block; in a larger one a sample costs no less
 
 
 @dataclass
@@ -216,7 +219,6 @@ class ElasticSampler:
         self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
         self._iteration = _Iteration()
         self._skip = 0
-        self._keys_ahead = LookAhead()
         self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
         self.order: ElasticSequence
@@ -371,14 +373,7 @@ class ElasticSampler:
         Returns:
             uint64 of shape (count,).
         """
-        order, iteration = self.order, self._iteration
-        return self._keys_ahead.take(
-            (order, iteration.start),
-            first,
-            count,
-            lambda first, count: order.sample_keys(self._positions(iteration, first, count)),
-            lambda: self._samples_from(iteration) - first,
-        )
+        return self.order.sample_keys(self.positions(first, count))
 
     def indices_at(self, positions: I64) -> I64:
         """Dataset index of the sample at each position of the run, int64 of the same shape (count,)."""

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.elastic import ElasticSampler
+from runner.data.elastic import FIRST, MOST, ElasticSampler
 from runner.data.order.batch_shape import BatchShape, share_of
-from runner.data.order.look_ahead import FIRST, MOST, LookAhead
 from runner.data.order.spans import END
 
 I64 = NDArray[np.int64]
@@ -44,7 +43,6 @@ class MicroBatchSampler:
         self._of_step = len(self._share) * self._size  # samples of this rank in a step
         first = self._share.start * self._size
         self._offsets = np.arange(first, first + self._of_step, dtype=np.int64)
-        self._keys_ahead = LookAhead()
 
     def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
         """See `ElasticSampler.locate`; positions do not depend on ranks."""
@@ -115,14 +113,7 @@ class MicroBatchSampler:
 
     def sample_keys(self, first: int, count: int) -> NDArray[np.uint64]:
         """See `ElasticSampler.sample_keys`; of the samples that `positions` describes."""
-        order, start = self.sampler.order, int(self.sampler.positions(0, 1)[0])
-        return self._keys_ahead.take(
-            (order, start),
-            first,
-            count,
-            lambda first, count: order.sample_keys(self.positions(first, count)),
-            lambda: self._left_after(first),
-        )
+        return self.sampler.order.sample_keys(self.positions(first, count))
 
     def _reached(self, samples: int) -> int:
         """Samples of all ranks in the steps that this rank has completed after `samples` samples."""

@@ -77,27 +77,6 @@ def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) ->
     return part.copy() if num_replicas >= 8 else part
 
 
-class _Order:
-    """One rank's indices of an epoch; of `values`, if there are any, those at the indices.
-
-    Those are gathered when they are asked for: all of them at once would take half as long as drawing the epoch.
-    """
-
-    def __init__(self, indices: IndexArray, values: IndexArray | None = None) -> None:
-        self._indices, self._values = indices, values
-
-    def after(self, skip: int) -> _Order:
-        """Without the first `skip`."""
-        return _Order(self._indices[skip:], self._values)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, wanted: slice | NDArray[np.int64]) -> IndexArray:
-        indices = self._indices[wanted]
-        return indices if self._values is None else self._values.take(indices, mode="wrap")  # the fastest of its modes
-
-
 class _SeededSampler(Sampler[int], ABC):
     """Common to both seeded samplers: epoch, skip, batches of indices, state."""
 
@@ -223,7 +202,7 @@ class _SeededSampler(Sampler[int], ABC):
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + self._epoch)
 
-    def _take_order(self) -> _Order:
+    def _take_order(self) -> IndexArray:
         parameters, skip, self._skip = self._draw_parameters(), self._skip, 0
         if self._state_loaded and skip and self._drawn_with not in (None, parameters):
             raise SamplerStateError(
@@ -231,10 +210,10 @@ class _SeededSampler(Sampler[int], ABC):
                 f"this sampler's weights give {_listed(parameters)}: finish that epoch with the saved weights"
             )
         self._drawn_with, self._state_loaded = parameters, False
-        return self._order().after(skip)
+        return self._order()[skip:]
 
     @abstractmethod
-    def _order(self) -> _Order:
+    def _order(self) -> IndexArray:
         """This rank's whole epoch."""
 
     @abstractmethod
@@ -293,8 +272,8 @@ class DistributedSampler(_SeededSampler):
             return _identity(self._size)
         return permutation(self._size, torch.Generator().manual_seed(self.seed + epoch))
 
-    def _order(self) -> _Order:
-        return _Order(_stride(self._whole(self._epoch), self.rank, self.num_replicas, self.drop_last))
+    def _order(self) -> IndexArray:
+        return _stride(self._whole(self._epoch), self.rank, self.num_replicas, self.drop_last)
 
     def _sizes(self) -> dict[str, Any]:
         return {"size": self._size}
@@ -396,7 +375,7 @@ class MixtureSampler(_SeededSampler):
             self.rank, self._epoch = kept
         return result
 
-    def _order(self) -> _Order:
+    def _order(self) -> IndexArray:
         generator = self._generator()
         drawn: IndexArray = np.empty(
             self.num_samples, np.int32 if self._offsets[-1] + self._source_sizes[-1] < 2**31 else np.int64
@@ -408,7 +387,13 @@ class MixtureSampler(_SeededSampler):
             target = drawn[end : end + count]
             _fill(target, self._part(size, generator), offset)
             end += count
-        return _Order(permutation(len(drawn), generator), drawn) if self.shuffle else _Order(drawn)
+        if not self.shuffle:
+            return drawn
+        order = permutation(len(drawn), generator)
+        for first in range(0, len(order), _CHUNK):  # in place: an epoch may fill half of the memory
+            part = order[first : first + _CHUNK]
+            part[:] = drawn[part]
+        return order
 
     def _part(self, size: int, generator: torch.Generator) -> IndexArray:
         order = permutation(size, generator) if self.shuffle else _identity(size)
@@ -432,13 +417,13 @@ def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:
         np.add(part[: len(window)], offset, out=window, dtype=target.dtype)
 
 
-def integers(order: IndexArray | _Order) -> Iterator[int]:
+def integers(order: IndexArray) -> Iterator[int]:
     """`order` as Python integers, converted in chunks."""
     for first in range(0, len(order), _CHUNK):
         yield from order[first : first + _CHUNK].tolist()
 
 
-def _batches(order: _Order, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
+def _batches(order: IndexArray, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
     whole = len(order) // batch_size * batch_size
     step = max(_CHUNK // batch_size, 1) * batch_size
     for first in range(0, whole, step):  # widened in chunks: iterating over rows is the cheapest way to split an array

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch.utils.data import (
 
 from runner.data import DistributedSampler, StatefulDataLoader
 from runner.data.loading import loader as loader_module
-from runner.data.loading.index_stream import shuffled
 from runner.data.loading.pinning import can_pin
 
 DATA = Squares(23)
@@ -98,34 +96,6 @@ def batches(kind: Any, case: dict[str, Any], epochs: int = 3) -> list[Any]:
     torch.manual_seed(11)
     loader = build(kind, case)
     return [list(loader) for _ in range(epochs)]
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
-@pytest.mark.parametrize("count", [None, 5, 23, 46, 50])
-@pytest.mark.parametrize("replacement", [False, True])
-def test_a_shuffle_resumed_anywhere_draws_what_torchs_draws(own: bool, count: int | None, replacement: bool) -> None:
-    def remaining(start: Any, skip: int) -> tuple[list[int], torch.Tensor]:
-        torch.manual_seed(5)
-        generator = torch.Generator().manual_seed(6) if own else None
-        indices = list(start(RandomSampler(DATA, replacement, count, generator), skip))
-        return indices, torch.get_rng_state() if generator is None else generator.get_state()
-
-    def plain(sampler: RandomSampler, skip: int) -> Any:
-        return islice(sampler, skip, None)
-
-    for skip in (0, 1, 22, 23, 24, 49, 60):
-        (ours, our_state), (torchs, torchs_state) = remaining(shuffled, skip), remaining(plain, skip)
-        assert ours == torchs, skip
-        assert torch.equal(our_state, torchs_state), skip
-
-
-def test_a_shuffle_draws_with_its_first_index_not_before() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    indices = shuffled(RandomSampler(DATA), 3)
-    assert torch.equal(torch.get_rng_state(), before)
-    next(indices)
-    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def named(case: dict[str, Any]) -> str:

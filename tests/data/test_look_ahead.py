@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from properties import given_in_tiers
 
 from runner.data import ElasticSampler, StatefulDataLoader
+from runner.data.elastic import MOST
 from runner.data.micro_batches import MicroBatchSampler
 from runner.data.order.batch_shape import BatchShape
-from runner.data.order.look_ahead import FIRST, MOST, LookAhead
 
 SIZES = {"a": 900, "b": 2500, "c": 40}
 
@@ -90,35 +87,6 @@ def test_micro_batches_are_those_of_single_lookups(ranks: int, change: int) -> N
             assert mine.sample_keys(5 * number, 5).tolist() == mine.sampler.order.sample_keys(positions).tolist()
             if number == change:
                 mine.sampler.update_weights([0, 1, 0], position=20 * (number + 3))
-
-
-@pytest.mark.parametrize("left", [10**9, 3000])
-def test_few_lookups_serve_many_requests(left: int) -> None:
-    """Blocks grow; what is asked for out of turn, or of another order, is looked up again."""
-    lookups: list[tuple[int, int]] = []
-
-    def look_up(first: int, count: int) -> Any:
-        assert first + count <= left
-        lookups.append((first, count))
-        return np.arange(first, first + count) * 3
-
-    def take(of: str, first: int, count: int = 10) -> Iterator[int]:
-        values = ahead.take((of,), first, count, look_up, lambda: left - first)
-        assert values.tolist() == [3 * number for number in range(first, first + count)]
-        yield from values.tolist()
-
-    ahead = LookAhead()
-    for first in range(0, 3000, 10):
-        list(take("one", first))
-    assert len(lookups) <= 5
-    assert lookups[0] == (0, FIRST)
-    assert max(count for _, count in lookups) <= MOST
-    lookups.clear()
-    list(take("one", 5))
-    list(take("two", 15))
-    list(take("two", 25, 200))
-    assert [first for first, _ in lookups] == [5, 15]
-    assert pickle.loads(pickle.dumps(ahead)).take(("two",), 0, 3, look_up, lambda: left).tolist() == [0, 3, 6]
 
 
 def test_a_state_is_small_and_what_is_done_to_it_does_not_reach_the_next_one() -> None:

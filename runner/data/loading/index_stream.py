@@ -5,8 +5,7 @@ There are three kinds of sampler:
 - *by position* (`state_dict_at`): its state after any number of samples is a function of that number.
 - *by skip* (`set_skip`): its state is the epoch and the number of samples to skip.
 - *plain*: any other iterable. If it or its iterator has a `state_dict`, that is saved after each batch is drawn;
-  otherwise it is iterated again and its first indices are dropped, without loading data. torch's
-  SequentialSampler and RandomSampler skip without iterating: see `sequential` and `shuffled`.
+  otherwise it is iterated again and its first indices are dropped, without loading data.
 
 A sampler whose order may change in the middle of an iteration returns an iterator with the methods of `ChangingIndices`
 (from `iter_batches`, or from `__iter__` if the loader does not batch). A change then acts at the next batch that the
@@ -17,19 +16,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from runner.data.loading.fetch import Indices, is_stateful, items, restart
 from runner.data.loading.loader_state import size_of
 from runner.data.loading.protocols import LoaderStateError
-from runner.data.loading.seeds import draw_seed
-from runner.data.sampler import integers, permutation
 
 _NONE = object()
 
@@ -93,7 +89,7 @@ class IndexStream:
     def epoch_size(self) -> int | None:
         """Samples (batches, for a batch sampler) of every epoch; None if unknown, or if epochs may differ in it."""
         sampler = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
-        is_torchs = type(sampler) in (*_SKIPPING, TorchDistributedSampler)
+        is_torchs = type(sampler) in (SequentialSampler, RandomSampler, TorchDistributedSampler)
         is_same = is_torchs or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
         return size_of(self.sampler) if is_same else None
 
@@ -140,9 +136,6 @@ class IndexStream:
         if saved is not None:
             return self._resume_plain(saved)
         before = self._between_epochs() if is_stateful(self.sampler) else None
-        if (skipping := _SKIPPING.get(type(self.sampler))) is not None:
-            self._inner = skipping(self.sampler, skip)
-            return self._inner  # type: ignore[no-any-return]
         self._inner = iter(self.sampler)
         if not is_stateful(self._inner):
             self._base = before
@@ -200,31 +193,6 @@ class IndexStream:
     def _between_epochs(self) -> dict[str, Any]:
         state = copy.deepcopy(self.sampler.state_dict())
         return {"sampler": state, "iterator": None, "boundary": True, "ended": self._exhausted}
-
-
-def sequential(sampler: SequentialSampler, skip: int) -> Iterator[int]:
-    """`islice(sampler, skip, None)`."""
-    return iter(range(len(sampler))[skip:])
-
-
-def shuffled(sampler: RandomSampler, skip: int) -> Iterator[int]:
-    """`islice(sampler, skip, None)`, with the same draws from the same generators.
-
-    torch's iterator goes through a list of the whole permutation; an array is sliced at once.
-    """
-    if sampler.replacement:
-        yield from islice(sampler, skip, None)
-        return
-    size, generator = len(sampler.data_source), sampler.generator
-    if generator is None:
-        generator = torch.Generator().manual_seed(draw_seed(torch.default_generator))
-    for taken in chain(repeat(size, sampler.num_samples // size), [sampler.num_samples % size]):
-        yield from integers(permutation(size, generator)[skip:taken])
-        skip = max(skip - taken, 0)
-
-
-# Not for subclasses, whose order may be different.
-_SKIPPING: dict[type, Callable[[Any, int], Iterator[int]]] = {SequentialSampler: sequential, RandomSampler: shuffled}
 
 
 def as_array(indices: Indices) -> np.ndarray | None:
