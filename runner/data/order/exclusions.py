@@ -9,8 +9,8 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,8 +82,7 @@ def listed(selections: Sequence[Selection]) -> str:
     return texts if len(selections) <= _SHOWN else f"{texts} and {len(selections) - _SHOWN} more"
 
 
-@dataclass(frozen=True)
-class Exclusion:
+class Exclusion(NamedTuple):
     """From position `at` on, until position `until`, these samples are left out.
 
     Attributes:
@@ -97,17 +96,9 @@ class Exclusion:
 
     at: int
     what: Selection
-    keys: Keys = field(default_factory=dict)
+    keys: Keys = {}  # noqa: RUF012  nobody changes it
     until: int | None = None
     planned: bool = True
-
-    def in_force(self, position: int) -> bool:
-        """Whether it leaves out samples from this position on."""
-        return self.at <= position and (self.until is None or position < self.until)
-
-    def sources(self) -> list[str]:
-        """The sources whose samples it leaves out."""
-        return list(self.keys) if self.what.source == POSITIONS else [self.what.source]
 
     def to_json(self) -> dict[str, Any]:
         keys = {name: list(bounds) for name, bounds in self.keys.items()}
@@ -150,7 +141,7 @@ def excluded_from(selections: Iterable[Selection], at: int, key_ranges: KeyRange
         if one.source != POSITIONS:
             made.append(Exclusion(at, one, planned=planned))
         elif one.last >= at:
-            places.append(one._replace(first=max(at, one.first)))
+            places.append(one if one.first >= at else one._replace(first=at))
     if places:
         bounds = np.array([(one.first, one.last) for one in places], np.int64)
         keys = key_ranges(bounds[:, 0], bounds[:, 1])
@@ -186,32 +177,38 @@ def withdrawn(
             continue
         (positions if source == POSITIONS else samples).extend(Selection(source, *bounds) for bounds in rest)
         if one.at < position:
-            kept.append(replace(one, until=position))
+            kept.append(one._replace(until=position))
     return tuple(kept), samples, positions
 
 
 class LeftOut:
-    """What exclusions leave out of each source, looked up at many positions."""
+    """What exclusions leave out of each source, looked up at many positions.
+
+    Attributes:
+        changes: by the position at which exclusions are made or withdrawn, their sources.
+    """
 
     def __init__(self, exclusions: Exclusions) -> None:
-        self._samples: dict[str, list[tuple[Exclusion, tuple[int, int]]]] = {}
-        self._keys: dict[str, list[tuple[Exclusion, tuple[int, int]]]] = {}
+        # By source: from which position on, until which, the first and the last.
+        self._samples: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._keys: dict[str, list[tuple[int, int, int, int]]] = {}
         self.changes: dict[int, set[str]] = {}
-        """By the position at which exclusions are made or withdrawn, their sources."""
-        for one in exclusions:
-            if one.what.source != POSITIONS:
-                self._samples.setdefault(one.what.source, []).append((one, one.what[1:]))
-            for name, (first, stop) in one.keys.items():
-                self._keys.setdefault(name, []).append((one, (first, stop - 1)))
-            sources = one.sources()
-            self.changes.setdefault(one.at, set()).update(sources)
-            if one.until is not None:
-                self.changes.setdefault(one.until, set()).update(sources)
+        for at, what, keys, until, _ in exclusions:
+            end = LARGEST if until is None else until
+            for name, (first, stop) in keys.items():
+                self._keys.setdefault(name, []).append((at, end, first, stop - 1))
+            if what.source != POSITIONS:
+                self._samples.setdefault(what.source, []).append((at, end, what.first, what.last))
+            for position in (at, until):
+                if position is not None:
+                    self.changes.setdefault(position, set()).update(keys or (what.source,))
+        for sources in self.changes.values():
+            sources.discard(POSITIONS)  # where nothing stands
 
     def at(self, source: str, position: int) -> tuple[Ranges, Ranges]:
         """The samples and the keys of a source that are left out at a position."""
         samples, keys = (
-            Ranges.of(bounds for one, bounds in each.get(source, ()) if one.in_force(position))
+            Ranges.of((first, last) for at, end, first, last in each.get(source, ()) if at <= position < end)
             for each in (self._samples, self._keys)
         )
         return samples, keys

@@ -42,7 +42,11 @@ def stream_key(*parts: int | str) -> int:
 
     Different tuples give independent streams: (42, 1) and (43, 0) have nothing in common.
     """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return key_of("\x1f".join(f"{type(part).__name__}:{part}" for part in parts))
+
+
+def key_of(text: str) -> int:
+    """The `stream_key` of parts that were written into one text already, as it writes them."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -149,18 +149,18 @@ def check_sources(segments: Iterable[Segment], sizes: Mapping[str, int]) -> None
     Raises:
         SamplerError: an unknown or empty source.
     """
-    empty = {name for name, size in sizes.items() if not size}
+    filled = {name for name, size in sizes.items() if size}
     for segment in segments:
+        if segment.weights.keys() <= filled and segment.max_epochs.keys() <= sizes.keys():
+            continue
         for what, names in (("weight", segment.weights), ("max_epochs", segment.max_epochs)):
-            if names.keys() <= sizes.keys():
-                continue
-            name = next(name for name in names if name not in sizes)
-            raise SamplerError(
-                f"{what} for unknown source {name!r}{nearest(name, sizes)}; the sources are {', '.join(sizes)}"
-            )
-        for name in empty & segment.weights.keys():
-            if segment.weights[name] > 0:
-                weight = segment.weights[name]
+            for name in names:
+                if name not in sizes:
+                    raise SamplerError(
+                        f"{what} for unknown source {name!r}{nearest(name, sizes)}; the sources are {', '.join(sizes)}"
+                    )
+        for name, weight in segment.weights.items():
+            if weight > 0 and name not in filled:
                 raise SamplerError(f"source {name!r} has weight {weight:g} but no samples: set its weight to 0")
 
 
@@ -200,22 +200,23 @@ def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment
         SamplerError: none of these forms, an unknown key, or `start` is not an integer of 0 or more.
     """
     expected = "expected start (a position from 0 to 2^62), weights (by source name), temperature, max_epochs"
-    if isinstance(value, Segment):
-        given = vars(value)
-    elif not isinstance(value, tuple) and isinstance(value, Mapping):
-        given = dict(value)
-    elif isinstance(value, tuple | list) and 0 < len(value) <= 3:
-        given = dict(zip(("start", "weights", "temperature"), value, strict=False))
+    if isinstance(value, (tuple, list)) and 0 < len(value) <= 3:  # a tuple of types is the fastest
+        form: Sequence[Any] = value
+        start, weights, temperature, caps = *form, *(None,) * (3 - len(form)), None
+        unknown = False
+    elif isinstance(value, (dict, Segment, Mapping)):
+        given = vars(value) if isinstance(value, Segment) else dict(value)
+        unknown = not given.keys() <= {"start", "weights", "temperature", "max_epochs"}
+        start, weights, temperature, caps = map(given.get, ("start", "weights", "temperature", "max_epochs"))
     else:
         raise SamplerError(f"segment {value!r}: {expected}")
-    unknown = given.keys() - {"start", "weights", "temperature", "max_epochs"}
-    start, temperature = given.get("start"), given.get("temperature")
-    weights, caps = (given.get(key) or {} for key in ("weights", "max_epochs"))
+    weights, caps = weights or {}, caps or {}
     mappings = isinstance(weights, (dict, Mapping)) and isinstance(caps, (dict, Mapping))
-    if unknown or not mappings or not hasattr(start, "__index__") or not 0 <= integer("start", start) <= MAX_SIZE:
-        raise SamplerError(f"segment {given!r}: {expected}")
+    begin = integer("start", start) if hasattr(start, "__index__") else -1
+    if unknown or not mappings or not 0 <= begin <= MAX_SIZE:
+        raise SamplerError(f"segment {value!r}: {expected}")
     return Segment(
-        integer("start", start),
+        begin,
         {**base.weights, **weights},
         base.temperature if temperature is None else temperature,
         {**base.max_epochs, **caps},

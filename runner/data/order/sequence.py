@@ -164,9 +164,9 @@ class ElasticSequence:
         found: list[dict[str, tuple[int, int]]] = [{} for _ in range(len(first))]
         for i in np.flatnonzero((begin < end).any(axis=0)).tolist():
             stream, ranges = self._streams[i], np.flatnonzero(begin[:, i] < end[:, i])
-            keys = stream.keys_of(begin[ranges, i]), stream.end_keys(end[ranges, i])
-            for number, *bounds in zip(ranges.tolist(), *(each.tolist() for each in keys), strict=True):
-                found[number][stream.name] = (bounds[0], bounds[1])
+            keys = zip(stream.keys_of(begin[ranges, i]).tolist(), stream.end_keys(end[ranges, i]).tolist(), strict=True)
+            for number, bounds in zip(ranges.tolist(), keys, strict=True):
+                found[number][stream.name] = bounds
         return found
 
     def shares_at(self, position: int) -> dict[str, float]:

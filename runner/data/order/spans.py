@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.order.exclusions import Exclusions, LeftOut
-from runner.data.order.hashing import stream_key
+from runner.data.order.hashing import key_of
 from runner.data.order.interleave import Interleave
 from runner.data.order.segments import Segment
 from runner.data.order.source_stream import SourceStream
@@ -80,8 +80,8 @@ class Spans:
         for i, has_source in enumerate(sets):
             rows, sources = (self._set_of == i).nonzero()[0], has_source.nonzero()[0]
             self._place[rows] = np.arange(len(rows))
-            mixed = [names[source] for source in sources.tolist()]
-            keys = [stream_key(seed, "interleave", at, *mixed) for at in start[rows].tolist()]
+            mixed = "".join(f"\x1fstr:{names[source]}" for source in sources.tolist())
+            keys = [key_of(f"int:{seed}\x1fstr:interleave\x1fint:{at}{mixed}") for at in start[rows].tolist()]
             mixtures = Interleave(quanta[rows[:, None], sources], np.array(keys, np.uint64))
             self._mixtures.append((sources, mixtures))
             ended = (start[rows + 1] < END).nonzero()[0]
@@ -295,8 +295,11 @@ def _quanta(segments: Sequence[Segment], names: Sequence[str]) -> I64:
     plain = (temperature == 1) & np.isfinite(total)
     values = np.zeros_like(weights)
     values[plain] = weights[plain] / total[plain, None]
-    for row in np.flatnonzero(~plain).tolist():
-        drawn = np.flatnonzero(weights[row])
-        values[row, drawn] = shares(weights[row, drawn].tolist(), float(temperature[row]))
+    known: dict[tuple[float, ...], list[float]] = {}
+    for row, mixed in zip(np.flatnonzero(~plain).tolist(), weights[~plain].tolist(), strict=True):
+        key = (temperature[row], *mixed)
+        if key not in known:
+            known[key] = shares(mixed, float(temperature[row]))
+        values[row] = known[key]
     quanta: I64 = np.where(weights > 0, np.maximum(1, np.rint(values * _QUANTUM)), 0).astype(np.int64)
     return quanta
