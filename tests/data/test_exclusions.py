@@ -26,7 +26,7 @@ bounds = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=12)
 
 
 def ranges(pairs: list[tuple[int, int]]) -> Ranges:
-    return Ranges.of((low, low + length) for low, length in pairs)
+    return Ranges.of([(low, low + length) for low, length in pairs])
 
 
 def members(pairs: list[tuple[int, int]]) -> set[int]:

@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -190,25 +191,24 @@ class LeftOut:
 
     def __init__(self, exclusions: Exclusions) -> None:
         # By source: from which position on, until which, the first and the last.
-        self._samples: dict[str, list[tuple[int, int, int, int]]] = {}
-        self._keys: dict[str, list[tuple[int, int, int, int]]] = {}
-        self.changes: dict[int, set[str]] = {}
+        self._samples: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
+        self._keys: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
+        self.changes: dict[int, set[str]] = defaultdict(set)
         for at, what, keys, until, _ in exclusions:
             end = LARGEST if until is None else until
             for name, (first, stop) in keys.items():
-                self._keys.setdefault(name, []).append((at, end, first, stop - 1))
+                self._keys[name].append((at, end, first, stop - 1))
             if what.source != POSITIONS:
-                self._samples.setdefault(what.source, []).append((at, end, what.first, what.last))
-            for position in (at, until):
-                if position is not None:
-                    self.changes.setdefault(position, set()).update(keys or (what.source,))
-        for sources in self.changes.values():
-            sources.discard(POSITIONS)  # where nothing stands
+                self._samples[what.source].append((at, end, what.first, what.last))
+            names = keys if what.source == POSITIONS else (what.source,)
+            self.changes[at].update(names)
+            if until is not None:
+                self.changes[until].update(names)
 
     def at(self, source: str, position: int) -> tuple[Ranges, Ranges]:
         """The samples and the keys of a source that are left out at a position."""
         samples, keys = (
-            Ranges.of((first, last) for at, end, first, last in each.get(source, ()) if at <= position < end)
+            Ranges.of([(first, last) for at, end, first, last in each.get(source, ()) if at <= position < end])
             for each in (self._samples, self._keys)
         )
         return samples, keys

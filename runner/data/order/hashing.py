@@ -7,6 +7,7 @@ the platform or the numpy version. Does not import torch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -42,12 +43,16 @@ def stream_key(*parts: int | str) -> int:
 
     Different tuples give independent streams: (42, 1) and (43, 0) have nothing in common.
     """
-    return key_of("\x1f".join(f"{type(part).__name__}:{part}" for part in parts))
+    return int.from_bytes(_digest("\x1f".join(f"{type(part).__name__}:{part}" for part in parts)), "little")
 
 
-def key_of(text: str) -> int:
-    """The `stream_key` of parts that were written into one text already, as it writes them."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def keys_of(texts: Iterable[str]) -> U64:
+    """The `stream_key` of parts that were written into one text already, as it writes them, for each text."""
+    return np.frombuffer(b"".join(map(_digest, texts)), "<u8").astype(np.uint64)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def derive(keys: U64 | int, counters: NDArray[np.integer]) -> U64:

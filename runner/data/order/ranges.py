@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +28,9 @@ class Ranges:
     last: I64 = field(default_factory=lambda: _NONE)
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
+    def of(cls, pairs: Sequence[tuple[int, int]]) -> Ranges:
         """Any ranges, in any order, each as (first, last)."""
-        first, last = np.array([*pairs], np.int64).reshape(-1, 2).T
+        first, last = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2).T
         order = np.argsort(first, kind="stable")
         first, last = first[order], np.maximum.accumulate(last[order])
         begins = np.flatnonzero(np.append(True, first[1:] > last[:-1] + 1)[: len(first)])

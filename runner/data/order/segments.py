@@ -201,8 +201,8 @@ def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment
     """
     expected = "expected start (a position from 0 to 2^62), weights (by source name), temperature, max_epochs"
     if isinstance(value, (tuple, list)) and 0 < len(value) <= 3:  # a tuple of types is the fastest
-        form: Sequence[Any] = value
-        start, weights, temperature, caps = *form, *(None,) * (3 - len(form)), None
+        start, weights, temperature = (*value, None, None)[:3]
+        caps: Any = None
         unknown = False
     elif isinstance(value, (dict, Segment, Mapping)):
         given = vars(value) if isinstance(value, Segment) else dict(value)

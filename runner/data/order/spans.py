@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.order.exclusions import Exclusions, LeftOut
-from runner.data.order.hashing import key_of
+from runner.data.order.hashing import keys_of
 from runner.data.order.interleave import Interleave
 from runner.data.order.segments import Segment
 from runner.data.order.source_stream import SourceStream
@@ -81,8 +81,8 @@ class Spans:
             rows, sources = (self._set_of == i).nonzero()[0], has_source.nonzero()[0]
             self._place[rows] = np.arange(len(rows))
             mixed = "".join(f"\x1fstr:{names[source]}" for source in sources.tolist())
-            keys = [key_of(f"int:{seed}\x1fstr:interleave\x1fint:{at}{mixed}") for at in start[rows].tolist()]
-            mixtures = Interleave(quanta[rows[:, None], sources], np.array(keys, np.uint64))
+            keys = keys_of(f"int:{seed}\x1fstr:interleave\x1fint:{at}{mixed}" for at in start[rows].tolist())
+            mixtures = Interleave(quanta[rows[:, None], sources], keys)
             self._mixtures.append((sources, mixtures))
             ended = (start[rows + 1] < END).nonzero()[0]
             if ended.size:
@@ -295,11 +295,8 @@ def _quanta(segments: Sequence[Segment], names: Sequence[str]) -> I64:
     plain = (temperature == 1) & np.isfinite(total)
     values = np.zeros_like(weights)
     values[plain] = weights[plain] / total[plain, None]
-    known: dict[tuple[float, ...], list[float]] = {}
-    for row, mixed in zip(np.flatnonzero(~plain).tolist(), weights[~plain].tolist(), strict=True):
-        key = (temperature[row], *mixed)
-        if key not in known:
-            known[key] = shares(mixed, float(temperature[row]))
-        values[row] = known[key]
+    if not plain.all():
+        distinct, which = np.unique(np.column_stack([temperature, weights])[~plain], axis=0, return_inverse=True)
+        values[~plain] = np.array([shares(mixed, heat) for heat, *mixed in distinct.tolist()])[which.reshape(-1)]
     quanta: I64 = np.where(weights > 0, np.maximum(1, np.rint(values * _QUANTUM)), 0).astype(np.int64)
     return quanta
