@@ -80,7 +80,6 @@ _MESSAGE = (
     "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
 )
 
-_CHUNK = 4096  # look up at most this many positions at a time when samples are yielded one by one
 # A lookup is some hundred numpy calls, which cost as much for 16 samples as for 500: batches are looked up in blocks. A
 # block begins small and grows, so that neither the first batch nor one after a change waits for many others.
 FIRST = 256  # samples in the first block
@@ -330,15 +329,7 @@ class ElasticSampler:
         return self._samples_from(iteration) - iteration.drawn
 
     def _integers(self, iteration: _Iteration) -> Iterator[int]:
-        chunk = 64  # grows, so that taking a few samples is cheap
-        while (count := min(chunk, self._remaining(iteration))) > 0:
-            chunk = min(2 * chunk, _CHUNK)
-            order = self.order
-            for index in order.indices_at(self._positions(iteration, iteration.drawn, count)).tolist():
-                iteration.drawn += 1
-                yield index
-                if self.order is not order:
-                    break  # the weights have changed, and with them the rest of the chunk
+        return (int(batch[0]) for batch in self._batches(iteration, 1, drop_last=True))
 
     def _batches(self, iteration: _Iteration, batch_size: int, drop_last: bool) -> Iterator[I64]:
         ahead = FIRST
