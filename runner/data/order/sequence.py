@@ -184,10 +184,6 @@ class ElasticSequence:
         """Id of a source: its index in `names`."""
         return self._id[name]
 
-    def stream(self, source: int) -> SourceStream:
-        """The stream of a source id."""
-        return self._streams[source]
-
     def sample_keys(self, positions: I64) -> U64:
         """A 64-bit identity (seed, source, key) for the sample at each position."""
         ids, numbers = self.numbers(positions)

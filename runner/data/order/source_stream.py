@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,19 +234,6 @@ class SourceStream:
         epoch, offset = divmod(key, self.size)
         numbers, _ = self._before(np.array([min(epoch, MAX_SIZE)]), np.array([offset]))
         return int(numbers[0])
-
-    def inputs(self, begin: int, end: int) -> tuple[Any, ...]:
-        """What the samples numbered `begin` to `end` - 1 depend on; equal for streams that give the same ones."""
-        parts = []
-        for i, era in enumerate(self._eras):
-            following = self._eras[i + 1].number if i + 1 < len(self._eras) else end
-            first, stop = max(begin, era.number), min(end, following)
-            if first < stop:
-                low, high = self.key_of(first), self.key_of(stop - 1)
-                between = (era.keys.first > low) & (era.keys.first < high)
-                keys = Ranges(era.keys.first[between], era.keys.last[between])
-                parts.append((first, low, era.samples, keys))
-        return self.name, self.size, tuple(parts)
 
     def _before(self, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
         """How many samples come before each (epoch, offset), and whether the one there is left out."""

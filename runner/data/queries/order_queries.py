@@ -6,14 +6,14 @@ arithmetic; the seeded samplers draw the epochs in question, with torch. Neither
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.exclusion_texts import POSITIONS
 from runner.data.order.exclusions import listed
 from runner.data.order.segments import segment_at
 from runner.data.order.sequence import ElasticSequence
@@ -25,7 +25,7 @@ I64 = NDArray[np.int64]
 Row = dict[str, Any]
 
 _SCAN = 1 << 14  # positions compared at a time
-_SCAN_LIMIT = 1 << 22  # and within one span
+_SCAN_LIMIT = 1 << 22  # and in all
 
 
 def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
@@ -188,21 +188,19 @@ def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
     orders = one.elastic_sequence(), other.elastic_sequence()
     end = min(record.position_at(record.steps) for record in (one, other))
     end = min(end, *(order.total or end for order in orders))
-    reasons = _differing_inputs(one, other)
-    for first, last in _differing_ranges(orders, end):
-        for start in range(first, last, _SCAN):
-            if start - first >= _SCAN_LIMIT:
-                return {"position": None, "compared": start, "common": end, "reason": "; ".join(reasons)}
-            positions = np.arange(start, min(last, start + _SCAN), dtype=np.int64)
-            position = _first_mismatch(orders, positions)
-            if position is not None:
-                return {
-                    "position": position,
-                    "steps": [one.step_of(position), other.step_of(position)],
-                    "samples": [_sample(order, position) for order in orders],
-                    "reason": "; ".join(reasons),
-                }
-    return {"position": None, "compared": end, "common": end, "reason": "; ".join(reasons)}
+    reason, first = "; ".join(_differing_inputs(one, other)), min(end, _first_other_input(one, other, end))
+    compared = min(end, first + _SCAN_LIMIT)
+    for start in range(first, compared, _SCAN):
+        positions = np.arange(start, min(compared, start + _SCAN), dtype=np.int64)
+        position = _first_mismatch(orders, positions)
+        if position is not None:
+            return {
+                "position": position,
+                "steps": [one.step_of(position), other.step_of(position)],
+                "samples": [_sample(order, position) for order in orders],
+                "reason": reason,
+            }
+    return {"position": None, "compared": compared, "common": end, "reason": reason}
 
 
 def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
@@ -222,25 +220,18 @@ def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
     return reasons
 
 
-def _differing_ranges(orders: tuple[ElasticSequence, ElasticSequence], end: int) -> Iterator[tuple[int, int]]:
-    """Ranges of positions that the two orders do not derive from the same inputs."""
-    same_streams = orders[0].seed == orders[1].seed and orders[0].shuffle == orders[1].shuffle
-    bounds = {0, *(span.start for order in orders for span in order.spans)}
-    bounds |= {place for order in orders for one in order.exclusions for place in (one.at, one.what.first)}
-    for first, last in pairwise([*sorted(bound for bound in bounds if bound < end), end]):
-        inputs = [_range_inputs(order, first, last) for order in orders]
-        if not same_streams or inputs[0] != inputs[1]:
-            yield first, last
-
-
-def _range_inputs(order: ElasticSequence, first: int, last: int) -> tuple[Any, ...]:
-    """Everything that the samples at positions `first` to `last` - 1, all of one span, depend on, apart from the seed.
-
-    Streams with different exclusions may be equal within these positions.
-    """
-    span, begin, end = order.span_at(first), order.numbers_at(first), order.numbers_at(last)
-    streams = [order.stream(source).inputs(int(begin[source]), int(end[source])) for source in span.sources.tolist()]
-    return streams, span.quanta, span.key, span.start
+def _first_other_input(one: OrderRecord, other: OrderRecord, end: int) -> int:
+    """The first position that two elastic orders do not derive from the same inputs; `end` if they have the same."""
+    sizes = [{**record.sizes, **record.retired} for record in (one, other)]
+    if any(sizes[0][name] != sizes[1][name] for name in sizes[0].keys() & sizes[1].keys()):
+        return 0
+    if (one.seed, one.shuffle) != (other.seed, other.shuffle):
+        return 0
+    starts = [_first_weight_difference(one, other)]
+    for mine, theirs in ((one.exclusions, other.exclusions), (other.exclusions, one.exclusions)):
+        new = [each for each in mine if each not in theirs]
+        starts += [max(each.at, each.what.first if each.what.source == POSITIONS else 0) for each in new]
+    return min((start for start in starts if start is not None), default=end)
 
 
 def _first_mismatch(orders: tuple[ElasticSequence, ElasticSequence], positions: I64) -> int | None:
@@ -275,7 +266,12 @@ def _seeded_difference(one: OrderRecord, other: OrderRecord) -> Row:
 def _first_weight_difference(one: OrderRecord, other: OrderRecord) -> int | None:
     """The first start of a segment from which the two records have other weights, temperatures or caps."""
     for start in sorted({segment.start for record in (one, other) for segment in record.segments}):
-        held = [replace(segment_at(record.segments, start), start=start) for record in (one, other)]
-        if held[0] != held[1]:
+        held = [segment_at(record.segments, start) for record in (one, other)]
+        drawn = [{name: weight for name, weight in each.weights.items() if weight > 0} for each in held]
+        caps = [
+            {name: cap for name, cap in each.max_epochs.items() if name in names}
+            for each, names in zip(held, drawn, strict=True)
+        ]
+        if drawn[0] != drawn[1] or held[0].temperature != held[1].temperature or caps[0] != caps[1]:
             return start
     return None
