@@ -1,6 +1,6 @@
 """Checks of saved states: what a state may hold is declared, and checked wholly before anything of it is restored.
 
-A declaration is a `Kind`, or a `Record`, `ListOf`, `MapOf`, `TupleOf` of declarations. A *seal* is a digest of a state,
+A declaration is a `Kind`, or a `Record`, `ListOf`, `MapOf` of declarations. A *seal* is a digest of a state,
 kept in the state: values that were exchanged for others of the same kind do not pass as a place in the data. It detects
 mistakes, not forgery.
 
@@ -10,8 +10,7 @@ Does not import torch.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -62,28 +61,13 @@ class MapOf:
     value: Declaration
 
 
-@dataclass(frozen=True)
-class TupleOf:
-    """A list or tuple of this length."""
-
-    items: tuple[Declaration, ...]
-
-
-Declaration: TypeAlias = Kind | Record | ListOf | MapOf | TupleOf
+Declaration: TypeAlias = Kind | Record | ListOf | MapOf
 
 
 def whole(low: int = 0, high: int = LARGEST) -> Kind:
     """An integer from `low` to `high`; a bool is none."""
     bounds = f"an integer of {low} or more" if high == LARGEST else f"an integer from {low} to {high}"
     return Kind(bounds, lambda value: type(value) is int and low <= value <= high)
-
-
-def number(low: float = 0.0, above: bool = False) -> Kind:
-    """A finite number of `low` or more, or above `low`."""
-    return Kind(
-        f"a finite number {'above' if above else 'of at least'} {low:g}",
-        lambda value: type(value) in (int, float) and math.isfinite(value) and (value > low if above else value >= low),
-    )
 
 
 def one_of(*values: Any) -> Kind:
@@ -131,12 +115,7 @@ def problem_in(value: Any, declared: Declaration, key: str = "") -> tuple[str, s
         return _problem_in_mapping(value, declared, key)
     if not isinstance(value, list | tuple):
         return key, shown(value), "a list"
-    items: Sequence[Declaration] = [declared.item] * len(value) if isinstance(declared, ListOf) else declared.items
-    if len(items) != len(value):
-        return key, shown(value), f"a list of {len(items)} values"
-    return _first(
-        problem_in(each, item, f"{key}[{i}]") for i, (each, item) in enumerate(zip(value, items, strict=True))
-    )
+    return _first(problem_in(each, declared.item, f"{key}[{i}]") for i, each in enumerate(value))
 
 
 def _problem_in_mapping(value: Any, declared: Record | MapOf, key: str) -> tuple[str, str, str] | None:
