@@ -24,7 +24,7 @@ from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.permutation import Domain, permute
 from runner.data.order.segments import Segment, check_sources
 from runner.data.order.source_stream import SourceStream
-from runner.data.order.spans import END, Span, resolved
+from runner.data.order.spans import END, resolved
 from runner.data.order.weights import SamplerError
 
 VERSION = 1
@@ -171,7 +171,7 @@ class ElasticSequence:
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""
-        span = self.span_at(position)
+        span = self.spans.at(position)
         total = sum(span.quanta)
         return {self.names[i]: q / total for i, q in zip(span.sources.tolist(), span.quanta, strict=True)}
 
@@ -191,10 +191,6 @@ class ElasticSequence:
             epochs, offsets = self._epochs_and_offsets(ids, numbers)
             numbers = epochs * self._n[ids] + offsets
         return derive(self._stream_keys[ids] ^ np.uint64(stream_key(self.seed, "sample")), numbers)
-
-    def span_at(self, position: int) -> Span:
-        """The span that contains `position`, or the last one."""
-        return self.spans.at(position)
 
     def _epochs_and_offsets(self, ids: I64, numbers: I64) -> tuple[I64, I64]:
         if not self._has_exclusions:

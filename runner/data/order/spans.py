@@ -288,7 +288,8 @@ class _Rows:
 
 def _quanta(segments: Sequence[Segment], names: Sequence[str]) -> I64:
     """Share of each source in each segment, times 2^44, and 0 without a weight; int64 of shape (segments, sources)."""
-    weights = np.array([[one.weights.get(name, 0.0) for name in names] for one in segments], np.float64)
+    none = dict.fromkeys(names, 0.0)
+    weights = np.array([[*{**none, **one.weights}.values()] for one in segments], np.float64)
     temperature = np.array([one.temperature for one in segments], np.float64)
     with np.errstate(over="ignore"):
         total = np.add.accumulate(weights, axis=1)[:, -1]  # one after another, as `shares` adds them
