@@ -90,6 +90,7 @@ class Left:
     """Samples that one change left out: of a source by index, or those that stood at positions, by key."""
 
     text: str
+    planned: bool  # by the configuration, which may withdraw it; else by a call
     samples: dict[str, set[int]] = field(default_factory=dict)
     keys: dict[str, set[int]] = field(default_factory=dict)
 
@@ -180,14 +181,14 @@ class Recount:
         self.consumed.append(sample)
         self.position += 1
 
-    def exclude(self, texts: list[str], before: ElasticSampler) -> None:
+    def exclude(self, texts: list[str], before: ElasticSampler, planned: bool = True) -> None:
         """One change: samples from here on, or what stands at positions in the order `before` the change."""
         made: list[Left] = []
         for text in texts:
             name, _, bounds = text.rpartition(":")
             first, _, last = bounds.partition("-")
             wanted = range(int(first), int(last or first) + 1)
-            left = Left(text)
+            left = Left(text, planned)
             if name not in ("", "positions"):
                 left.samples[name] = set(wanted)
             else:
@@ -214,7 +215,7 @@ class Recount:
             end = max(end, last)
 
     def withdraw(self, text: str) -> None:
-        self.left_out = [left for left in self.left_out if left.text != text]
+        self.left_out = [left for left in self.left_out if left.text != text or not left.planned]
         self._gone.clear()
 
     def change_weights(self, weights: dict[str, float], temperature: float) -> None:
@@ -472,7 +473,7 @@ class History:
                 raise
             self._say("refused: nothing would be left")
             return
-        self.recount.exclude(texts, before)
+        self.recount.exclude(texts, before, planned=False)
 
     def _save(self) -> None:
         self._say("save twice")
