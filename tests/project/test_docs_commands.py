@@ -68,8 +68,6 @@ def goodput(folder: Path, printed: str) -> None:
     assert list(found["goodput"]) == list(BUCKETS) == list(found["runs"][0]["goodput"])
     assert {"weeks", "attempts_without_account"} <= found.keys()
     assert {"seconds", "kept_s", "saves"} <= records(folder / "outputs" / "often", "attempts.jsonl")[0].keys()
-    lines = [line.rstrip() for line in printed.splitlines()]
-    assert set(lines) >= set(shown("goodput.md", "ok      with 1 kills").splitlines())
 
 
 def housekeeping(folder: Path, printed: str) -> None:
