@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from runner.data.loading.fetch import is_stateful
-from runner.data.loading.global_draws import Generators
 from runner.data.loading.seeds import generator_of
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.weights import SamplerError, SamplerStateError, integer
+from runner.system.generators import Generators
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from runner.config.targets import CHANGES_TRAINING
 from runner.errors import CallbackError, PeerError, SupersededError, UserError
 from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
-from runner.system import clock, files
+from runner.system import clock, files, generators
 from runner.system.distributed import World
-from runner.training.generators import Generators, seed_of
 from runner.training.hook import METHODS, Failure, Hook, create, failure_of, restore
 from runner.training.peers import peer_errors
 from runner.training.recorder import SilentRecorder
@@ -189,11 +188,10 @@ class Callbacks:
         self._modules: list[nn.Module] = []
 
     def _create(self, nodes: dict[str, Any], saved: RunState | None) -> None:
-        self._generators = Generators(self.device)
         self._modules = list(self.model.modules())
-        with self._generators.lent():
+        with generators.lent():
             for name, node in nodes.items():
-                self._generators.seed(seed_of(self.config["seed"], name))
+                generators.seed(generators.seed_of(self.config["seed"], name), gpus=True)
                 hook = create(name, node)
                 if saved is not None:
                     restore(hook, saved)
@@ -241,7 +239,7 @@ class Callbacks:
         """`state` with those of the callbacks."""
         if not self.hooks:
             return replace(state, callbacks={}, dropped_callbacks={})
-        with self._generators.lent():
+        with generators.lent():
             for hook in list(self._of["state_dict"]):
                 self._attempt(hook, "state_dict", hook.refresh)
         return replace(
@@ -261,9 +259,9 @@ class Callbacks:
         hooks = self._of[method]
         if not hooks:
             return
-        with self._generators.lent():
+        with generators.lent():
             for hook in list(hooks):
-                self._generators.seed(seed_of(self.config["seed"], hook.name, method, step))
+                generators.seed(generators.seed_of(self.config["seed"], hook.name, method, step), gpus=True)
                 context = Context(self, step, record, values)
                 with self._observing(evaluating=method != "on_step_end"), self._unchanged(hook, method, step):
                     self._attempt(hook, method, lambda: getattr(hook.callback, method)(context))  # noqa: B023

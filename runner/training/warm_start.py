@@ -96,7 +96,7 @@ def _of_file(path: Path) -> Source:
 
     try:
         with files.open_regular(path, follow=True) as file:  # models from a hub are links into its cache
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             weights = load_file(path)  # opens it once more
             read, mapped = files.stat_fd(file.fileno()), files.stat(path)
         if (read.st_dev, read.st_ino, read.st_mtime_ns) != (mapped.st_dev, mapped.st_ino, mapped.st_mtime_ns):
