@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.notify is not None and not options.notify.strip():
         raise UserError("--notify: the command is empty: name a shell command, such as 'echo \"$RUNNER_SUMMARY\"'")
     if options.watch is None and not options.notify:
-        _report(roots, options)
+        _show_report(roots, options)
         return 0
     try:
         return _watch(roots, options, options.watch or WATCH_S)
@@ -99,7 +99,7 @@ def _watch(roots: Sequence[Path], options: Any, every_s: float) -> int:
     """
     still = 0
     while True:
-        runs = _report(roots, options, every_s)
+        runs = _show_report(roots, options, every_s)
         still = 0 if any(run.state in UNDER_WAY for run in runs) else still + 1
         if options.notify and still and (not _to_come(runs) or still == LOOKS):
             return _notify(options.notify, runs)
@@ -110,7 +110,7 @@ def _to_come(runs: Sequence[RunResults]) -> bool:
     return any(run.state in (*UNDER_WAY, "not started") for run in runs)
 
 
-def _report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
+def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
     runs = results(roots)
     if not runs:
         raise UserError(f"there are no runs in {', '.join(map(str, roots))}: name the directory that contains them")

@@ -377,7 +377,7 @@ class Composer:
         if lines := unused_in_files(self.tree.hydra_changes(composed)):
             raise UserError("\n".join(lines))
         config = _own(composed)
-        typed = _typed(config)
+        typed = _in_schema(config)
         plain = plain_values(typed)
         choices = dict(composed.hydra.runtime.choices)
         if shape is not None:
@@ -573,7 +573,7 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
     Raises:
         UserError: values are missing, and `given` is None.
     """
-    return plain_values(_typed(_own(config, given)))
+    return plain_values(_in_schema(_own(config, given)))
 
 
 def _own(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
@@ -602,7 +602,7 @@ def _resolves(config: DictConfig, key: str = "") -> bool:
     return True
 
 
-def _typed(config: DictConfig) -> DictConfig:
+def _in_schema(config: DictConfig) -> DictConfig:
     """The resolved values of `config`, merged into the schema: a user's primary config need not start from it."""
     typed = OmegaConf.merge(schema(), escaped(plain_values(config)))
     assert isinstance(typed, DictConfig)

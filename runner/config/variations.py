@@ -100,7 +100,7 @@ class Variations:
         top = [path for path in self._paths.values() if len(path) == 1 and path in raw]
         self._top = {path[0]: type(config[path[0]]) for path in top}
         self._following = {path: _at(config, path[:-1]) for path in _following(texts, self._paths)}
-        self._before = {path: _plain(node[path[-1]]) for path, node in self._following.items()}
+        self._before = {path: _plain_value(node[path[-1]]) for path, node in self._following.items()}
 
     def plain(self, values: Values) -> Values | None:
         """The resolved config with other values; None if that is not certain to be what Hydra would compose.
@@ -113,7 +113,7 @@ class Variations:
         try:
             changed = {self._paths[key]: self._set(key, value) for key, value in values.items()}
             for path, node in self._following.items():
-                value = _plain(node[path[-1]])
+                value = _plain_value(node[path[-1]])
                 if not _same(value, self._before[path]):
                     changed[path] = value
             made: Values = copied(self._plain)
@@ -129,7 +129,7 @@ class Variations:
             raise _NotSingleError  # what follows it may need its type, which the schema gives
         OmegaConf.update(self._config, key, value, merge=True)
         path = self._paths[key]
-        return _plain(_at(self._config, path[:-1])[path[-1]])
+        return _plain_value(_at(self._config, path[:-1])[path[-1]])
 
     def _converted(self, path: Path, value: Any) -> Any:
         """`value` as the schema has it."""
@@ -137,7 +137,7 @@ class Variations:
             raise _NotSingleError
         node = _at(self._typed, path[:-1])
         node[path[-1]] = value
-        return _plain(node[path[-1]])
+        return _plain_value(node[path[-1]])
 
 
 class _NotSingleError(Exception):
@@ -179,7 +179,7 @@ def _at(node: Any, path: Path) -> Any:
     return node
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """A value of a config as `plain_values` has it."""
     if isinstance(value, DictConfig | ListConfig):
         return OmegaConf.to_container(value, resolve=True, enum_to_str=True)

@@ -28,7 +28,7 @@ from runner.system import generators
 from runner.system.distributed import World, shared
 from runner.training.gradient_sum import GradientSum
 from runner.training.optimizers import Optimizers
-from runner.training.parallel import Computation, SharedBuffers, send_from_main
+from runner.training.parallel import Computation, SharedBuffers, broadcast_tensors
 from runner.training.tasks import Task
 from runner.training.tree import Node, TreeSum, nodes_of
 from runner.training.unchanged import Unchanged
@@ -99,7 +99,7 @@ class FixedMicroBatches:
         self._unchanged: Unchanged | None = Unchanged(model)  # in the first step
         SharedBuffers(world, model).synchronize()
         # A model may have drawn its weights from what is not seeded.
-        send_from_main([*model.parameters()], world)
+        broadcast_tensors([*model.parameters()], world)
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
         return computation

@@ -61,7 +61,7 @@ from runner.training.optimizers import Optimizers
 from runner.training.parallel import place
 from runner.training.peers import peer_errors
 from runner.training.profiler import Profiler
-from runner.training.recorder import RunRecorder, SilentRecorder
+from runner.training.recorder import Recorder, RunRecorder
 from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
@@ -107,7 +107,7 @@ class Session:
 
     trainer: Trainer
     steps: int  # of the run, now that the data are open
-    recorder: RunRecorder | SilentRecorder
+    recorder: Recorder
     warm_up: threading.Thread
     handler: WarningHandler | None = None
 
@@ -549,7 +549,7 @@ class _Opening:
 
     def _recorder(
         self, step: int, evaluated: bool, manager: TrainStateManager, meter: StepMeter | None = None
-    ) -> RunRecorder | SilentRecorder:
+    ) -> Recorder:
         """Truncate the metrics to `step` and open them.
 
         Raises:
@@ -557,7 +557,7 @@ class _Opening:
             SupersededError: a newer attempt holds the lease.
         """
         if self.log is None:
-            return SilentRecorder()
+            return Recorder()
         self.log.total = self.config.steps
         self.log.resumed(step)
         metrics, timings = insist(lambda: resume_records(self.run, step, evaluated), self.run.metrics)

@@ -195,7 +195,7 @@ def test_a_report_that_the_disk_refuses_stops_no_training(tmp_path: Path, caplog
     for error in (OSError(errno.EIO, os.strerror(errno.EIO)), superseded):
         callbacks.run = RunDir(tmp_path, files.Guard("lease-00000001", partial(check, error)))
         with pytest.raises(SupersededError) if error is superseded else nullcontext():
-            callbacks._report(callbacks.hooks[0], Failure("it raised", "traceback"))
+            callbacks._drop(callbacks.hooks[0], Failure("it raised", "traceback"))
     assert [entry.getMessage().partition(";")[0] for entry in caplog.records] == ["it raised"]
 
 
