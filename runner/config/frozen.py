@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, lru_cache
@@ -83,6 +84,22 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
             f"{run.config} is truncated or was edited by hand ({reason}): fix it, or remove it and rerun the command, "
             f"which writes it again ({run.code.name} lists the overrides)"
         ) from None
+
+
+def over_schema(values: dict[str, Any]) -> dict[str, Any]:
+    """Resolved values over the schema's types and defaults, section by section: the jobs of a sweep share most of them.
+
+    A user's primary config need not start from the schema.
+
+    Raises:
+        READ_ERRORS: they do not fit.
+    """
+    names = [field.name for field in fields(Config)]
+    if sorted(values) == sorted(names):
+        with suppress(*READ_ERRORS):
+            made: dict[str, Any] = copied({name: _merged(_text(name, values[name]))[1] for name in names})
+            return made
+    return plain_values(OmegaConf.merge(schema(), escaped(values)))
 
 
 def _whole(text: str) -> dict[str, Any]:
