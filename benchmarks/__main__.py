@@ -26,7 +26,6 @@ NAMES = (
     "checkpoint",
     "large",
     "report",
-    "goodput",
     "slurm",
 )
 

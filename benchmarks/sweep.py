@@ -34,7 +34,7 @@ CASES = {  # command, where it is run, goal in seconds
         "none",
         5.0,
     ),
-    f"{RUNS:,} finished runs given again": (("-m", *SETTINGS, SEEDS), "finished", 3.0),
+    f"{RUNS:,} finished runs given again": (("-m", *SETTINGS, SEEDS), "finished", 8.0),
     f"{RUNS:,} unfinished runs planned": (("-m", "-n", *SETTINGS, SEEDS), "unfinished", None),
     f"status over {RUNS:,} runs": (("status", "outputs"), "finished", 0.5),
 }

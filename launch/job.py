@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from launch import rendezvous, requeue, scheduler, submission
+from launch import batch, rendezvous, requeue, scheduler, submission
 from runner.contracts import is_same_job
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
@@ -36,7 +37,7 @@ def start(
     requeue_killed: bool = True,
     submission: str | None = None,
 ) -> NoReturn:
-    """The submitted callable: make one attempt in this job and exit with its status.
+    """Make one attempt in this job and exit with its status.
 
     Args:
         run_dir: the run directory; everything else is read from it.
@@ -52,7 +53,7 @@ def start(
     module, _, name = attempt.partition(":")
     try:
         if submission not in (None, named):
-            job.yield_verdict("submitit has found the file of an earlier job with this id")  # the right one is to come
+            job.yield_verdict("the file that was found is of an earlier job with this id")  # the right one is to come
             sys.exit(ExitStatus.FAILED)
         if job.is_of_another(RunDir(Path(run_dir))):
             with suppress(OSError):  # the log is on a full disk, say
@@ -69,6 +70,21 @@ def start(
         job.record_verdict()
 
 
+def main(folder: str) -> NoReturn:
+    """What the batch script starts in each task, `python -m launch.job FOLDER`: do what this job was submitted for."""
+    processes.environment[batch.FOLDER] = folder
+    found = batch.find_start(Path(folder), own_id())
+    if found is None:
+        sys.exit(f"[launch] the command that submitted job {own_id()} has not recorded it in {folder}")
+    start(**asdict(found))
+
+
+def own_id() -> str:
+    """The id of this process's job; of a task of an array the form by which it is requeued."""
+    array, task = processes.environment.get("SLURM_ARRAY_JOB_ID"), processes.environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else processes.environment["SLURM_JOB_ID"]
+
+
 class SlurmJob:
     """The job that this process runs in."""
 
@@ -82,12 +98,10 @@ class SlurmJob:
         self._requeue_killed = requeue_killed
         self.early_signal: int | None = None
         self.restart_count = rendezvous.restart_count()
-        array, task = processes.environment.get("SLURM_ARRAY_JOB_ID"), processes.environment.get("SLURM_ARRAY_TASK_ID")
-        # A task of an array is requeued by this form of its id.
-        self.job_id = f"{array}_{task}" if array else processes.environment["SLURM_JOB_ID"]
+        self.job_id = own_id()
         self._requeuer = requeue.Requeuer(self.job_id, self.restart_count, submission)
         self._has_verdict = True  # the end of this process decides how the job ends
-        folder = Path(processes.environment.get("SUBMITIT_FOLDER", os.devnull))
+        folder = Path(processes.environment.get(batch.FOLDER, os.devnull))
         mark = requeue.mark(self.job_id, submission)
         self._starts = requeue.starts_file(folder, mark)
         self._verdict = requeue.verdict_file(folder, mark, self.restart_count)
@@ -102,11 +116,7 @@ class SlurmJob:
         return False
 
     def catch_signals(self) -> None:
-        """Remember the first signal that asks this job to stop, until the attempt installs its own handlers.
-
-        Replaces submitit's handlers, which ignore SIGTERM (every preemption) and exit in the middle of a step at
-        SIGUSR2.
-        """
+        """Remember the first signal that asks this job to stop, until the attempt installs its own handlers."""
         for signum in set(STOP_SIGNALS) & set(signals.handled()):
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM and means nothing
@@ -211,3 +221,7 @@ def _node_was_lost(record: dict[str, Any]) -> bool:
     states = node.get("State", "DOWN")
     restarted = any(node.get(each, "")[:1].isdigit() and node[each] > began for each in ("BootTime", "SlurmdStartTime"))
     return restarted or "*" in states or not LOST_NODE.isdisjoint(states.split("+"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

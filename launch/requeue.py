@@ -243,13 +243,13 @@ class Requeuer:
             return cause
         outcome = self._ask_until_queued(RETRY_S, MAX_REFUSALS if cause == "interrupted" else math.inf)
         if outcome == "asked":
-            _report(f"{cause}: requeued job {self._job_id}")
+            _print(f"{cause}: requeued job {self._job_id}")
             return cause
         return cause if outcome == "requeued" and self._asked else outcome
 
     def _requeue_unfinished(self) -> None:
         if self._ask_until_queued(STATE_CHECK_PAUSE_S) == "asked":
-            _report(f"the notice is nearly over and the attempt is not done: requeued job {self._job_id} as it is")
+            _print(f"the notice is nearly over and the attempt is not done: requeued job {self._job_id} as it is")
 
     def _ask_until_queued(self, pause_s: float, max_refusals: float = math.inf) -> str | None:
         """Until the job is queued: "asked" if it was us who asked, else "requeued"; "cancelled"; None: gave up.
@@ -265,7 +265,7 @@ class Requeuer:
             refusals += outcome == "refused"
             forgotten = forgotten + 1 if self._forgotten else 0
             if forgotten == MAX_FORGOTTEN:
-                _report(f"Slurm has lost job {self._job_id}: nothing is requeued, rerun the command to continue")
+                _print(f"Slurm has lost job {self._job_id}: nothing is requeued, rerun the command to continue")
                 return "cancelled"
             clock.sleep(RETRY_S if forgotten else pause_s)
         return None
@@ -300,7 +300,7 @@ class Requeuer:
         try:
             scheduler.requeue(self._job_id, only_running=is_running(job))
         except scheduler.SchedulerError as error:
-            _report(f"cannot requeue job {self._job_id} yet: {error}")
+            _print(f"cannot requeue job {self._job_id} yet: {error}")
             return False
         return True
 
@@ -311,10 +311,10 @@ class Requeuer:
             self._forgotten = False
         except scheduler.SchedulerError as error:
             self._forgotten = isinstance(error, scheduler.ForgottenError)
-            _report(f"Slurm does not report the state of job {self._job_id}: {error}")
+            _print(f"Slurm does not report the state of job {self._job_id}: {error}")
             return {}
         if self._is_another(found):
-            _report(f"the id {self._job_id} belongs to another job now, and this job is gone: nothing is requeued")
+            _print(f"the id {self._job_id} belongs to another job now, and this job is gone: nothing is requeued")
             return {"JobState": "REVOKED"}
         return found
 
@@ -340,5 +340,5 @@ class Requeuer:
         return renamed and submitted is not None and submitted > self._began
 
 
-def _report(text: str) -> None:
+def _print(text: str) -> None:
     print(f"[launch] {text}", file=sys.stderr, flush=True)

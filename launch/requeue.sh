@@ -23,7 +23,7 @@ read -r REQUEUE_BOOT </proc/sys/kernel/random/boot_id
 export RUNNER_BATCH_BEGAN="$REQUEUE_BOOT $REQUEUE_UPTIME"
 REQUEUE_BEGAN=$(TZ=UTC0 date +%Y-%m-%dT%H:%M:%S)
 
-# The ranks are to know it from here: submitit finds what they are to do by the id of the job alone.
+# The ranks are to know it from here: they find what they are to do by the id of the job alone.
 export REQUEUE_SUBMISSION
 # A job that Slurm has lost may work on beside a later one with its id. And each start has a file of its own: a rank of an
 # earlier start, on a node that was cut off, may write its own late.

@@ -14,7 +14,7 @@ COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
 TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
 JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
 END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
-# How submitit's name for a batch script begins; the name of the submission follows, and a number.
+# How the name of a batch script begins, as submitit's own do; the name of the submission follows, and a number.
 SCRIPT_PREFIX = ".submission_file_"
 SCRIPT_NAME = re.compile(re.escape(SCRIPT_PREFIX) + r"([0-9a-f]{32})-\d+\.sh")
 # squeue pads each field to its width and puts this after it.

@@ -1,30 +1,27 @@
 """Runs as jobs of a Slurm cluster: one job, or one job array for a sweep.
 
-submitit writes the batch script and calls sbatch. What it pickles is tiny, a run directory and the name of a function
-(see `launch.job.start`): everything about a run is in its directory.
+What a job is passed is tiny, a run directory and the name of a function (see `launch.job.start`): everything about a
+run is in its directory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console
 
-from launch import display, node_range, requeue, scheduler, submission
+from launch import batch, display, node_range, requeue, scheduler, submission
 from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors
 from launch.environment import environment_lines, examine_environment
-from launch.job import start
 from launch.options import SlurmOptions
 from launch.scheduler import RecordedJob
 from runner.contracts import Finding, JobInfo, RankCounts, is_same_job
@@ -32,14 +29,11 @@ from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-if TYPE_CHECKING:
-    from submitit.slurm.slurm import SlurmExecutor
-
 # A job whose time of submission Slurm did not tell was submitted before it was recorded, by clocks that may differ by
 # this much: munge refuses others.
 CLOCKS_DIFFER_S = 300.0
 
-# Where a sweep's batch script, pickles and logs are, beside its runs.
+# Where a sweep's batch script, notes and logs are, beside its runs.
 SWEEP_FOLDER = ".slurm"
 
 # Variables that tell Slurm's commands where the cluster is; all others of SLURM_* describe the job that one is in.
@@ -121,11 +115,12 @@ class SlurmLauncher(SlurmOptions):
         folder, name = _folder(run_dirs), _name(run_dirs)
         return "\n".join(self._script(len(part), len(run_dirs), folder, name) for part in parts)
 
-    def _script(self, runs: int, total: int, folder: Path, name: str) -> str:
-        executor = self._executor(folder, name, runs, total)
-        if runs > 1:
-            executor.parameters["map_count"] = runs
-        return executor._make_submission_file_text(executor._submitit_command_str, "")
+    def _script(self, runs: int, total: int, folder: Path, name: str, unique: str = "") -> str:
+        """The batch script for `runs` of the `total` runs of a command, as the submission `unique`."""
+        # The arrays of a large sweep share the number of runs that may run at the same time.
+        parallel = max(1, self.array_parallelism * runs // total)
+        parameters = {**self._parameters(folder, name, unique), "array_parallelism": parallel}
+        return batch.script(folder, self._python(), runs, parameters)
 
     def after(self, run_dir: Path) -> SlurmLauncher | None:
         """Jobs that Slurm starts once the job of the run has succeeded; None if it has none in the queue."""
@@ -154,7 +149,7 @@ class SlurmLauncher(SlurmOptions):
             for size in map(len, self._arrays(run_dirs)):
                 part = list(islice(parts, size))
                 submitted += self._submit(part, attempt, _folder(run_dirs), _name(run_dirs), len(runs))
-        except (OSError, RuntimeError) as refused:  # RuntimeError: submitit's, with the message of sbatch
+        except (OSError, RuntimeError) as refused:  # RuntimeError: with the message of sbatch
             error = refused
         except KeyboardInterrupt:
             print("interrupted: a job may have been submitted; rerun the command, which finds out", file=sys.stderr)
@@ -227,7 +222,7 @@ class SlurmLauncher(SlurmOptions):
         Args:
             runs: of one array, with the right to submit each.
             attempt: see `launch`.
-            folder: where submitit's files go.
+            folder: where its files go.
             name: of the job.
             total: how many runs the command submits, in this array and others.
 
@@ -245,21 +240,14 @@ class SlurmLauncher(SlurmOptions):
                 runs[0].make_dirs(folder)
         else:
             files.make_dirs(folder)
-        arguments = [str(run.path) for run in runs], [attempt] * len(runs)
         unique, is_asked = submission.new_name(), False
-        options = [self.max_timeouts] * len(runs), [self.requeue_killed] * len(runs), [unique] * len(runs)
+        starts = [batch.Start(str(run.path), attempt, self.max_timeouts, self.requeue_killed, unique) for run in runs]
         try:
-            # submitit prints the error that it raises as well.
-            with (
-                _names_by_submitit(unique),
-                contextlib.redirect_stderr(io.StringIO()),
-                self._no_conflicting_variables(),
-                files.owned(),
-            ):
-                executor = self._executor(folder, name, len(runs), total, unique)
+            with self._no_conflicting_variables(), files.owned():
+                text = self._script(len(runs), total, folder, name, unique)
                 submission.begin(runs, unique)
                 is_asked = True
-                jobs = executor.map_array(start, *arguments, *options)
+                ids = batch.submit(text, folder, starts)
         except BaseException as error:
             if is_asked:
                 submission.abandon(runs, unique, error)
@@ -271,11 +259,11 @@ class SlurmLauncher(SlurmOptions):
                     files.remove_dir(folder)
             raise
         try:
-            identity = {"submission": unique, **self._identity(jobs[0].job_id, name, unique)}
-            for run, job in zip(runs, jobs, strict=True):
-                self._register(run, job.job_id, folder, identity)
+            identity = {"submission": unique, **self._identity(ids[0], name, unique)}
+            for run, each in zip(runs, ids, strict=True):
+                self._register(run, each, folder, identity)
         except (OSError, SupersededError) as error:
-            job_id = jobs[0].job_id.partition("_")[0]
+            job_id = ids[0].partition("_")[0]
             try:
                 submission.cancel(unique)
             except scheduler.SchedulerError as silent:
@@ -285,7 +273,7 @@ class SlurmLauncher(SlurmOptions):
             submission.end(runs, unique)
             raise
         submission.end(runs, unique)
-        return [job.job_id for job in jobs]
+        return ids
 
     def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:
         """What tells the submitted job from later ones with the same id; if Slurm does not tell, without its time."""
@@ -334,16 +322,6 @@ class SlurmLauncher(SlurmOptions):
         finally:
             processes.environment.update(hidden)
 
-    def _executor(self, folder: Path, name: str, runs: int, total: int, unique: str = "") -> SlurmExecutor:
-        """What submits `runs` of the `total` runs of a command, as the submission `unique`."""
-        from submitit.slurm.slurm import SlurmExecutor
-
-        executor = SlurmExecutor(folder, python=self._python())
-        # The arrays of a large sweep share the number of runs that may run at the same time.
-        parallel = max(1, self.array_parallelism * runs // total)
-        executor.update_parameters(**self._parameters(folder, name, unique), array_parallelism=parallel)
-        return executor
-
     def _python(self) -> str:
         """The command that starts Python, as the shell reads it."""
         return self.python or shlex.quote(sys.executable)
@@ -390,24 +368,6 @@ class SlurmLauncher(SlurmOptions):
             "srun_args": ["--kill-on-bad-exit=1", "--open-mode=append", *cpus, *self.srun_args],
             "additional_parameters": extra,
         }
-
-
-@contextlib.contextmanager
-def _names_by_submitit(unique: str) -> Iterator[None]:
-    """Let submitit name its files after `unique` and a number instead of at random.
-
-    So they are told from those of other commands in the same folder, and their job from other jobs.
-    """
-    from submitit.core import core
-    from submitit.slurm import slurm
-
-    numbers = count()
-    names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{unique}-{next(numbers)}"))
-    with contextlib.ExitStack() as restored:
-        for module in (core, slurm):
-            restored.callback(setattr, module, "uuid", getattr(module, "uuid"))  # noqa: B009
-            setattr(module, "uuid", names)  # noqa: B010
-        yield
 
 
 def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
@@ -474,7 +434,7 @@ def _refusal(error: Exception) -> str:
 
 
 def _folder(run_dirs: list[Path]) -> Path:
-    """Where submitit's files go: the logs of a single run, or a directory beside the runs of a sweep."""
+    """Where a submission's files go: the logs of a single run, or a directory beside the runs of a sweep."""
     first = run_dirs[0].absolute()
     return RunDir(first).logs if len(run_dirs) == 1 else first.parent / SWEEP_FOLDER
 

@@ -14,10 +14,10 @@ import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from subprocess import CalledProcessError
 from typing import Any
 
 from launch import scheduler
+from launch.batch import RefusedError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
@@ -136,7 +136,7 @@ def cancel(name: str) -> None:
 
 
 def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
-    """After a submission that failed with `error`, of submitit; returns if no job is left of it, and no note either.
+    """After a submission that failed with `error`; returns if no job is left of it, and no note either.
 
     Raises:
         UncertainError: a job may be left, or may still be accepted; the notes are kept.
@@ -144,9 +144,8 @@ def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
     """
     if not isinstance(error, Exception):
         raise error
-    said = error.__cause__
-    if isinstance(said, CalledProcessError):  # by sbatch
-        if said.returncode < 0 or LOST_ANSWER.search(str(error)):
+    if isinstance(error, RefusedError):
+        if error.status < 0 or LOST_ANSWER.search(str(error)):
             raise UncertainError(str(error)) from error
     else:
         try:

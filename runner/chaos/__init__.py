@@ -8,7 +8,7 @@
     faults.py         the kinds of fault, each with what it requires of the run
     drill.py          the reference run, the runs under faults
     compare.py        two run directories, bit for bit
-    report.py, picture.py, display.py   what people see
+    report.py, display.py   what people see
 
 The command line is in `runner.cli.chaos` and `chaos_options`. Nothing here trains: the runs are `python -m runner`
 processes, as a user would start them.

@@ -18,7 +18,6 @@ from runner.chaos.faults import KINDS
 from runner.chaos.plan import Outcome, PlannedFault
 from runner.errors import UserError
 from runner.report.page import page
-from runner.report.picture import draw, is_possible
 from runner.report.runs import RunResults, read_run
 from runner.rundir.paths import RunDir
 from runner.system.files import write_atomic
@@ -140,29 +139,18 @@ def show(result: Result, console: Console) -> None:
         console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
 
 
-def write(result: Result, path: Path) -> list[Path]:
-    """Write the report, and for Markdown the plots beside it; the files written.
+def write(result: Result, path: Path) -> None:
+    """Write the report, as JSON or else as HTML.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: the file cannot be written.
     """
-    beside = path.with_suffix(".png")
-    contents: dict[Path, str | bytes]
-    if path.suffix == ".json":
-        contents = {path: json.dumps(result.as_json(), indent=2) + "\n"}
-    elif path.suffix == ".html":
-        contents = {path: as_html(result)}
-    else:
-        runs = [run for run in _results(result) if "loss" in run.series]
-        picture = {beside: draw(runs, "loss")} if runs and is_possible() else {}
-        contents = {**picture, path: as_markdown(result, beside.name if picture else None)}
+    content = json.dumps(result.as_json(), indent=2) + "\n" if path.suffix == ".json" else as_html(result)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file, content in contents.items():
-            write_atomic(file, content)
+        write_atomic(path, content)
     except OSError as error:
         raise UserError(f"--report {path} cannot be written ({error.strerror}): choose another file") from None
-    return [path, *(file for file in contents if file != path)]
 
 
 def _results(result: Result) -> list[RunResults]:
@@ -182,24 +170,9 @@ def _facts(result: Result) -> list[str]:
     ]
 
 
-def as_markdown(result: Result, picture: str | None) -> str:
-    """The report as Markdown; `picture`: the file name of the plots beside it."""
-    first, *rest = result.verdict()
-    lines = [f"# {result.config} under faults", "", f"**{first}**", "", *(f"- {line}" for line in rest)]
-    lines += ["", *([f"![Losses with and without faults]({picture})", ""] if picture else [])]
-    lines += [_markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS)), *map(_markdown_row, rows(result.outcomes))]
-    lines += ["", _markdown_row(DETAILS), _markdown_row(["---"] * len(DETAILS))]
-    lines += [_markdown_row([str(cell) for cell in _single(outcome)]) for outcome in result.outcomes]
-    return "\n".join([*lines, "", *(f"- {fact}" for fact in _facts(result)), ""])
-
-
 def _single(outcome: Outcome) -> tuple[Any, ...]:
     answer = f"{RIGHT if outcome.answered else WRONG} {outcome.answer}"
     return outcome.number, outcome.kind, outcome.trigger, outcome.run, outcome.step, outcome.steps_lost, answer
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
 def as_html(result: Result) -> str:

@@ -32,13 +32,13 @@ class Copy:
         unstable: names of those that were found to change while they were copied.
     """
 
-    def __init__(self, tensors: Tensors, sources: Tensors, postponed: Collection[str]) -> None:
+    def __init__(self, tensors: Tensors, sources: Tensors, copy_later: Collection[str]) -> None:
         self.tensors = tensors
         self.sources = sources
         self.unstable: set[str] = set()
-        self._postponed = [name for name in sources if name in postponed]
+        self._copied_later = [name for name in sources if name in copy_later]
         self._versions = {name: _version(source) for name, source in sources.items()}
-        self._ready = _events(sources[name] for name in self._postponed)
+        self._ready = _events(sources[name] for name in self._copied_later)
 
     def complete(self) -> None:
         """Make the rest of the copies.
@@ -57,14 +57,14 @@ class Copy:
             self._copy()
         for stream in streams:
             stream.synchronize()
-        self.unstable = {name for name in self._postponed if _version(self.sources[name]) != self._versions[name]}
+        self.unstable = {name for name in self._copied_later if _version(self.sources[name]) != self._versions[name]}
         if self.unstable:
             names = ", ".join(sorted(self.unstable))
             raise CheckpointError(f"a forward or backward pass changed {names}, which is copied at once from now on")
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for name in self._postponed:
+        for name in self._copied_later:
             target, source = self.tensors[name], self.sources[name].detach()
             if source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg():
                 np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())  # with torch's threads it trains
@@ -95,18 +95,18 @@ class HostBuffers:
         self._steady: set[str] = set()
 
     @torch.no_grad()
-    def copy(self, tensors: Tensors, may_wait: Collection[str] = ()) -> Copy:
+    def copy(self, tensors: Tensors, copy_later: Collection[str] = ()) -> Copy:
         """Copy `tensors` (this rank's shards); the next call overwrites the result.
 
         Args:
             tensors: by flat name.
-            may_wait: names of those that stay as they are until `observe` is called, unless a forward pass changes
+            copy_later: names of those that stay as they are until `observe` is called, unless a forward pass changes
                 them. Each is copied at once the first time, too.
         """
         sources = {name: shard(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
-        postponed = self._steady.intersection(may_wait)
-        now = [name for name in sources if name not in postponed]
+        later = self._steady.intersection(copy_later)
+        now = [name for name in sources if name not in later]
         if any(not sources[name].is_cpu for name in now):
             for name in now:
                 self._buffers[name].copy_(sources[name], non_blocking=sources[name].is_cuda)
@@ -114,7 +114,7 @@ class HostBuffers:
                 torch.cuda.synchronize(device)
         elif now:
             torch._foreach_copy_([self._buffers[name] for name in now], [sources[name] for name in now])
-        return Copy(self._buffers, sources, postponed)
+        return Copy(self._buffers, sources, later)
 
     def observe(self, copy: Copy) -> None:
         """After the forward and backward passes that follow a copy: find out which tensors they change, once."""
@@ -122,7 +122,7 @@ class HostBuffers:
         self._steady |= new - copy.changed(new)
         self._observed |= new
 
-    def never_postpone(self, names: Collection[str]) -> None:
+    def never_copy_later(self, names: Collection[str]) -> None:
         """Copy these at once from now on."""
         self._steady.difference_update(names)
 

@@ -152,7 +152,7 @@ class TrainStateManager:
             metric,
             averaged=averaged,
             copy=in_background,
-            may_wait=copy_later,
+            copy_later=copy_later,
         )
         self.last_save = SaveCost(step=step, stall_s=clock.perf_counter() - begun, write_s=0.0, bytes=0)
         if in_background:

@@ -30,7 +30,7 @@ def pinned(directory: Path) -> set[int]:
     Raises:
         OSError: the directory cannot be read.
     """
-    return _numbers(_PINNED, _names(directory))
+    return _steps_in(_PINNED, _names(directory))
 
 
 def kept(directory: Path) -> set[int]:
@@ -40,7 +40,7 @@ def kept(directory: Path) -> set[int]:
         OSError: the directory cannot be read.
     """
     names = _names(directory)
-    return _numbers(_PINNED, names) | _awaited(directory, names, _numbers(_COMMITTED, names))
+    return _steps_in(_PINNED, names) | _awaited(directory, names, _steps_in(_COMMITTED, names))
 
 
 def is_kept(checkpoint: Path) -> bool:
@@ -52,8 +52,8 @@ def is_kept(checkpoint: Path) -> bool:
     if not (own := _COMMITTED.fullmatch(checkpoint.name)):  # one that was set aside
         return False
     names, step = _names(checkpoint.parent), int(own[1])
-    present = _numbers(_COMMITTED, names) | {step}
-    return step in _numbers(_PINNED, names) | _awaited(checkpoint.parent, names, present)
+    present = _steps_in(_COMMITTED, names) | {step}
+    return step in _steps_in(_PINNED, names) | _awaited(checkpoint.parent, names, present)
 
 
 def await_evaluation(directory: Path, name: str, evaluated: Collection[int], most: int) -> None:
@@ -64,7 +64,7 @@ def await_evaluation(directory: Path, name: str, evaluated: Collection[int], mos
     Raises:
         OSError: the file system refused.
     """
-    present = _numbers(_COMMITTED, _names(directory))
+    present = _steps_in(_COMMITTED, _names(directory))
     record = {"evaluated": sorted(present.intersection(evaluated)), "keep": most}
     files.write_json(_awaits(directory, name), record)
 
@@ -106,7 +106,7 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def _numbers(pattern: re.Pattern[str], names: Collection[str]) -> set[int]:
+def _steps_in(pattern: re.Pattern[str], names: Collection[str]) -> set[int]:
     return {int(found[1]) for name in names if (found := pattern.fullmatch(name))}
 
 
@@ -149,8 +149,8 @@ def is_missed(checkpoint: Path) -> bool:
     for _ in range(LOOKS):
         with suppress(PermissionError):
             files.look_anew(checkpoint.parent)
-        saved = _numbers(_COMMITTED, _names(checkpoint.parent))
-        (step,) = _numbers(_COMMITTED, [checkpoint.name])
+        saved = _steps_in(_COMMITTED, _names(checkpoint.parent))
+        (step,) = _steps_in(_COMMITTED, [checkpoint.name])
         if step in saved or max(saved, default=0) < step:
             return False
         clock.sleep(PAUSE_S)  # whoever deletes it looks for a pin, and puts it back
@@ -165,9 +165,9 @@ def confirm(own: Path) -> None:
 
 def unpin(checkpoint: Path) -> None:
     """Remove the pins of a checkpoint, whoever has set them; they may be gone already."""
-    own = _numbers(_COMMITTED, [checkpoint.name])
+    own = _steps_in(_COMMITTED, [checkpoint.name])
     for name in {f"{checkpoint.name}.pinned", *_names(checkpoint.parent)}:
-        if _numbers(_PINNED, [name]) == own:
+        if _steps_in(_PINNED, [name]) == own:
             files.remove(checkpoint.with_name(name))
 
 

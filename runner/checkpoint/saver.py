@@ -123,7 +123,7 @@ class Saver:
         *,
         averaged: Averaged | None = None,
         copy: bool,
-        may_wait: bool = False,
+        copy_later: bool = False,
     ) -> PendingSave:
         """Plan the save and snapshot the train state.
 
@@ -135,7 +135,7 @@ class Saver:
             metric: what "best" is judged by.
             averaged: the average of its weights, if it has one.
             copy: copy the tensors too, so that training may continue before `commit`.
-            may_wait: some of that may be left to `PendingSave.complete`; see `copying`.
+            copy_later: some of that may be left to `PendingSave.complete`; see `copying`.
 
         Raises:
             CheckpointError: the optimizer holds parameters that are not in the model, or the train state lacks an
@@ -155,7 +155,7 @@ class Saver:
         plain = TrainState.from_dict(snapshot(state.to_dict()), "the train state")
         if not copy:
             return PendingSave(step, own, plain, self._plan, metric)
-        copies = self._buffers.copy(own, own.keys() & changed_by_updates(collected) if may_wait else ())
+        copies = self._buffers.copy(own, own.keys() & changed_by_updates(collected) if copy_later else ())
         return PendingSave(step, copies.tensors, plain, self._plan, metric, copies)
 
     def observe(self, pending: PendingSave) -> None:
@@ -194,7 +194,7 @@ class Saver:
         """Write the tensors of this rank. Those of rank 0 become durable with the files that it adds."""
         if pending.error is not None:
             if pending.copy is not None:
-                self._buffers.never_postpone(pending.copy.unstable)
+                self._buffers.never_copy_later(pending.copy.unstable)
             raise pending.error
         records = writer.write_tensors(new, self._world.rank, pending.plan, pending.tensors)
         if not self._world.is_main:

@@ -65,8 +65,8 @@ def _run(options: Options) -> int:
     result = command.carry_out(display)
     report.show(result, console)
     if options.report is not None:
-        for path in report.write(result, options.report):
-            display.say(f"wrote {path}")
+        report.write(result, options.report)
+        display.say(f"wrote {options.report}")
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     return int(ExitStatus.FINISHED if result.good else ExitStatus.FAILED)

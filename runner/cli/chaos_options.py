@@ -16,7 +16,7 @@ from runner.system import processes
 DEFAULT_KILLS = 10
 MIN_STEPS = 6
 LEASE_TIMEOUT_S = 2  # how long a new attempt waits for a frozen holder: keeps the drill short
-REPORTS = (".md", ".html", ".json")
+REPORTS = (".html", ".json")
 # Settings that the drill itself sets.
 OWN = {
     "run.dir": "use --root",
@@ -104,7 +104,7 @@ def _parser() -> Parser:
     add("--kills", type=int, metavar="N", help=f"faults to inject; default: {DEFAULT_KILLS}, or one of each kind")
     add("--faults", metavar="KIND,...", help="kinds to choose from; default: all that the launcher allows")
     add("--seed", type=int, default=0, metavar="S", help="the same seed plans the same faults; default: 0")
-    add("--report", type=Path, metavar="FILE", help="write a report with plots: .md, .html or .json")
+    add("--report", type=Path, metavar="FILE", help="write a report: .html, with the curves, or .json")
     add("--root", type=Path, metavar="DIR", help="directory of the runs; default: <run.root>/chaos/<run>")
     add("--json", action="store_true", help="print the result as JSON")
     add("--config-dir", metavar="DIR", help="an additional directory of config groups and experiments")

@@ -9,17 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli import kills, sizes
+from runner.cli import sizes
 from runner.cli.arguments import add_config_dir
 from runner.cli.console import PROGRAM, Parser, console, size
 from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import ExitStatus, UserError
-from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from runner.config.composition import Composed
     from runner.config.schema import Config
 
@@ -36,11 +33,6 @@ def parser() -> Parser:
     )
     made.add_argument("overrides", nargs="*", metavar="key=value", help=f"of one run, as for {PROGRAM}")
     made.add_argument("--no-measure", action="store_true", help="do not build the model and save it")
-    made.add_argument(
-        "--kills-per-hour", type=float, metavar="RATE", help="predict the share of useful time under so many kills"
-    )
-    for option, what in (("--step-s", "a step"), ("--start-s", "a start"), ("--save-s", "a save")):
-        made.add_argument(option, type=float, metavar="SECONDS", help=f"for the prediction: how long {what} takes")
     made.add_argument("--json", action="store_true", help="print JSON: the findings, and what each size costs")
     add_config_dir(made)
     made.add_argument("--config-name", default="config", metavar="NAME", help="another primary config")
@@ -54,12 +46,11 @@ def main(arguments: Sequence[str]) -> int:
         UserError: the config cannot be composed, or the launcher or the model cannot be created.
     """
     options = parser().parse_intermixed_args(list(arguments) or ["--help"])
-    kills.check_options(options)
     from runner.config.composition import compose
 
     composed = compose(options.overrides, options.config_dir, options.config_name)
     found = []
-    for finding in examine(composed, measure=not options.no_measure, options=options):
+    for finding in examine(composed, measure=not options.no_measure):
         found.append(finding)
         if not options.json:
             _print(finding)
@@ -87,16 +78,15 @@ def _sizes(composed: Composed) -> tuple[list[sizes.Size], list[Finding]]:
     from runner.cli.launcher import make_launcher
 
     counts = make_launcher(composed.plain["launcher"]).rank_counts()
-    return sizes.sizes(composed.config, counts, RunDir(composed.run_dir)) if counts.vary else ([], [])
+    return sizes.sizes(composed.config, counts) if counts.vary else ([], [])
 
 
-def examine(composed: Composed, measure: bool = True, options: Namespace | None = None) -> Iterator[Finding]:
+def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
     """All findings for this config.
 
     Args:
         composed: the run.
         measure: build the model and save it, to know the size of a checkpoint and how long a save takes.
-        options: of the command, for a prediction.
 
     Raises:
         UserError: the launcher or the model cannot be created.
@@ -118,8 +108,6 @@ def examine(composed: Composed, measure: bool = True, options: Namespace | None 
         yield examine_space(composed.config, folder, saved.bytes)
     if not errors:
         yield from launcher.examine(saved.seconds if saved else None)
-    if options is not None and options.kills_per_hour is not None:
-        yield from kills.predict(composed.config, options.kills_per_hour, _times(composed, saved, options))
 
 
 def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
@@ -132,20 +120,6 @@ def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
         return
     yield from (Finding("error", error) for error in rank_count_errors(counts, config))
     yield from idle_ranks(counts, config)
-
-
-def _times(composed: Composed, saved: Saved | None, options: Namespace) -> kills.Times:
-    """Those of the command line; else those of the run, if it has made attempts; else those measured here."""
-    times = kills.recorded(RunDir(composed.run_dir))
-    if saved is not None and times.start_s is None:
-        times.start_s, times.source = saved.start_s, "measured here"
-    if saved is not None and times.stall_s is None:
-        times.stall_s, times.commit_s = saved.stall_s, saved.commit_s
-    if options.save_s is not None:
-        times.stall_s, times.commit_s = options.save_s, 0.0
-    times.step_s = times.step_s if options.step_s is None else options.step_s
-    times.start_s = times.start_s if options.start_s is None else options.start_s
-    return times
 
 
 def existing_parent(path: Path) -> Path:
@@ -208,20 +182,10 @@ def examine_space(config: Config, folder: Path, count: int) -> Finding:
 
 @dataclass
 class Saved:
-    """What a save costs, as in the middle of a run.
-
-    Attributes:
-        bytes: of one checkpoint.
-        seconds: until it is committed.
-        stall_s: that training would stand still for it, and `commit_s`: from then until it is committed.
-        start_s: from the start of this process until its model was built, and to restore it: a start without the data.
-    """
+    """The bytes of a checkpoint, and the seconds until it is committed."""
 
     bytes: int
     seconds: float
-    stall_s: float
-    commit_s: float
-    start_s: float
 
 
 def measure_save(config: Config, folder: Path) -> Saved:
@@ -243,7 +207,6 @@ def measure_save(config: Config, folder: Path) -> Saved:
         parameter.grad = torch.zeros_like(parameter)
     for name in optimizers.names:
         optimizers[name].step()
-    start_s = clock.monotonic() - processes.began()
     with _temporary(folder) as here:
         mode = config.checkpoint.mode.value
         manager = TrainStateManager(here, fingerprint={}, keep_last=1, keep_every_steps=None, keep_best=0, mode=mode)
@@ -251,11 +214,8 @@ def measure_save(config: Config, folder: Path) -> Saved:
             started = clock.perf_counter()
             state = build_train_state(step, 0, None, None, {})
             manager.save(step, model, optimizers, state, averaged=averaged)
-            stall_s = clock.perf_counter() - started
             manager.wait()
             seconds = clock.perf_counter() - started
         saved = [Path(directory) / name for directory, _, names in files.walk(here) for name in names]
         count = sum(files.stat(path).st_size for path in saved)
-        started = clock.perf_counter()
-        manager.load(model, optimizers, averaged)
-        return Saved(count, seconds, stall_s, seconds - stall_s, start_s + clock.perf_counter() - started)
+        return Saved(count, seconds)

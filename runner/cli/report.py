@@ -1,4 +1,4 @@
-"""`runner report [DIR...]`: compare runs, as tables, one HTML page, CSV, JSON or a picture."""
+"""`runner report [DIR...]`: compare runs, as tables, one HTML page, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet
 from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked
 from runner.report.page import page
-from runner.report.picture import draw
 from runner.report.runs import RunResults, ends, read_run
 from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
 from runner.rundir.paths import RunDir
@@ -54,7 +53,6 @@ def parser() -> Parser:
         help="write the table of runs; print it without FILE",
     )
     made.add_argument("--steps-csv", type=Path, metavar="FILE", help="write the records of all steps of all runs")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="plot the metric (.png, .svg, .pdf)")
     made.add_argument(
         "--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help="refresh until Ctrl-C (default: 30 s)"
     )
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.notify is not None and not options.notify.strip():
         raise UserError("--notify: the command is empty: name a shell command, such as 'echo \"$RUNNER_SUMMARY\"'")
     if options.watch is None and not options.notify:
-        _report(roots, options)
+        _show_report(roots, options)
         return 0
     try:
         return _watch(roots, options, options.watch or WATCH_S)
@@ -99,7 +97,7 @@ def _watch(roots: Sequence[Path], options: Any, every_s: float) -> int:
     """
     still = 0
     while True:
-        runs = _report(roots, options, every_s)
+        runs = _show_report(roots, options, every_s)
         still = 0 if any(run.state in UNDER_WAY for run in runs) else still + 1
         if options.notify and still and (not _to_come(runs) or still == LOOKS):
             return _notify(options.notify, runs)
@@ -110,7 +108,7 @@ def _to_come(runs: Sequence[RunResults]) -> bool:
     return any(run.state in (*UNDER_WAY, "not started") for run in runs)
 
 
-def _report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
+def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
     runs = results(roots)
     if not runs:
         raise UserError(f"there are no runs in {', '.join(map(str, roots))}: name the directory that contains them")
@@ -120,7 +118,7 @@ def _report(roots: Sequence[Path], options: Any, every_s: float | None = None) -
     order = ranked(runs, metric)
     printed = options.json or options.csv == STDOUT
     # Files first: whoever reads the tables may close the pipe.
-    written = _files(runs, order, metric, options)
+    written = _files(runs, order, options)
     if options.html or not printed:
         refresh_s = every_s if _to_come(runs) else None
         html = page(runs, _title(roots), metric, options.by, by, refresh_s=refresh_s)
@@ -138,19 +136,13 @@ def _report(roots: Sequence[Path], options: Any, every_s: float | None = None) -
     return runs
 
 
-def _files(
-    runs: Sequence[RunResults], order: Sequence[RunResults], metric: str | None, options: Any
-) -> dict[Path, str | bytes]:
+def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any) -> dict[Path, str]:
     """The files that were asked for by name, but for the page."""
-    written: dict[Path, str | bytes] = {}
+    written: dict[Path, str] = {}
     if options.csv and options.csv != STDOUT:
         written[options.csv] = spreadsheet.of_runs(order)
     if options.steps_csv:
         written[options.steps_csv] = spreadsheet.of_steps(runs)
-    if options.plot:
-        if metric is None:
-            raise UserError("no run has a metric yet, so there is nothing to plot")
-        written[options.plot] = draw(runs, metric, options.by, options.plot.suffix.lstrip("."))
     return written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,28 +13,27 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.config.arguments import Names, argument_errors
 from runner.config.explain import ERRORS, Diagnosis, explain, unused_in_files, unused_setting
 from runner.config.fork import replaced_values
-from runner.config.frozen import load_plain, plain_values, schema, to_config, to_yaml
+from runner.config.frozen import load_plain, over_schema, plain_values, to_config, to_yaml
 from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, readable_name
 from runner.config.paths import anchor, relocate
-from runner.config.plain_yaml import escaped
 from runner.config.schema import Config, config_errors
 from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
-from runner.config.variations import Shape, Variations, shape_of
 from runner.errors import UserError, nearest
 from runner.rundir import provenance
 from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
 from runner.system import files
 
+HYDRAS_OWN = "${hydra:"  # what refers to the job as Hydra knows it
 OWN_KEYS = ("run.dir", "run.name")  # where a run is, in which two jobs differ anyway
-KEPT_VARIATIONS = 256
-"""Composed configs that the jobs of a sweep may be variations of: each takes memory, megabytes with many sources."""
+KEPT_COMMON = 64
+"""Composed configs of what jobs of a sweep have in common: each takes memory, megabytes with many sources."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ class Composer:
         self._arguments: dict[str, Names | None] = {}
         self._sweep = False
         self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
-        self._dropped: set[str] = set()  # overrides of a sweep that have been seen to drop something
-        self._singles: dict[str, tuple[str, Any] | None] = {}
-        self._variations: dict[tuple[object, ...], Variations] = {}
+        self._dropping: dict[tuple[tuple[str, ...], str], str] = {}  # (choices, override) -> its line; "": none
+        self._common: dict[tuple[object, ...], tuple[Mapping[str, Any], DictConfig] | None] = {}
 
     def compose(self, overrides: Sequence[str], base: Path | None = None) -> Composed:
         """One job, checked.
@@ -333,31 +332,56 @@ class Composer:
 
     def _dropping_nothing(self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig]) -> list[str]:
         """Return a line for each override that drops a callback or a metric which nothing adds."""
-        lines = []
+        lines, choices = [], tuple(filter(self.tree.group_of, overrides))
         for text in overrides:
             found = re.fullmatch(r"\+*(callbacks|eval\.metrics)\.(\w+)=null", text)
-            if found and not (self._sweep and text in self._dropped):
+            if found and (not self._sweep or (choices, text) not in self._dropping):
+                self._dropping[choices, text] = ""
                 there = OmegaConf.select(compose([each for each in overrides if each != text]), found[1]) or {}
                 if found[2] not in there:
                     known = ", ".join(map(str, there)) or "none"
-                    lines.append(f"{text}: there is no such entry{nearest(found[2], list(there))}; there are {known}")
-                self._dropped.add(text)
-        return lines
+                    line = f"{text}: there is no such entry{nearest(found[2], list(there))}; there are {known}"
+                    self._dropping[choices, text] = line
+            if found:
+                lines.append(self._dropping[choices, text])
+        return list(filter(None, lines))
 
-    def _shape(self, overrides: Sequence[str]) -> Shape | None:
-        """The shape of a job among many."""
-        if not self._sweep:
+    def _varied(
+        self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
+    ) -> tuple[Mapping[str, Any], DictConfig] | None:
+        """A job of a sweep, see `_composed`: the jobs that choose the same options are composed once.
+
+        Hydra sets values last of all, after every option has been chosen and merged, and so does this. None for what it
+        sets in another order, or by what only Hydra knows of the job, and for errors.
+        """
+        chosen = tuple(filter(self.tree.group_of, overrides))
+        if not self._sweep or any("{" in text for text in chosen) or any(HYDRAS_OWN in text for text in overrides):
             return None
         try:
-            return shape_of(overrides, self.tree.group_of, self._single_value)
+            if (over, chosen) not in self._common:
+                if len(self._common) == KEPT_COMMON:
+                    self._common.clear()
+                self._common[over, chosen] = self._common_to(compose(chosen))
+            common = self._common[over, chosen]
+            if common is None:
+                return None
+            config = copy.deepcopy(common[1])
+            for text in overrides:
+                if text not in chosen:
+                    self.tree.apply(text, config)
+            config = _without_hydra(config)
         except ERRORS:
             return None  # composing the job reports the error
+        return common[0], config
 
-    def _single_value(self, override: str) -> tuple[str, Any] | None:
-        """See `ConfigTree.single_value`; the jobs of a sweep share most overrides."""
-        if override not in self._singles:
-            self._singles[override] = self.tree.single_value(override)
-        return self._singles[override]
+    def _common_to(self, composed: DictConfig) -> tuple[Mapping[str, Any], DictConfig] | None:
+        """The options chosen, and the config without Hydra's node; None if its values refer to that."""
+        if unused_in_files(self.tree.hydra_changes(composed)):
+            return None
+        choices = dict(composed.hydra.runtime.choices)
+        with open_dict(composed):  # not a copy without it, in which a top-level value has no type
+            del composed["hydra"]
+        return None if HYDRAS_OWN in OmegaConf.to_yaml(composed) else (choices, composed)
 
     def _composed(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
@@ -368,22 +392,14 @@ class Composer:
             ERRORS: an error of the overrides.
             UserError: values are missing; all of them, one per line.
         """
-        shape = self._shape(overrides)
-        known = self._variations.get((over, shape.common)) if shape else None
-        if known and shape and (varied := known.plain(shape.values)) is not None:
-            drop_sources(varied, overrides)
-            return known.choices, varied
-        composed = compose(overrides)
-        if lines := unused_in_files(self.tree.hydra_changes(composed)):
-            raise UserError("\n".join(lines))
-        config = _own(composed)
-        typed = _typed(config)
-        plain = plain_values(typed)
-        choices = dict(composed.hydra.runtime.choices)
-        if shape is not None:
-            if len(self._variations) == KEPT_VARIATIONS:
-                self._variations.clear()
-            self._variations[over, shape.common] = Variations(config, typed, plain, choices, shape.values)
+        if (varied := self._varied(overrides, compose, over)) is not None:
+            choices, config = varied
+        else:
+            composed = compose(overrides)
+            if lines := unused_in_files(self.tree.hydra_changes(composed)):
+                raise UserError("\n".join(lines))
+            choices, config = dict(composed.hydra.runtime.choices), _without_hydra(composed)
+        plain = over_schema(plain_values(_complete(config)))
         drop_sources(plain, overrides)
         return choices, plain
 
@@ -573,12 +589,15 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
     Raises:
         UserError: values are missing, and `given` is None.
     """
-    return plain_values(_typed(_own(config, given)))
+    return over_schema(plain_values(_complete(_without_hydra(config), given)))
 
 
-def _own(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
-    """`config` without Hydra's node and, if `given`, without missing values; see `_resolved`."""
-    config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+def _without_hydra(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
+def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
+    """`config`, if `given` without missing values; see `_resolved`."""
     flat = flatten(plain_values(config, resolve=False))
     missing = sorted(key for key, value in flat.items() if value == "???")
     if missing and given is None:
@@ -600,10 +619,3 @@ def _resolves(config: DictConfig, key: str = "") -> bool:
     except ERRORS:
         return False
     return True
-
-
-def _typed(config: DictConfig) -> DictConfig:
-    """The resolved values of `config`, merged into the schema: a user's primary config need not start from it."""
-    typed = OmegaConf.merge(schema(), escaped(plain_values(config)))
-    assert isinstance(typed, DictConfig)
-    return typed

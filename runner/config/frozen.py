@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, lru_cache
@@ -16,7 +16,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.fork import planned, trunk_values
 from runner.config.own_target import Replaceable
-from runner.config.plain_yaml import MAX_BYTES, Loader, check_structure, copied, escaped, read_plain, sections
+from runner.config.plain_yaml import (
+    CACHED,
+    MAX_BYTES,
+    check_structure,
+    copied,
+    escaped,
+    parsed,
+    read_plain,
+    section,
+    sections,
+)
 from runner.config.schema import Config, config_errors
 from runner.errors import RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -25,7 +35,6 @@ from runner.system import files
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 
-CACHED = 1 << 14  # sections of configs, read or written
 _TEXTS: dict[tuple[str, str], str] = {}
 
 
@@ -63,7 +72,6 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     run = RunDir(run_dir)
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
-        check_structure(text)
         # Over the schema's defaults, so that an option added since then has its default.
         return _by_section(text) or plain_values(OmegaConf.merge(schema(), _whole(text)))
     except FileNotFoundError:
@@ -78,11 +86,27 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
         ) from None
 
 
-def _whole(text: str) -> DictConfig | ListConfig:
-    frozen = OmegaConf.load(io.StringIO(text))
-    if lost := [field.name for field in fields(Config) if field.name not in frozen]:
+def over_schema(values: dict[str, Any]) -> dict[str, Any]:
+    """Resolved values over the schema's types and defaults, section by section: the jobs of a sweep share most of them.
+
+    A user's primary config need not start from the schema.
+
+    Raises:
+        READ_ERRORS: they do not fit.
+    """
+    names = [field.name for field in fields(Config)]
+    if sorted(values) == sorted(names):
+        with suppress(*READ_ERRORS):
+            made: dict[str, Any] = copied({name: _merged(_text(name, values[name]))[1] for name in names})
+            return made
+    return plain_values(OmegaConf.merge(schema(), escaped(values)))
+
+
+def _whole(text: str) -> dict[str, Any]:
+    values = parsed(text)
+    if lost := [field.name for field in fields(Config) if field.name not in values]:
         raise ValueError(f"it has no {', '.join(lost)}")
-    return frozen
+    return values
 
 
 def _by_section(text: str) -> dict[str, Any] | None:
@@ -91,7 +115,8 @@ def _by_section(text: str) -> dict[str, Any] | None:
     None if the text is not quite as it is written, or has errors.
     """
     try:
-        found = [_section(section) for section in sections(text)] if "${" not in text else []
+        check_structure(text)
+        found = [_merged(part) for part in sections(text)] if "${" not in text else []
     except READ_ERRORS:
         return None
     names = [field.name for field in fields(Config)]
@@ -99,10 +124,10 @@ def _by_section(text: str) -> dict[str, Any] | None:
 
 
 @lru_cache(maxsize=CACHED)
-def _section(text: str) -> tuple[str, Any]:
-    """The name of a section of a config, and its value."""
-    ((name, _),) = (values := yaml.load(text, Loader=Loader)).items()
-    return name, plain_values(OmegaConf.merge(_part(name), values))[name]
+def _merged(text: str) -> tuple[str, Any]:
+    """The name of a section of a config, and its value over the schema's defaults."""
+    name, value = section(text)
+    return name, plain_values(OmegaConf.merge(_part(name), {name: value}))[name]
 
 
 @cache

@@ -276,7 +276,7 @@ def readable_name(
     for option in options:
         group, _, name = option.partition("=")
         if kind_of(f"{group}.") != "free" and not any(key.startswith(f"{group}.") for key in changed):
-            shown.append(_plain(name))
+            shown.append(_slug(name))
     return "-".join([*shown, f"seed{plain['seed']}"])
 
 
@@ -289,13 +289,13 @@ def _is_left_out(key: str, value: Any) -> bool:
 def _part(key: str, value: Any) -> str:
     """A key and its value, or only the value where that is clear, as a part of a file name."""
     if key.endswith("_target_"):
-        return _plain(as_text(value).rpartition(".")[2])
+        return _slug(as_text(value).rpartition(".")[2])
     if key in ("init_from.path", "init_from.digest"):
-        return _plain(f"from{PurePath(as_text(value)).stem}")
+        return _slug(f"from{PurePath(as_text(value)).stem}")
     text = str(value).rstrip("/").rpartition("/")[2] if key.endswith(PATHS) else as_text(value)
     name = "" if key in CLEAR_WITHOUT_KEY else key.removesuffix(".path").rpartition(".")[2]
-    return _plain(f"{name}{text}")
+    return _slug(f"{name}{text}")
 
 
-def _plain(text: str) -> str:
+def _slug(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")

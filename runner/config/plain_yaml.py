@@ -14,6 +14,7 @@ from runner.system import files
 
 MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
 MAX_DEPTH = 100
+CACHED = 1 << 14  # sections of configs, read or written
 _NOT_OURS = re.compile(r"^(?!\w+:| |- |$)", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?=\w+:)", re.MULTILINE)
 _FLOAT = re.compile(
@@ -60,30 +61,34 @@ def read_plain(path: Path) -> dict[str, Any]:
     """
     text = files.read_regular(path, limit=MAX_BYTES).decode()
     try:
-        check_structure(text)
-        values = _by_section(text)
-        if values is None:
-            values = yaml.load(text, Loader=Loader)
+        plain: dict[str, Any] = _unescaped(parsed(text))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML ({error})".splitlines()[0]) from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a frozen config")
-    plain: dict[str, Any] = _unescaped(values)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
     return plain
 
 
-def _by_section(text: str) -> dict[str, Any] | None:
-    """The values of a config whose top-level entries can be read one by one: the runs of a sweep share most of them."""
-    found: dict[str, Any] = {}
+def parsed(text: str) -> dict[str, Any]:
+    """The values of a config as they are written; no others may be put into them.
+
+    Top-level entries are read one by one where that can be: the runs of a sweep share most of them.
+
+    Raises:
+        ValueError: it is not a frozen config.
+        YAMLError: it is not YAML.
+    """
+    check_structure(text)
     try:
-        for section in sections(text):
-            values = _section(section)
-            if found.keys() & values.keys():
-                return None
-            found |= values
-    except (yaml.YAMLError, ValueError, AttributeError):
-        return None
-    return found
+        entries = [section(part) for part in sections(text)]
+    except (yaml.YAMLError, ValueError):
+        entries = []
+    values = dict(entries)
+    if not entries or len(values) < len(entries):
+        values = yaml.load(text, Loader=Loader)
+    if not isinstance(values, dict):
+        raise ValueError("is not a frozen config")
+    return values
 
 
 def sections(text: str) -> list[str]:
@@ -97,9 +102,16 @@ def sections(text: str) -> list[str]:
     return [part for part in _TOP_LEVEL.split(text) if part]
 
 
-@lru_cache(maxsize=1 << 14)
-def _section(text: str) -> Any:
-    return yaml.load(text, Loader=Loader)
+@lru_cache(maxsize=CACHED)
+def section(text: str) -> tuple[str, Any]:
+    """The name of a top-level entry, and its value.
+
+    Raises:
+        ValueError: there is not exactly one.
+        YAMLError: it is not YAML.
+    """
+    ((name, value),) = yaml.load(text, Loader=Loader).items()
+    return name, value
 
 
 def check_structure(text: str) -> None:

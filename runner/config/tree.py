@@ -28,7 +28,6 @@ from runner.config.frozen import schema
 from runner.config.identity import flatten
 from runner.config.plain_yaml import escaped
 from runner.config.search_path import conf_dir, groups
-from runner.config.variations import is_single
 from runner.errors import UserError
 
 CONFIG_NAME = "config"
@@ -164,21 +163,6 @@ class ConfigTree:
         if not parsed.is_discrete_sweep():
             return key, None
         return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
-
-    def single_value(self, override: str) -> tuple[str, Any] | None:
-        """The dotted key and the value of an override that sets one value, neither dictionary nor list; else None.
-
-        Raises:
-            HydraException: it cannot be parsed.
-        """
-        parsed = self._loader.parse(opened(override))
-        if parsed.package is not None or parsed.is_delete() or parsed.is_sweep_override():
-            return None
-        key, value = parsed.key_or_group, parsed.value()
-        while opened(override) != override and isinstance(value, dict) and len(value) == 1:
-            ((name, value),) = value.items()
-            key = f"{key}.{name}"
-        return (key, value) if is_single(key, value) else None
 
     def run_hydra(self, flags: Sequence[str], overrides: Sequence[str]) -> None:
         """Hydra's own command line: `--cfg`, `--info`, `--hydra-help`, `--shell-completion`. Prints to stdout.

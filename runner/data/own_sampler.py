@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from runner.data.loading.fetch import is_stateful
-from runner.data.loading.global_draws import Generators
 from runner.data.order.hashing import U64, derive, stream_key
 from runner.data.order.weights import SamplerError, SamplerStateError, integer
+from runner.system.generators import Generators
 
 I64 = NDArray[np.int64]
 Make = Callable[[int, int], Any]

@@ -177,7 +177,7 @@ def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, An
                 "reason": run.reason,
                 "steps": run.steps,
                 "ranks": run.ranks,
-                "settings": {key: plain(run.settings[key]) for key in keys if key in run.settings},
+                "settings": {key: for_json(run.settings[key]) for key in keys if key in run.settings},
                 "fork": None if run.fork is None else dict(zip(("run", "step"), run.fork, strict=True)),
                 "goodput": _rounded(run.seconds),
                 "metrics": {
@@ -189,7 +189,7 @@ def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, An
         ],
         "groups": [
             {
-                "by": plain(group.by),
+                "by": for_json(group.by),
                 "n": len(group.runs),
                 "failed": group.failed,
                 "left_out": group.left_out,
@@ -210,12 +210,12 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {bucket: round(value, 3) for bucket, value in seconds.items()}
 
 
-def plain(value: Any) -> Any:
+def for_json(value: Any) -> Any:
     """A setting for JSON, which has neither NaN nor dates, as YAML does."""
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): for_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return list(map(plain, value))
+        return list(map(for_json, value))
     if isinstance(value, float):
         return _finite(value)
     return value if value is None or isinstance(value, str | int) else str(value)

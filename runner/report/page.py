@@ -16,7 +16,7 @@ import numpy as np
 
 from runner.errors import UserError
 from runner.report import goodput
-from runner.report.compare import FAILED, differing, is_lower_better, plain
+from runner.report.compare import FAILED, differing, for_json, is_lower_better
 from runner.report.runs import FINISHED, RunResults, ends, is_metric
 from runner.report.series import Series
 from runner.report.tables import fork_lines, ranks_text, short_names
@@ -136,7 +136,7 @@ def _run(run: RunResults, keys: Sequence[str], points: int, keep: Sequence[int])
         "reason": run.reason,
         "steps": run.steps,
         "ranks": ranks_text(run.ranks) if run.ranks not in ([], [1]) else None,
-        "settings": {key: plain(run.settings[key]) for key in keys if key in run.settings},
+        "settings": {key: for_json(run.settings[key]) for key in keys if key in run.settings},
         "metrics": {name: [_finite(one.last), one.best, one.best_step] for name, one in run.metrics.items()},
         "series": {
             name: _packed(one.thinned(points // 4 if "/" in name else points, keep))

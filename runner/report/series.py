@@ -13,10 +13,9 @@ import numpy as np
 import orjson
 
 from runner.metrics.records import CARRIED
-from runner.report.blocks import Block
 from runner.system import files
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18  # small: the collector of garbage walks over the records of a block
 MAX_KINDS = 32  # of records in a block that are still taken in together
 NUMBERS = frozenset({int, float, type(None)})
 
@@ -167,20 +166,6 @@ class Columns:
         self.steps.setdefault(name, []).append(steps)
         self.values.setdefault(name, []).append(values)
 
-    def add_block(self, block: Block) -> None:
-        """Take in whole lines.
-
-        Raises:
-            ValueError: a line is not the record of a step.
-        """
-        for lines, columns in block.columns(lambda name: name == "step" or self.wanted(name)):
-            steps = columns.pop("step", None) if columns is not None else None
-            if columns is None or steps is None or (steps < 0).any():
-                self.add(_records([block.line(int(index)) for index in lines]))
-            else:
-                for name, values in columns.items():
-                    self._append(name, steps.astype(np.int64), values)
-
     def series(self) -> dict[str, Series]:
         found = {}
         for name, parts in self.steps.items():
@@ -226,12 +211,12 @@ def read_series(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
     columns = Columns(wanted)
     number = 0
     for data in _blocks(path):
-        block = Block(data)
+        lines = data.splitlines()
         try:
-            columns.add_block(block)
+            columns.add(_records(lines))
         except ValueError as error:
             raise ValueError(f"{path.name} from line {number + 1} on: {error}") from None
-        number += len(block.starts)
+        number += len(lines)
     found = columns.series()
     last = max((int(one.steps[-1]) for one in found.values()), default=0)
     return {name: _carried(one, last) if name.startswith(f"{CARRIED}/") else one for name, one in found.items()}

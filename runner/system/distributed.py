@@ -171,7 +171,7 @@ class World:
 
         return wait
 
-    def send_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The values of rank `source` in `tensor` on every rank, in place; on any device that training uses."""
         if self.size > 1:
             import torch.distributed as dist

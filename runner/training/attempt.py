@@ -251,7 +251,7 @@ class _Attempt:
             self._end("crash", ExitStatus.FAILED, str(failure), requeued)
             raise failure from error
         except UserError as error:
-            self._report(error, str(error))
+            self._tell_ranks(error, str(error))
             self._end(CAUSES.get(type(error), "failed"), error.status, str(error), self.requeued)
             raise
         except Exception as error:  # noqa: BLE001 a bug in a user's model, say
@@ -264,11 +264,11 @@ class _Attempt:
                 return self._break_off()
             _print_traceback(error)
             reason = f"{type(error).__name__}: {error}"
-            self._report(error, reason)
+            self._tell_ranks(error, reason)
             self._end("crash", ExitStatus.FAILED, reason, self.requeued)
             return ExitStatus.FAILED
 
-    def _report(self, error: Exception, reason: str) -> None:
+    def _tell_ranks(self, error: Exception, reason: str) -> None:
         """Let the other ranks know that this one decides how the job ends, if it does."""
         everywhere = isinstance(error, UserError) and error.everywhere
         if not everywhere and not self.requeued:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +25,11 @@ from runner.config.targets import CHANGES_TRAINING
 from runner.errors import CallbackError, PeerError, SupersededError, UserError
 from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
-from runner.system import clock, files
+from runner.system import clock, files, generators
 from runner.system.distributed import World
-from runner.training.generators import Generators, seed_of
 from runner.training.hook import METHODS, Failure, Hook, create, failure_of, restore
 from runner.training.peers import peer_errors
-from runner.training.recorder import SilentRecorder
+from runner.training.recorder import Recorder
 from runner.training.run_state import RunState
 from runner.training.tasks import RESERVED as STEP_KEYS
 
@@ -44,14 +43,6 @@ RESERVED = frozenset(
 )
 
 _log = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """Where a callback's values go that are in no line of metrics.jsonl."""
-
-    def callback(self, step: int, moment: str, values: dict[str, float]) -> None: ...
-
-    def media(self, media: Media) -> None: ...
 
 
 class Context:
@@ -156,7 +147,7 @@ class Callbacks:
     """Whether every rank calls them, and they fail together."""
     stop: bool = False
     """Whether one that raises ends the run; otherwise it is left out."""
-    recorder: Recorder = field(default_factory=SilentRecorder)
+    recorder: Recorder = field(default_factory=Recorder)
     seconds: Callable[[float], None] = lambda seconds: None
     hooks: list[Hook] = field(default_factory=list)
     _last: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +168,7 @@ class Callbacks:
         """
         everywhere = config.strategy is Strategy.fsdp and world.size > 1
         stop = config.train.on_callback_error is CallbackFailure.stop
-        opened = Callbacks(run, model, device, _plain(config), world, everywhere, stop)
+        opened = Callbacks(run, model, device, _plain_config(config), world, everywhere, stop)
         if everywhere or world.is_main:
             nodes = {name: node for name, node in config.callbacks.items() if node is not None}
             if nodes:
@@ -189,11 +180,10 @@ class Callbacks:
         self._modules: list[nn.Module] = []
 
     def _create(self, nodes: dict[str, Any], saved: RunState | None) -> None:
-        self._generators = Generators(self.device)
         self._modules = list(self.model.modules())
-        with self._generators.lent():
+        with generators.lent():
             for name, node in nodes.items():
-                self._generators.seed(seed_of(self.config["seed"], name))
+                generators.seed(generators.seed_of(self.config["seed"], name), gpus=True)
                 hook = create(name, node)
                 if saved is not None:
                     restore(hook, saved)
@@ -241,7 +231,7 @@ class Callbacks:
         """`state` with those of the callbacks."""
         if not self.hooks:
             return replace(state, callbacks={}, dropped_callbacks={})
-        with self._generators.lent():
+        with generators.lent():
             for hook in list(self._of["state_dict"]):
                 self._attempt(hook, "state_dict", hook.refresh)
         return replace(
@@ -261,9 +251,9 @@ class Callbacks:
         hooks = self._of[method]
         if not hooks:
             return
-        with self._generators.lent():
+        with generators.lent():
             for hook in list(hooks):
-                self._generators.seed(seed_of(self.config["seed"], hook.name, method, step))
+                generators.seed(generators.seed_of(self.config["seed"], hook.name, method, step), gpus=True)
                 context = Context(self, step, record, values)
                 with self._observing(evaluating=method != "on_step_end"), self._unchanged(hook, method, step):
                     self._attempt(hook, method, lambda: getattr(hook.callback, method)(context))  # noqa: B023
@@ -313,9 +303,9 @@ class Callbacks:
         failures = self.world.gather(failure) if self.everywhere else [failure]
         found = next((each for each in failures if each is not None), None)
         if found is not None:
-            self._report(hook, found)
+            self._drop(hook, found)
 
-    def _report(self, hook: Hook, failure: Failure) -> None:
+    def _drop(self, hook: Hook, failure: Failure) -> None:
         if self.world.is_main:
             with suppress(OSError):  # the report is a convenience, which decides nothing
                 self.run.check_guard()
@@ -334,7 +324,7 @@ class Callbacks:
             _log.warning(f"{failure.summary}; it is left out from here on; {where}")
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def _plain_config(config: Config) -> dict[str, Any]:
     """The config as plain values, enums by name."""
 
     def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import get_rng_state, set_rng_state
 from runner.errors import UserError
+from runner.system import generators
 from runner.training import build
 from runner.training.eval_metrics import EvaluationMetric
 from runner.training.held_out import EvaluationSet
@@ -71,14 +71,12 @@ class Evaluation:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """The model in evaluation mode, without gradients; random generators and the mode are put back."""
-        rng = get_rng_state()
         self.forward.model.eval()
         try:
-            with torch.no_grad():
+            with generators.lent(), torch.no_grad():
                 yield
         finally:
             self.forward.model.train()
-            set_rng_state(rng)
 
 
 @dataclass

@@ -24,11 +24,11 @@ from runner.checkpoint.compare import nested_differences
 from runner.checkpoint.staging import snapshot
 from runner.data.order.batch_shape import BatchShape, share_of
 from runner.errors import UserError
+from runner.system import generators
 from runner.system.distributed import World, shared
-from runner.training.generators import Generators, seed_of
 from runner.training.gradient_sum import GradientSum
 from runner.training.optimizers import Optimizers
-from runner.training.parallel import Computation, SharedBuffers, send_from_main
+from runner.training.parallel import Computation, SharedBuffers, broadcast_tensors
 from runner.training.tasks import Task
 from runner.training.tree import Node, TreeSum, nodes_of
 from runner.training.unchanged import Unchanged
@@ -83,7 +83,6 @@ class FixedMicroBatches:
                     f"for {world.size} ranks: use fewer ranks, lower train.batch_size={shape.batch_size}, {OFF}"
                 )
             )
-        self._generators = Generators(device)
         tags = count(1)
         self._gradients = {
             name: GradientSum(
@@ -100,7 +99,7 @@ class FixedMicroBatches:
         self._unchanged: Unchanged | None = Unchanged(model)  # in the first step
         SharedBuffers(world, model).synchronize()
         # A model may have drawn its weights from what is not seeded.
-        send_from_main([*model.parameters()], world)
+        broadcast_tensors([*model.parameters()], world)
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
         return computation
@@ -140,7 +139,7 @@ class FixedMicroBatches:
 
         Outside of them are a task's own lines, and an optimizer that draws, as for Langevin dynamics.
         """
-        self._generators.seed(seed_of(self._seed, self._index, self._number_of_passes, micro_batch))
+        generators.seed(generators.seed_of(self._seed, self._index, self._number_of_passes, micro_batch), gpus=True)
 
     def sum(self, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
         tree = TreeSum[np.ndarray](self.parts, np.add)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from runner.errors import RunDirError, UserError
 from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
-from runner.system import files
+from runner.system import files, generators
 from runner.training import build
-from runner.training.generators import Generators
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ def load(
         config = load_config(found.path)
         search_modules(found, config.run.directory)
         chosen = choice.choose(found.checkpoints, choice.LAST if step is None else step, _skipped)
-    with Generators(torch.device("cpu")).lent(), _cuda_generators_lent():
+    with generators.lent():
         model = build.model(config)
     averaged = restore(model, chosen, raw)
     try:
@@ -98,17 +96,6 @@ def load(
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
         raise UserError(f"device={device}: the model cannot be put there ({str(error).splitlines()[0]})") from None
     return Loaded(model.eval(), config, chosen.step, averaged)
-
-
-@contextmanager
-def _cuda_generators_lent() -> Iterator[None]:
-    """What is seeded for the model is seeded on every GPU; afterwards they are as before."""
-    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if states:
-            torch.cuda.set_rng_state_all(states)
 
 
 def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:

@@ -147,7 +147,7 @@ def packed(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[
 
 
 @torch.no_grad()
-def send_from_main(tensors: Iterable[torch.Tensor], world: World) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
     """Give `tensors` the values of rank 0 on all ranks.
 
     Raises:
@@ -155,7 +155,7 @@ def send_from_main(tensors: Iterable[torch.Tensor], world: World) -> None:
     """
     portions = (portion for kind in alike(tensors) for portion in packed(kind, AT_A_TIME, torch.Tensor.numel))
     for group in portions if world.size > 1 else ():
-        flat = world.send_tensor(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+        flat = world.broadcast_tensor(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
         for tensor, part in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -189,4 +189,4 @@ class SharedBuffers:
         """
         # Looked up again each time: a module may replace a buffer instead of changing it.
         found = {id(b): b for module, name in self._places if (b := module._buffers[name]) is not None}
-        send_from_main(found.values(), self._world)
+        broadcast_tensors(found.values(), self._world)

@@ -1,4 +1,4 @@
-"""Where the records of a run go. Rank 0 has a `RunRecorder`; the other ranks have a `SilentRecorder`.
+"""Where the records of a run go. Rank 0 has a `RunRecorder`; the other ranks have a `Recorder`.
 
 metrics.jsonl takes what the run determines, timings.jsonl what the machine determines. A full disk does not stop
 training: records wait in memory until they can be written, and no checkpoint is committed before the metrics up to its
@@ -37,10 +37,11 @@ class Bar(Protocol):
     def close(self) -> None: ...
 
 
-class SilentRecorder:
-    """For the ranks that write nothing."""
+class Recorder:
+    """Takes all that a run records, and writes nothing: what the ranks other than 0 have."""
 
-    state = FAILED
+    state: str = FAILED
+    """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
 
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
         pass
@@ -68,7 +69,7 @@ class SilentRecorder:
 
 
 @dataclass
-class RunRecorder:
+class RunRecorder(Recorder):
     """Writes the run directory's records, the loggers, the progress display and the status."""
 
     metrics: JsonlWriter
@@ -81,7 +82,6 @@ class RunRecorder:
     add_evaluation: Callable[[dict[str, Any]], object] = lambda record: None
     """Adds a result to those of `runner evaluate`."""
     state: str = FAILED
-    """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _seconds: float = 0.0
     _samples: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import TrainStateManager, get_rng_state, restore_train_state, set_rng_state
+from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.checkpoint.directory import Fence
 from runner.checkpoint.reading import in_one_line, newest_step
@@ -35,7 +35,7 @@ from runner.rundir.evaluations import add
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount, lived_s
-from runner.system import clock, files, processes
+from runner.system import clock, files, generators, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
@@ -61,7 +61,7 @@ from runner.training.optimizers import Optimizers
 from runner.training.parallel import place
 from runner.training.peers import peer_errors
 from runner.training.profiler import Profiler
-from runner.training.recorder import RunRecorder, SilentRecorder
+from runner.training.recorder import Recorder, RunRecorder
 from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
@@ -107,7 +107,7 @@ class Session:
 
     trainer: Trainer
     steps: int  # of the run, now that the data are open
-    recorder: RunRecorder | SilentRecorder
+    recorder: Recorder
     warm_up: threading.Thread
     handler: WarningHandler | None = None
 
@@ -294,7 +294,7 @@ class _Opening:
                 of.optimizers.restart(of.beginning, of.state["scheduler"], step)
         if (seed := self._new_seed(step)) is not None:
             build.seed_everything(seed, self.world.rank, step)
-        generators = get_rng_state()
+        before = generators.states(gpus=True)
         if saved is not None:
             consumption.load_state_dict(saved.order)
             of.task.restore(saved.task, self.world.rank)
@@ -311,7 +311,7 @@ class _Opening:
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
         forward = train_step.forward
         evaluation = self._evaluation(replace(forward, model=of.average.module) if of.average else forward)
-        set_rng_state(generators)  # whatever was created since may have drawn
+        generators.put_back(before)  # whatever was created since may have drawn
         trainer = Trainer(
             world=self.world,
             train_step=train_step,
@@ -549,7 +549,7 @@ class _Opening:
 
     def _recorder(
         self, step: int, evaluated: bool, manager: TrainStateManager, meter: StepMeter | None = None
-    ) -> RunRecorder | SilentRecorder:
+    ) -> Recorder:
         """Truncate the metrics to `step` and open them.
 
         Raises:
@@ -557,7 +557,7 @@ class _Opening:
             SupersededError: a newer attempt holds the lease.
         """
         if self.log is None:
-            return SilentRecorder()
+            return Recorder()
         self.log.total = self.config.steps
         self.log.resumed(step)
         metrics, timings = insist(lambda: resume_records(self.run, step, evaluated), self.run.metrics)

@@ -27,24 +27,11 @@ from runner.training.callbacks import Callbacks
 from runner.training.evaluation import Evaluation
 from runner.training.peers import all_arrive
 from runner.training.profiler import Profiler
+from runner.training.recorder import Recorder
 from runner.training.resources import StepMeter
 from runner.training.run_state import RunState
 from runner.training.step import Drawn, StepResult, TrainStep
 from runner.training.tasks import Batch
-
-
-class Recorder(Protocol):
-    """Where records go; only rank 0 has one that writes."""
-
-    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None: ...
-
-    def evaluation(self, record: dict[str, Any]) -> None: ...
-
-    def last_evaluation(self, record: dict[str, Any]) -> None: ...
-
-    def before_save(self) -> bool: ...
-
-    def cadence(self, explanation: str) -> None: ...
 
 
 class Consumption(Protocol):

@@ -90,13 +90,18 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
 
 
 def _of_file(path: Path) -> Source:
+    """Map the file, so that its ranks on a machine share one copy in the kernel's cache."""
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
     try:
         with files.open_regular(path, follow=True) as file:  # models from a hub are links into its cache
-            content = file.read()
-        return Source(str(path), hashlib.sha256(content).hexdigest(), None, load(content))
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            weights = load_file(path)  # opens it once more
+            read, mapped = files.stat_fd(file.fileno()), files.stat(path)
+        if (read.st_dev, read.st_ino, read.st_mtime_ns) != (mapped.st_dev, mapped.st_ino, mapped.st_mtime_ns):
+            raise UserError(f"init_from={path} was replaced while it was read: rerun the command")
+        return Source(str(path), digest, None, weights)
     except OSError as error:
         raise UserError(f"init_from={path} cannot be read ({error.strerror or error})") from error
     except (SafetensorError, KeyError, ValueError) as error:  # KeyError: a type of numbers that torch lacks

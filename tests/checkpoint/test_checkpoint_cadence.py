@@ -88,6 +88,25 @@ def test_the_interval_is_at_least_twice_a_write_and_is_explained_in_one_line() -
     assert "\n" not in interval.explain()
 
 
+@given(rate=st.floats(1e-7, 1.0), stall=st.floats(0, 60), start=st.floats(0, 600))
+def test_an_adaptive_cadence_comes_within_half_a_point_of_the_most_useful_one(
+    rate: float, stall: float, start: float
+) -> None:
+    """Kills come without memory; a kill loses all since the last save, and a start."""
+
+    def useful_share(work: float) -> float:
+        stretch = rate * (work + stall)
+        return rate * work * math.exp(-rate * start - stretch) / -math.expm1(-stretch)
+
+    low, high = 0.0, 1.0 / rate  # the best w solves: rate w = 1 - e^(-rate (w + stall))
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if -math.expm1(-rate * (middle + stall)) > rate * middle else (low, middle)
+    adaptive = AdaptiveInterval(1e-6, 1e9, prior_s=1 / rate)
+    adaptive.observe_save(stall, 0.0)
+    assert useful_share(adaptive.optimum_s()) >= useful_share(high) - 0.005
+
+
 def test_adaptive_saves_follow_the_interval() -> None:
     interval = AdaptiveInterval(60.0, 60.0)
     assert saved_steps(Cadence(adaptive=interval), 10, 25.0) == [3, 6, 9]

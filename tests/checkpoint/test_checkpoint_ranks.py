@@ -193,7 +193,7 @@ def lending(rank: int, directory: str) -> None:
     def late(copy: Copy) -> None:
         assert awaited.wait(60)
         awaited.clear()
-        postponed[0] += len(copy._postponed)
+        postponed[0] += len(copy._copied_later)
         complete(copy)
 
     Copy.complete = late  # type: ignore[assignment,method-assign]

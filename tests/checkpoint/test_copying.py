@@ -103,17 +103,17 @@ def test_copies_that_are_made_at_the_last_moment_are_of_the_state_at_the_save(tm
 
 def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save copies everything at once; later ones what a forward pass changes."""
-    postponed: list[set[str]] = []
+    later: list[set[str]] = []
     complete = Copy.complete
 
     def noting(self: Copy) -> None:
-        postponed.append(set(self._postponed))
+        later.append(set(self._copied_later))
         complete(self)
 
     monkeypatch.setattr(Copy, "complete", noting)
     train(tmp_path, 3)
-    assert postponed[0] == set()
-    assert postponed[1] == postponed[2]
+    assert later[0] == set()
+    assert later[1] == later[2]
     at_once = {
         "embedding.weight",
         "teacher.weight",
@@ -123,9 +123,9 @@ def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: p
         "body.1.running_mean",
         "body.1.running_var",
     }
-    assert not {f"model.{name}" for name in at_once} & postponed[1]
+    assert not {f"model.{name}" for name in at_once} & later[1]
     kept = {"model.student.weight", "optimizer.state.embedding.weight.exp_avg"}
-    assert kept <= postponed[1]
+    assert kept <= later[1]
 
 
 def test_what_is_first_saved_later_is_observed_then() -> None:
@@ -140,7 +140,7 @@ def test_what_is_first_saved_later_is_observed_then() -> None:
         copy.complete()
         buffers.observe(copy)
         assert copy.tensors["clamped"].tolist() == before
-    assert copy._postponed == ["old", "new"]
+    assert copy._copied_later == ["old", "new"]
 
 
 def test_a_weight_that_a_forward_pass_changes_now_and_then_spoils_one_save_at_most(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from runner.cli.launcher import idle_ranks, rank_count_errors
 from runner.cli.start import start
 from runner.config.composition import compose
 from runner.contracts import RankCounts
-from runner.rundir.paths import RunDir
 from runner.training import build
 from runner.training.footprint import footprint
 
@@ -25,50 +23,21 @@ ELASTIC = [*TINY, "sampler=elastic", "train.batch_size=2", "train.global_batch_s
 COUNTS = RankCounts(range(2, 9, 2), "launcher.nodes=1-4", per_node=2)
 
 
-def attempts(run: RunDir, *records: dict[str, Any]) -> RunDir:
-    run.path.mkdir()
-    run.attempts.write_text("".join(json.dumps({"attempt": n, **each}) + "\n" for n, each in enumerate(records, 1)))
-    return run
-
-
-def trained(ranks: int, steps: int, seconds: float) -> dict[str, Any]:
-    account = {"start": 9.0, "steps": seconds - 2.0, "data_wait": 1.0, "evaluation": 1.0, "save": 5.0}
-    return {"ranks": ranks, "start_step": 10, "end_step": 10 + steps, "seconds": account, "cause": "killed"}
-
-
-def test_the_busiest_rank_sets_the_pace(tmp_path: Path) -> None:
+def test_the_busiest_rank_sets_the_pace() -> None:
     """8 micro-batches on 6 ranks: some have two, so the step is as long as on 4."""
-    rows, findings = sizes.sizes(compose(ELASTIC).config, COUNTS, RunDir(tmp_path / "new"))
+    rows, findings = sizes.sizes(compose(ELASTIC).config, COUNTS)
     assert [(row.nodes, row.ranks, row.micro_batches, row.time) for row in rows] == [
         (1, 2, 4, 0.5),
         (2, 4, 2, 0.25),
         (3, 6, 2, 0.25),
         (4, 8, 1, 0.125),
     ]
-    assert {row.step_s for row in rows} == {None}
-    assert ["made no steps yet" in finding.text for finding in findings] == [True]
-
-
-def test_measured_step_times_are_used_and_scaled_to_other_sizes(tmp_path: Path) -> None:
-    """Those of all attempts with as many ranks; saves and the start are no part of a step."""
-    run = attempts(
-        RunDir(tmp_path / "run"), trained(4, 10, 12.0), trained(4, 30, 28.0), {"ranks": 8, "seconds": None}, {}
-    )
-    rows, findings = sizes.sizes(compose(ELASTIC).config, COUNTS, run)
-    found: list[Any] = [(row.ranks, row.step_s, row.measured) for row in rows]
-    assert found == [
-        (2, pytest.approx(2.0), False),
-        (4, pytest.approx(1.0), True),
-        (6, pytest.approx(1.0), False),
-        (8, pytest.approx(0.5), False),
-    ]
-    assert [row.hours for row in rows] == [pytest.approx(hours) for hours in (2.0, 1.0, 1.0, 0.5)]
     assert findings == []
 
 
 def test_many_sizes_are_thinned_out() -> None:
     config = compose([*ELASTIC, "train.global_batch_size=2000"]).config
-    rows, _ = sizes.sizes(config, RankCounts(range(3, 1001), "launcher.ranks=3-1000"), RunDir(Path("/nonexistent")))
+    rows, _ = sizes.sizes(config, RankCounts(range(3, 1001), "launcher.ranks=3-1000"))
     assert [row.ranks for row in rows][:5] == [3, 4, 6, 10, 18]
     assert rows[-1].ranks == 1000
     assert len(rows) <= 16
@@ -105,10 +74,10 @@ class Fussy(nn.Module):
         self.largest = float(self.layer.weight.max())
 
 
-def test_a_model_that_needs_real_memory_leaves_the_column_out(tmp_path: Path) -> None:
+def test_a_model_that_needs_real_memory_leaves_the_column_out() -> None:
     words = [word for word in ELASTIC if not word.startswith("model.")]
     config = compose([*words, "model=own", "model._target_=test_sizes.Fussy"]).config
-    rows, findings = sizes.sizes(config, COUNTS, RunDir(tmp_path / "new"))
+    rows, findings = sizes.sizes(config, COUNTS)
     assert {row.memory for row in rows} == {None}
     assert "the memory of a rank is not known: the model cannot be created without its memory" in findings[0].text
 

@@ -141,7 +141,7 @@ def test_a_sweep_of_values_is_composed_once_for_each_choice_of_groups(monkeypatc
     jobs = composer.jobs(["optimizer=adamw,sgd", "data.sequence_length=16,32", "optimizer.lr=0.1,1", "seed=range(20)"])
     assert len(jobs) == len({job.run_dir for job in jobs}) == 160
     assert {job.config.data.sources["code"]["sequence_length"] for job in jobs} == {16, 32}
-    assert len([overrides for overrides in composed if any("seed" in text for text in overrides)]) == 2
+    assert len(composed) < 10
 
 
 @pytest.mark.slow
@@ -195,9 +195,9 @@ def test_dictionaries_of_one_entry_are_different_entries() -> None:
 
 @pytest.mark.slow
 def test_what_a_sweep_keeps_does_not_grow_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "KEPT_VARIATIONS", 2)
+    monkeypatch.setattr(composition, "KEPT_COMMON", 2)
     composer = Composer()
     phases = ",".join(f"{{start_step:{step},temperature:1}}" for step in range(1, 6))
-    jobs = composer.jobs([f"phases.late={phases}", "sampler=elastic", "seed=1,2"])
-    assert [job.config.phases["late"].start_step for job in jobs] == [step for step in range(1, 6) for _ in range(2)]
-    assert len(composer._variations) <= 2
+    jobs = composer.jobs([f"phases.late={phases}", "sampler=elastic", "optimizer=adamw,sgd", "model=gpt_tiny,gpt"])
+    assert [job.config.phases["late"].start_step for job in jobs] == [step for step in range(1, 6) for _ in range(4)]
+    assert len(composer._common) <= 2

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from runner.data import ElasticSampler, MixtureDataset, StatefulDataLoader
 from runner.data.loading import global_draws
+from runner.system import generators
 
 SIZE = 36
 
@@ -116,11 +117,11 @@ def test_pixels_are_the_same_for_any_workers_ranks_batch_size_and_after_a_resume
 @pytest.mark.parametrize("data", [Pictures(), Listed(), Gathered()], ids=["single", "list", "batch"])
 def test_the_generators_of_the_training_do_not_move(data: Any) -> None:
     np.random.randn()  # half of a pair is kept for the next one
-    before = global_draws.global_state()
+    before = generators.states()
     list(loader_of(data))
     with pytest.raises(ZeroDivisionError):
         list(loader_of(data, collate_fn=lambda samples: 1 / 0))
-    assert global_draws.drawn_from(before) == ""
+    assert generators.drawn_from(before) == ""
 
 
 def test_a_sample_is_fetched_once_and_a_list_is_asked_for_until_it_draws() -> None:
@@ -213,6 +214,6 @@ def test_a_dataset_that_says_that_it_draws_nothing_and_does_is_named(
 
 def test_the_same_draws_do_not_come_from_two_generators() -> None:
     """numpy's and torch's are the same generator: the same seed would correlate a crop with a flip."""
-    global_draws.seed(0x0123456789ABCDEF)
+    generators.seed(0x0123456789ABCDEF)
     words = np.random.randint(0, 2**31, 4).tolist(), torch.randint(0, 2**31, (4,)).tolist()
     assert not set(words[0]) & set(words[1])

@@ -47,7 +47,7 @@ def start_job(slurm: FakeSlurm, run: RunDir, restarts: int) -> bool:
     """One start of job 12; whether the batch script requeued it."""
     slurm.shows_job(**{**RUNNING, "Restarts": str(restarts)})
     before = len(slurm.calls("scontrol requeue"))
-    job = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts), "SUBMITIT_FOLDER": str(run.logs)}
+    job = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts), "RUNNER_JOB_FOLDER": str(run.logs)}
     script = SlurmLauncher().preview([run.path])
     subprocess.run(["bash", "-c", script], env={**os.environ, **job}, capture_output=True, check=False, timeout=300)
     return len(slurm.calls("scontrol requeue")) > before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -121,8 +120,8 @@ def test_a_sweep_above_the_clusters_limit_is_split_into_several_arrays(slurm: Fa
     assert ["--array=0-10%5" in script for script in scripts] == [True, True, False]
     assert launcher.preview(runs).count("#!/bin/bash") == 3
     for index, run in enumerate(runs):  # the task of a run's id makes an attempt at that run
-        pickled = pickle.loads((runs[0].parent / ".slurm" / f"{ids[index]}_submitted.pkl").read_bytes())
-        assert pickled.args[0] == str(run)
+        start = json.loads((runs[0].parent / ".slurm" / f"{ids[index]}_start.json").read_text())
+        assert start["run_dir"] == str(run)
 
 
 def test_the_preview_is_of_a_job_array_from_two_runs_on(slurm: FakeSlurm, runs: list[Path]) -> None:
@@ -185,7 +184,13 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
     for run in runs:
         run.mkdir(parents=True)
     folder = tmp_path / "outputs" / ".slurm"
-    theirs = {f"{'0' * 32}.pkl", f".submission_file_{'1' * 32}.sh", "12_0_0_log.out", "12_0.starts", "12_1.0.verdict"}
+    theirs = {
+        f"{'0' * 32}-0.json",
+        f".submission_file_{'1' * 32}.sh",
+        "12_0_0_log.out",
+        "12_0.starts",
+        "12_1.0.verdict",
+    }
     refusing = slurm.folder / "refusing"
     (slurm.folder / "sbatch").write_text(
         f"#!/bin/sh\nif [ ! -e {refusing} ]; then touch {refusing}; echo Submitted batch job 12; exit 0; fi\n"
@@ -194,8 +199,8 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
     assert SlurmLauncher().launch(runs, "somewhere:attempt") == 2
     names = {path.name for path in folder.iterdir()}
     assert theirs <= names
-    assert len([name for name in names if name.endswith("_submitted.pkl")]) == 11
-    assert {name for name in names if name.endswith(".pkl") and "_" not in name} == {f"{'0' * 32}.pkl"}
+    assert len([name for name in names if name.endswith("_start.json")]) == 11
+    assert {name for name in names if name.endswith(".json") and "_" not in name} == {f"{'0' * 32}-0.json"}
 
 
 def test_a_submission_is_cancelled_if_its_job_id_cannot_be_recorded(slurm: FakeSlurm, runs: list[Path]) -> None:

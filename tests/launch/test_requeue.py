@@ -20,7 +20,6 @@ from unittest.mock import Mock
 import pytest
 from fake_slurm import RUNNING, FakeSlurm, inside, job_line, row, slurm
 from runs import ROOT
-from submitit.core.utils import DelayedSubmission
 
 from launch import job, rendezvous, requeue, scheduler
 from launch.slurm import SlurmLauncher
@@ -94,7 +93,7 @@ def test_a_kill_is_told_apart_from_a_lost_node(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     before = {"job_id": "12_1", "restart_count": 0}
     assert job.SlurmJob().cause_of_loss(before) == "node failure"
     starts = requeue.starts_file(tmp_path, "12_1")
@@ -415,7 +414,7 @@ def test_after_an_interruption_that_slurm_refuses_to_requeue_the_batch_script_de
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No end of the job is near that would stop the attempts to requeue it."""
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     inside.shows_job(**RUNNING)
     inside.fails("scontrol_requeue_incomplete", "Access/permission denied\n")
     here = job.SlurmJob()
@@ -445,7 +444,7 @@ def test_what_cannot_be_requeued_here_is_left_to_the_batch_script(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Python may be in a container without Slurm's commands; the batch script is not."""
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setenv("PATH", "/nonexistent")
     here = job.SlurmJob()
     cause = here.cause(signal.SIGUSR2)
@@ -459,7 +458,7 @@ def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decides: bool
 ) -> None:
     """But not from a rank that ends because another one did."""
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
@@ -495,7 +494,7 @@ def test_an_attempt_that_cannot_be_imported_is_left_to_the_next_start(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, reason: str
 ) -> None:
     """The environment may be on a file system that works again by then; the batch script counts such starts."""
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     monkeypatch.setattr(rendezvous, "export", Mock(side_effect=error))
     starts = requeue.starts_file(tmp_path, "12_1")
@@ -509,13 +508,13 @@ def test_an_attempt_that_cannot_be_imported_is_left_to_the_next_start(
 def test_an_attempt_knows_which_submission_its_job_is_of(
     slurm: FakeSlurm, inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From what submitit pickles, the same name as in job.json."""
+    """From what the command wrote for it, the same name as in job.json."""
     run = tmp_path / "run"
     run.mkdir()
     slurm.shows_job(JobName="run")
     assert SlurmLauncher().launch([run], "somewhere:attempt") == 0
-    (pickled,) = (run / "logs").glob("*_submitted.pkl")
-    called = DelayedSubmission.load(pickled)
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
     identities: list[dict[str, object]] = []
     module = type(sys)("somewhere")
     module.attempt = lambda _, job: identities.append(job.identity())  # type: ignore[attr-defined]
@@ -523,7 +522,7 @@ def test_an_attempt_knows_which_submission_its_job_is_of(
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     monkeypatch.setattr(rendezvous, "export", lambda: None)
     with pytest.raises(SystemExit):
-        called.function(*called.args, **called.kwargs)
+        job.main(str(run / "logs"))
     name = json.loads((run / "job.json").read_text())["submission"]
     assert identities[0]["submission"] == name
     assert f"REQUEUE_SUBMISSION={name}" in (run / "logs" / "12_submission.sh").read_text().splitlines()
@@ -533,8 +532,8 @@ def test_an_attempt_knows_which_submission_its_job_is_of(
 def test_a_job_does_not_do_what_was_submitted_for_an_earlier_one_with_its_id(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool
 ) -> None:
-    """Submitit finds its file by the id: of another run, perhaps, until the command has renamed that of this job."""
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    """It finds its file by the id: of another run, perhaps, until the command has renamed that of this job."""
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setenv("REQUEUE_SUBMISSION", OWN)
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     monkeypatch.setattr(rendezvous, "export", lambda: None)
@@ -559,7 +558,7 @@ def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing
     capsys: pytest.CaptureFixture[str],
     names_it: bool,
 ) -> None:
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     monkeypatch.setattr(rendezvous, "export", lambda: None)
     module = type(sys)("somewhere")
@@ -576,7 +575,7 @@ def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing
 def test_a_log_on_a_full_disk_does_not_change_how_such_a_job_ends(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     (tmp_path / "job.json").write_text(json.dumps({"job_id": "13", "submission": "b"}))
     left: pytest.ExceptionInfo[SystemExit]
@@ -589,7 +588,7 @@ def test_a_log_on_a_full_disk_does_not_change_how_such_a_job_ends(
 def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     starts = requeue.starts_file(tmp_path, "12_1")
     starts.write_text(f"{2:<255}\n")
     here = job.SlurmJob()
@@ -803,7 +802,7 @@ def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reaso
     run = tmp_path / "run"
     launcher = SlurmLauncher()
     rank = (
-        f"SLURM_JOB_ID=13 SLURM_ARRAY_JOB_ID=12 SLURM_ARRAY_TASK_ID=1 SUBMITIT_FOLDER={run}/logs {sys.executable} -c "
+        f"SLURM_JOB_ID=13 SLURM_ARRAY_JOB_ID=12 SLURM_ARRAY_TASK_ID=1 RUNNER_JOB_FOLDER={run}/logs {sys.executable} -c "
         "'from launch.job import SlurmJob; SlurmJob().yield_verdict(\"No space left on device\")'; exit 1"
     )
     (run / "logs").mkdir(parents=True)

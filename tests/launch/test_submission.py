@@ -176,7 +176,7 @@ def test_a_lost_answer_is_not_a_refusal(
     assert not any(notes(runs))
 
 
-@pytest.mark.parametrize("then", ["rm -f $(dirname $1)/*.pkl", "echo hello; exit 0"])
+@pytest.mark.parametrize("then", ["rm -f $(dirname $1)/*-0.json", "echo hello; exit 0"])
 def test_a_job_that_cannot_be_recorded_is_cancelled_at_once(queue: Queue, runs: list[Path], then: str) -> None:
     """The disk refuses to rename its files, or nobody understands what sbatch says."""
     queue.then(then)
@@ -321,7 +321,7 @@ def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(
 
 def test_a_disk_that_refuses_everything_leaves_it_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
     """Neither the files of the job can be renamed, nor can Slurm be asked, nor the note be read by the next command."""
-    queue.then(f"rm -f $(dirname $1)/*.pkl; touch {queue.slurm.folder}/silent")
+    queue.then(f"rm -f $(dirname $1)/*-0.json; touch {queue.slurm.folder}/silent")
     assert launch(runs[:1]) == ExitStatus.INTERRUPTED
     queue.then("")
     (queue.slurm.folder / "silent").unlink()

@@ -21,7 +21,7 @@ OWN = ("runner", "launch")
 # What `launch` may know of `runner`: shapes, mistakes, paths of a run, and the system layer.
 SHARED = ("runner.contracts", "runner.errors", "runner.rundir.paths", "runner.system.")
 # Below the composition there are plain dataclasses.
-HOMES = {"hydra": "runner.config.", "omegaconf": "runner.config.", "submitit": "launch.slurm"}
+HOMES = {"hydra": "runner.config.", "omegaconf": "runner.config.", "submitit": "launch.batch"}
 # Nobody waits for torch to read the status of a run. `inspect` calculates, and so needs numpy.
 WITHOUT_TORCH = """
     runner.errors runner.contracts runner.__main__ runner.system.files runner.system.clock runner.system.processes
@@ -141,11 +141,11 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
         ("runner.cli.start", "importlib.import_module(f'launch.{name}')", "is chosen by the config, never imported"),
         ("launch.local", "from runner.config.schema import Config", "is not shared with launch"),
         ("runner.training.build", "__import__('omegaconf')", "belongs to runner.config."),
-        ("launch.local", "import submitit", "belongs to launch.slurm"),
+        ("launch.local", "import submitit", "belongs to launch.batch"),
         ("runner.cli.start", "from runner.training import attempt", None),
         ("runner.training.build", "import_module(name)", None),
         ("runner.data.text", "if TYPE_CHECKING:\n    from runner.cli import start", None),
-        ("launch.slurm", "import submitit\nimport torch\nfrom runner.system import files", None),
+        ("launch.batch", "import submitit\nimport torch\nfrom runner.system import files", None),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, why: str | None) -> None:

@@ -68,8 +68,6 @@ def goodput(folder: Path, printed: str) -> None:
     assert list(found["goodput"]) == list(BUCKETS) == list(found["runs"][0]["goodput"])
     assert {"weeks", "attempts_without_account"} <= found.keys()
     assert {"seconds", "kept_s", "saves"} <= records(folder / "outputs" / "often", "attempts.jsonl")[0].keys()
-    lines = [line.rstrip() for line in printed.splitlines()]
-    assert set(lines) >= set(shown("goodput.md", "ok      with 1 kills").splitlines())
 
 
 def housekeeping(folder: Path, printed: str) -> None:
@@ -88,7 +86,7 @@ def report(folder: Path, printed: str) -> None:
     assert len(list(csv.DictReader((folder / "runs.csv").read_text().splitlines()))) == 4
     assert len(list(csv.DictReader((folder / "steps.csv").read_text().splitlines()))) == 4 * 40
     assert (folder / "told.txt").read_text() == "4 of 4 runs finished\n"
-    for file in ("outputs/report.html", "sweep.html", "curves.png"):
+    for file in ("outputs/report.html", "sweep.html"):
         assert (folder / file).stat().st_size > 1000
     (example,) = [block.text for block in docs_pages.blocks(ROOT / "docs" / "report.md") if block.language == "text"]
     for line in example.splitlines():

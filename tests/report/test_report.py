@@ -20,10 +20,8 @@ from reported import losses, write_run
 
 from runner.__main__ import run as command_line
 from runner.cli import report as cli_report
-from runner.report import picture
 from runner.report.compare import grouped, ranked
 from runner.report.runs import lower_is_better, read_run
-from runner.report.series import Series
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
@@ -158,13 +156,6 @@ def test_long_runs_of_different_lengths_are_compared_at_the_end_of_the_shorter(
         assert 1237 in np.frombuffer(base64.b64decode(run["series"]["loss"][0]), "<u4")
 
 
-def test_the_band_of_curves_ends_with_the_shortest() -> None:
-    short, long = (Series(np.arange(1, last + 1), np.full(last, float(last))) for last in (2, 4))
-    steps, mean, spread = picture.band([short, long])
-    assert (steps.tolist(), mean.tolist()) == ([1, 2], [3.0, 3.0])
-    assert spread == pytest.approx(2**0.5)
-
-
 def test_runs_are_ranked_by_the_metric_of_the_best_checkpoints(tmp_path: Path, report: Report) -> None:
     for name, value in (("a", 0.2), ("b", 0.9), ("c", None), ("d", 0.5)):
         records = [{"step": 1, "eval_acc": value, "loss": 1 - (value or 0)}]
@@ -185,8 +176,8 @@ def test_which_metrics_are_better_when_they_are_higher() -> None:
 
 
 def test_every_form_says_the_same_numbers(sweep: Path, report: Report, tmp_path: Path) -> None:
-    table, html, picture_file = (tmp_path / name for name in ("runs.csv", "page.html", "curves.svg"))
-    printed = report(sweep, "--csv", table, "--html", html, "--plot", picture_file, "--by", "sampler.temperature")
+    table, html = tmp_path / "runs.csv", tmp_path / "page.html"
+    printed = report(sweep, "--csv", table, "--html", html, "--by", "sampler.temperature")
     asked = as_json(report, sweep)
     rows = list(csv.DictReader(io.StringIO(table.read_text())))
     data = page_data(html)
@@ -206,7 +197,6 @@ def test_every_form_says_the_same_numbers(sweep: Path, report: Report, tmp_path:
     for group in asked["groups"]:
         found = group["metrics"]["eval_loss"]
         assert f"{found['mean']:.4f} ± {found['std']:.4f}" in printed
-    assert "<svg" in picture_file.read_text()
 
 
 def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None:
@@ -354,7 +344,7 @@ def test_impossible_times_of_an_attempt_are_left_out(tmp_path: Path, report: Rep
         attempt = dict.fromkeys(("started", "ended", "end_step", "kept_s", "queue_s", "nodes", "ranks"), odd)
         attempt |= {"attempt": 1, "cause": "killed", "seconds": {"steps": odd, "start": 2.0}}
         write_run(tmp_path / "outputs" / f"r{number}", attempts=[attempt], seed=number)
-    report(tmp_path / "outputs", "--plot", tmp_path / "x.png", "--metric", "loss")
+    report(tmp_path / "outputs", "--metric", "loss")
     assert all(run["goodput"]["start"] == 2.0 for run in as_json(report, tmp_path)["runs"])
     assert page_data(tmp_path / "outputs" / "report.html")["weeks"] == {}
 
@@ -381,7 +371,7 @@ def test_malicious_names_are_text(tmp_path: Path, report: Report) -> None:
         write_run(
             tmp_path / "outputs" / f"{name}{seed}", records, seed=seed, settings={f"model.{EVIL}": f"{EVIL}{seed}"}
         )
-    out = report(tmp_path / "outputs", "--plot", tmp_path / "x.svg", "--csv", tmp_path / "x.csv")
+    out = report(tmp_path / "outputs", "--csv", tmp_path / "x.csv")
     assert all(line.isprintable() for line in out.splitlines())
     assert "[red]" in out
     html = (tmp_path / "outputs" / "report.html").read_text()
@@ -409,8 +399,6 @@ def test_malicious_names_are_text(tmp_path: Path, report: Report) -> None:
         ([""], "argument DIR: the path is empty"),
         (["outputs", "--notify", " "], "the command is empty"),
         (["outputs", "--watch", "soon"], "invalid float value"),
-        (["outputs", "--plot", "x.xyz"], "unknown format .xyz"),
-        (["outputs", "--plot", "missing/x.png"], "missing/x.png cannot be written"),
         (["outputs", "--html", "outputs"], "outputs cannot be written"),
         (["outputs", "--csv", "missing/x.csv"], "missing/x.csv cannot be written"),
         (["outputs", "--json", "--csv"], "only one of them"),
@@ -432,13 +420,6 @@ def test_mistakes_are_one_line(
     assert len(errors) == 1
     assert errors[0].startswith("error: ")
     assert message in errors[0]
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(
-    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(picture, "is_possible", lambda: False)
-    assert "pip install matplotlib" in mistake(capsys, sweep, "--plot", "x.png")
 
 
 # ---- watching

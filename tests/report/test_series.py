@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import given_in_tiers
 
-from runner.report import blocks, series
 from runner.report.runs import is_shown
 from runner.report.series import Columns, Series, read_series
 from runner.system import files
@@ -110,30 +109,6 @@ def test_a_source_that_is_not_named_has_what_it_had(tmp_path: Path, count: int) 
         assert (np.diff(one.steps) > 0).all()
         assert np.interp(list(at[number]), one.steps, one.values).tolist() == list(at[number].values())
         assert one.steps[-1] == steps
-
-
-def test_the_fast_reader_is_the_one_that_reads_our_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise only a benchmark would notice that every line goes the slow way."""
-    record = {
-        "step": 1,
-        "loss": 0.5,
-        "grad_norm": 1e-7,
-        "digest": "0a",
-        "sources": {"a": {"samples": 3, "epochs": 0.1}},
-    }
-    lines = [{**record, "step": step, "loss": 1 / step} for step in range(1, 300)]
-    lines[100:100] = [{"step": 100, "eval_loss": 1.0, "eval_loss_by_source": {"a": 2.0}}]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    slow: list[int] = []
-
-    def read_slowly(rest: list[bytes]) -> list[Any]:
-        slow.append(len(rest))
-        return [json.loads(line) for line in rest]
-
-    monkeypatch.setattr(series, "_records", read_slowly)
-    assert_reads(path, lines)
-    assert sum(slow) <= blocks.MIN_LINES
 
 
 @pytest.mark.parametrize("odd", ["", "7", "[1]", '{"loss": 1}', '{"step": -1}', '{"step": 1.5}', '{"step": true}', "{"])

@@ -2,7 +2,7 @@
 
 Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a
 real bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what
-submitit writes (a script, one file per run), and for the training: a step is a pause, a save has a few bytes.
+submitit writes (a script), and for the training: a step is a pause, a save has a few bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from random import Random
-from subprocess import CalledProcessError
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import launch.job
 import launch.slurm
-from launch import display, requeue, submission
+from launch import batch, display, requeue, submission
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Fence
 from runner.cli import launcher, start
@@ -146,7 +145,6 @@ class Jobs(Scenario):
         self._finished: dict[Path, int] = {}  # by which number
         self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
         self._batches: dict[tuple[Job, int], Process] = {}
-        self._names: dict[Process, str] = {}
         self._locked: set[Path] = set()
         self._began: dict[Process, dict[Path, Job | str]] = {}
 
@@ -168,8 +166,7 @@ class Jobs(Scenario):
                 restored.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
 
-            put(launch.slurm.SlurmLauncher, "_executor", lambda launcher, *rest: _Executor(self, launcher, *rest))
-            put(launch.slurm, "_names_by_submitit", self._named)
+            put(batch, "script", _script)
             put(submission, "new_name", lambda: f"{self.world.number():032x}")
             put(launch.slurm, "Console", lambda: None)
             put(display, "show_submitted", lambda *_: None)
@@ -187,13 +184,6 @@ class Jobs(Scenario):
                 del sys.modules[session.__name__]
                 if before is not None:
                     sys.modules[session.__name__] = before
-
-    @contextmanager
-    def _named(self, unique: str) -> Iterator[None]:
-        """How the files of the submission that this process makes are called."""
-        assert self.world.current is not None
-        self._names[self.world.current.process] = unique
-        yield
 
     def run(self, *command: Any, **options: Any) -> Any:
         """Run a command of Slurm; there are no others."""
@@ -251,7 +241,8 @@ class Jobs(Scenario):
     def _sbatch(self, path: str, process: Process) -> str:
         text = files.read_text(Path(path))
         script = json.loads(text.partition("\n")[0].removeprefix("# "))
-        script["runs"] = [Path(run) for run in script["runs"]]
+        noted = [Path(script["folder"]) / f"{script['submission']}-{index}.json" for index in range(script["count"])]
+        script["runs"] = [Path(files.read_object(path)["run_dir"]) for path in noted]
         script["text"], script["by"], script["orphan"] = text, process, not process.alive
         job_id = self.slurm.submit(script, script["name"], path, len(script["runs"]), self.limit_s, self.notice_s)
         return f"Submitted batch job {job_id}\n"
@@ -283,7 +274,7 @@ class Jobs(Scenario):
             "SLURMD_NODENAME": job.host.name,
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_NTASKS": "1",
-            "SUBMITIT_FOLDER": job.script["folder"],
+            "RUNNER_JOB_FOLDER": job.script["folder"],
             "REQUEUE_SUBMISSION": job.script["submission"],
             "RUNNER_BATCH_BEGAN": f"{job.host.boot_id} {uptime:.2f}",
             **({"SLURM_RESTART_COUNT": str(job.restarts)} if job.restarts else {}),
@@ -353,29 +344,21 @@ class Jobs(Scenario):
         sys.exit(Batch(world, self.disk, job.script["text"], folder, _mark(job), environment, commands).run())
 
     def _rank(self, job: Job) -> None:
-        """What srun starts: submitit loads its file, and calls the function that was submitted."""
-        pickle = Path(job.script["folder"]) / f"{job.job_id}_submitted.pkl"
+        """What srun starts."""
+        folder = Path(job.script["folder"])
         if self.world.now < self._broken_until:
             self.world.tell("cannot start: the environment is broken", f"rank {job.job_id}")
             sys.exit(1)
-        arguments = self._submitit_finds(pickle)
         try:
-            launch.job.start(*arguments)
+            launch.job.main(str(folder))
         except SystemExit as end:
             if end.code == ExitStatus.LOCKED:
-                self._locked.add(Path(arguments[0]))
+                self._locked.add(Path(files.read_object(batch.start_file(folder, job.job_id))["run_dir"]))
+            if isinstance(end.code, str):
+                sys.exit(1)
             raise
-
-    @staticmethod
-    def _submitit_finds(pickle: Path) -> list[Any]:
-        """What is in the file, if it is there within a minute; what the disk refuses ends submitit as well."""
-        with suppress(OSError):
-            for _ in range(60):
-                if files.exists(pickle):
-                    arguments: list[Any] = json.loads(files.read_text(pickle))
-                    return arguments
-                clock.sleep(1.0)
-        sys.exit(1)
+        except OSError:  # what the disk refuses
+            sys.exit(1)
 
     # ---- strikes
 
@@ -706,50 +689,11 @@ def _lag(rest: Random) -> float:
     return rest.choice((0.0, 0.0, rest.uniform(0.05, 1.3)))
 
 
-class _Executor:
-    """What submitit does: a file per run, a script, sbatch, and their final names."""
-
-    def __init__(self, story: Jobs, launcher: Any, folder: Path, name: str, *_: Any) -> None:
-        self._story = story
-        self._launcher = launcher
-        self._folder = folder
-        self._name = name
-
-    def map_array(
-        self,
-        _: object,
-        runs: list[str],
-        attempts: list[str],
-        timeouts: list[Any],
-        requeue_killed: list[bool],
-        submissions: list[str],
-    ) -> list[Any]:
-        """Submit the runs as one job, or as one array."""
-        folder = self._folder
-        assert self._story.world.current is not None
-        unique = self._story._names[self._story.world.current.process]
-        pickles = [folder / f"{unique}-{index}.pkl" for index in range(len(runs))]
-        for path, *arguments in zip(pickles, runs, attempts, timeouts, requeue_killed, submissions, strict=True):
-            files.write_atomic(path, json.dumps(arguments).encode())
-        script = folder / f".submission_file_{unique}-{len(runs)}.sh"
-        told = {
-            "runs": runs,
-            "folder": str(folder),
-            "name": self._name,
-            "submission": submissions[0],
-        }
-        copied = requeue.script_lines(folder, requeue_killed[0], submissions[0])
-        lines = [f"# {json.dumps(told)}", *copied, requeue.ARM_SCRIPT, "srun"]
-        files.write_atomic(script, "\n".join(lines) + "\n")
-        done = processes.run(["sbatch", str(script)])
-        if done.returncode:
-            raise RuntimeError(str(done.stderr)) from CalledProcessError(done.returncode, "sbatch")
-        job_id = str(done.stdout).split()[-1]
-        files.rename(script, folder / f"{job_id}_submission.sh")
-        ids = [f"{job_id}_{index}" for index in range(len(runs))] if len(runs) > 1 else [job_id]
-        for path, each in zip(pickles, ids, strict=True):
-            files.rename(path, folder / f"{each}_submitted.pkl")
-        return [SimpleNamespace(job_id=each) for each in ids]
+def _script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> str:
+    """What submitit writes: the options, and the lines around srun."""
+    name = next(line for line in parameters["setup"] if line.startswith("REQUEUE_SUBMISSION=")).partition("=")[2]
+    told = {"count": runs, "folder": str(folder), "name": parameters["job_name"], "submission": name}
+    return "\n".join([f"# {json.dumps(told)}", *parameters["setup"], "srun"]) + "\n"
 
 
 class _Session:

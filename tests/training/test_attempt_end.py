@@ -216,7 +216,7 @@ def test_the_others_learn_why_a_rank_fails_the_job(
     monkeypatch.setattr(peers, "connect", lambda timeout_s: store)
     attempt: Any = training_attempt._Attempt.__new__(training_attempt._Attempt)
     attempt.world, attempt.requeued = World(1, 2), requeued
-    attempt._report(error, str(error))
+    attempt._tell_ranks(error, str(error))
     assert peers.read_report(store) == (f"rank 1 failed: {error}" if reported else None)
 
 

@@ -20,6 +20,7 @@ from runner.training.consumption import UntrackedConsumption
 from runner.training.evaluation import Evaluation
 from runner.training.held_out import EvaluationSet, HeldOut, MapSource
 from runner.training.optimizers import Optimizers
+from runner.training.recorder import Recorder
 from runner.training.run_state import RunState
 from runner.training.step import Forward, TrainStep
 from runner.training.tasks import Task
@@ -28,14 +29,14 @@ from runner.training.trainer import Trainer
 BATCH = (torch.ones(2, 3), torch.ones(2, 1))
 
 
-class Recorder:
+class KeepingRecorder(Recorder):
     """Keeps the records it gets; with `full`, they cannot be made durable."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.full = False
 
-    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None) -> None:
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
         self.records.append(record)
 
     def last_evaluation(self, record: dict[str, Any]) -> None:
@@ -46,9 +47,6 @@ class Recorder:
 
     def before_save(self) -> bool:
         return not self.full
-
-    def cadence(self, explanation: str) -> None:
-        pass
 
 
 class Manager:
@@ -106,7 +104,7 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
         evaluation=Evaluation(forward, [EvaluationSet("", {"a": held_out}, every_steps=4)]),
         manager=Manager(),
         cadence=Cadence(100, None, start_step=0, now=0.0),
-        recorder=Recorder(),
+        recorder=KeepingRecorder(),
         run_state=RunState({}, False, 1, (), {}, 0),
         stop=lambda: getattr(batches, "stop", False),
         check_fence=lambda: None,

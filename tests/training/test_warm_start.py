@@ -12,6 +12,7 @@ from typing import Any
 
 import here
 import pytest
+import safetensors.torch
 import torch
 from composing import compose
 from runs import PACED, Run, assert_same_run
@@ -297,6 +298,21 @@ def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path, source: P
     save_file({"a": torch.ones(1)}, file)
     with pytest.raises(UserError, match=r"w.safetensors is not what this run began with .*SHA-256.*: put that back"):
         open_source(options, RunDir(tmp_path), record)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest would be that of other weights."""
+    file, load = tmp_path / "w.safetensors", safetensors.torch.load_file
+    save_file({"a": torch.zeros(1)}, file)
+
+    def load_another(path: Path) -> dict[str, torch.Tensor]:
+        save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+        (tmp_path / "other.safetensors").rename(path)
+        return load(path)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", load_another)
+    with pytest.raises(UserError, match=r"w.safetensors was replaced while it was read: rerun"):
+        open_source(InitConfig(path=str(file)), RunDir(tmp_path), {})
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from torch.utils.data import Subset, get_worker_info
 from runner.data.loading import global_draws
 from runner.data.loading.collation import CollationError, disagreement
 from runner.data.loading.randomness import Keys, current
+from runner.system import generators
 
 Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
 _OF_COLLATE = 0x9E3779B97F4A7C15  # what a batch is collated with is not what its first sample was drawn with
@@ -129,13 +130,13 @@ class MapFetcher:
             RuntimeError: the dataset raised StopIteration, which would be taken for the end of the epoch.
         """
         current.keys, current.at = keys, 0
-        outside = global_draws.global_state() if self._seeds_samples or self._seeds_collate else None
+        outside = generators.states() if self._seeds_samples or self._seeds_collate else None
         try:
             return self._fetch_and_collate(indices)
         finally:
             current.keys = None
             if outside is not None:
-                global_draws.put_back(outside)
+                generators.put_back(outside)
 
     def _fetch_and_collate(self, indices: Indices) -> Any:
         if isinstance(indices, np.ndarray) and not self.collated:
@@ -148,7 +149,7 @@ class MapFetcher:
         if self._direct:
             return samples
         if self._seeds_collate:
-            global_draws.seed(self._keys()[0] ^ _OF_COLLATE)
+            generators.seed(self._keys()[0] ^ _OF_COLLATE)
         return self._collate(samples, indices)
 
     def _collate(self, samples: Any, indices: Indices) -> Any:
@@ -185,7 +186,7 @@ class MapFetcher:
         try:
             for index in wanted:
                 if keys is not None:
-                    global_draws.seed(keys[current.at])
+                    generators.seed(keys[current.at])
                 keep(get(index))
                 current.at += 1
         except Exception as error:
@@ -196,14 +197,14 @@ class MapFetcher:
     def _at_once(self, indices: Indices) -> Any:
         """What `__getitems__` returns; its draws depend on the first sample, and on how many there are."""
         if self._seeds_samples and len(indices):
-            global_draws.seed(self._keys()[0])
+            generators.seed(self._keys()[0])
         return self._getitems(indices)
 
     def _as_list(self, indices: Indices) -> Any:
         """What `__getitems__` returns, until it draws: then it is asked for one sample at a time."""
-        outside = global_draws.global_state()
+        outside = generators.states()
         samples = self._getitems(indices)
-        draws = global_draws.drawn_from(outside)
+        draws = generators.drawn_from(outside)
         if not draws:
             return samples
         if isinstance(samples, (list, tuple)) and len(samples) == len(indices):
