@@ -25,7 +25,7 @@ from runner.rundir.attempt_log import (
 )
 from runner.rundir.lease import describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
-from runner.rundir.trunk import Trunk, find
+from runner.rundir.trunk import find, missing, remedy
 from runner.rundir.trust import check_trusted, reading
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
@@ -45,8 +45,6 @@ class PlannedRun:
     """What this command changes in it, or what it cannot change while the run is live; one line each."""
     refused: bool = False
     """Whether the command asks for something else than what the run does."""
-    after: Path | None = None
-    """The trunk that a branch has to wait for."""
 
     @property
     def starts(self) -> bool:
@@ -120,7 +118,6 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         return PlannedRun(job, "edited", edited[0], refused=not edited[1])
     changes.check()
     notes = changes.notes(run.newest_step())
-    awaited = None if finished or run.newest_step() else _awaited(job)
     if finished:
         done = finished_at(run)
         lack = incomplete_records(run, done)
@@ -131,9 +128,8 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         reason = _one_line(status.get("reason") or status.get("cause") or "see its logs")
         return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", notes)
     check_trusted(run)
-    if awaited is not None:
-        summary = f"a branch of {shown(awaited)} at step {job.config.fork.step}, which it waits for"
-        return PlannedRun(job, "unfinished", summary, notes, after=awaited)
+    if not run.newest_step():
+        _trunk_of(job)
     return PlannedRun(job, "unfinished", _resuming(run, job, status), notes)
 
 
@@ -179,33 +175,29 @@ def _new(job: Composed) -> PlannedRun:
     Raises:
         UserError: it is a branch, and its trunk has no checkpoint for it, or is not to be trusted.
     """
-    fork = job.config.fork
-    if fork.run is None:
+    trunk = _trunk_of(job)
+    if trunk is None:
         return PlannedRun(job, "new", "new: there is no run with these settings yet")
-    trunk = find(fork.run, job.run_dir)
-    check_trusted(trunk)
-    summary = f"new, a branch of {shown(trunk.path)} at step {fork.step}"
-    awaited = _awaited(job)
-    return PlannedRun(job, "new", summary + (", which it waits for" if awaited else ""), after=awaited)
+    return PlannedRun(job, "new", f"new, a branch of {shown(trunk.path)} at step {job.config.fork.step}")
 
 
-def _awaited(job: Composed) -> Path | None:
-    """The trunk that a run without a checkpoint has to wait for; None if it has none, or need not wait.
+def _trunk_of(job: Composed) -> RunDir | None:
+    """The trunk that a run without a checkpoint begins with; None if it is no branch.
 
     Raises:
-        UserError: it is a branch, and its trunk has no checkpoint for it, and never will.
+        UserError: the trunk has no checkpoint for it, or is not to be trusted.
     """
     fork = job.config.fork
     if fork.run is None or fork.step is None:
         return None
     trunk = find(fork.run, job.run_dir)
+    check_trusted(trunk)
     with reading(trunk):
-        of = trained(load_plain(trunk.path))
-        try:
-            waits = Trunk(trunk, of.known_steps, of.checkpoint.every_steps).waits_for(fork.step)
-        except LookupError as error:
-            raise UserError(str(error)) from None
-    return trunk.path if waits else None
+        if fork.step not in trunk.checkpoint_steps():
+            of = trained(load_plain(trunk.path))
+            what = remedy(trunk, fork.step, of.known_steps, of.checkpoint.every_steps)
+            raise UserError(f"{missing(trunk, fork.step)}; {what}")
+    return trunk
 
 
 def _is_finished(job: Composed) -> bool:

@@ -15,8 +15,7 @@ import torch
 
 from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
-from runner.checkpoint.directory import Fence
-from runner.checkpoint.reading import in_one_line, newest_step
+from runner.checkpoint.reading import newest_step
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.plain_yaml import read_plain
@@ -40,7 +39,7 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import build
 from runner.training.average import Average
-from runner.training.branch import restarts_optimizers, take_over, trunk_of
+from runner.training.branch import restarts_optimizers, trunk_of
 from runner.training.callbacks import Callbacks
 from runner.training.consumption import (
     ElasticConsumption,
@@ -244,13 +243,11 @@ class _Opening:
         beginning = optimizers.beginning()
         build.seed_everything(config.seed, self.world.rank)
         manager = self._manager(build.fingerprint(config, datasets))
-        with self.account.doing("restore"):
-            self._take_over()
-            with self._fits():
-                averaged = average.averaged if average else None
-                state = manager.load(model, optimizers, averaged, another_optimizer=self._restarts_optimizers) or {}
+        with self.account.doing("restore"), self._fits():
+            averaged = average.averaged if average else None
+            state = manager.load(model, optimizers, averaged, another_optimizer=self._restarts_optimizers) or {}
         if not state:
-            self._warn_if_checkpoints_are_gone()
+            self.world.run_on_main(self._check_beginning)
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
         run_state = self._run_state(saved, step)
@@ -418,16 +415,17 @@ class _Opening:
                 "init_from.strict=false)"
             ) from None
 
-    def _take_over(self) -> None:
-        """What a branch has of its trunk, if it has not begun yet."""
-        trunk, step = trunk_of(self.config), self.config.fork.step
-        if trunk is not None and step is not None:
-            fence = Fence(self.lease.fence, self.lease.check_fence) if self.lease else Fence()
-            with in_one_line(self.run.path):
-                self.world.run_on_main(lambda: take_over(self.run, trunk, step, fence))
+    def _check_beginning(self) -> None:
+        """A run whose checkpoints were all removed starts again, but not silently.
 
-    def _warn_if_checkpoints_are_gone(self) -> None:
-        """A run whose checkpoints were all removed starts again, but not silently."""
+        Raises:
+            UserError: a branch, which begins with a checkpoint of its trunk: the command takes that over.
+        """
+        if self.config.fork.run is not None:
+            raise UserError(
+                f"{self.run.path} has lost its checkpoints: rerun the command that began this branch of "
+                f"{self.config.fork.run}, which takes that of step {self.config.fork.step} over again"
+            )
         earlier = self.log.earlier if self.log else []
         saved = max((attempt.get("checkpoint_step") or 0 for attempt in earlier), default=0)
         if saved:
@@ -592,10 +590,8 @@ class _Opening:
 
         Raises:
             OSError: the file system refused.
-            UserError: another process does not finish adding its own.
         """
-        digest = evaluation_digest(load_plain(self.run.path))
-        add(self.run, {**record, "digest": digest}, None, self.config.run.lease_timeout_s)
+        add(self.run, {**record, "digest": evaluation_digest(load_plain(self.run.path))})
 
     def _lineage(self, attempt: int) -> Lineage:
         """What loggers show of the run beside its numbers."""
