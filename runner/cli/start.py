@@ -19,9 +19,9 @@ from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, UserError
+from runner.errors import ExitStatus, FileError, UserError
 from runner.rundir import provenance
-from runner.rundir.attempt_log import is_finished, last_step
+from runner.rundir.attempt_log import Finish, last_step
 from runner.rundir.custody import custody
 from runner.rundir.lease import Heart, Lease
 from runner.rundir.paths import RunDir
@@ -227,15 +227,20 @@ def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) ->
     """
     for job in jobs:
         begin = job.config.fork.step or 0
-        with suppress(OSError, UserError):  # somebody else uses it, perhaps
-            if job.run_dir not in missing:
-                continue
+        if job.run_dir not in missing:
+            continue
+        try:
             with custody(RunDir(job.run_dir)) as held:
                 others = held.lease.fence > attempts + 1  # that of `custody` is one
                 if others or files.exists(held.run.job) or max(last_step(held.run), held.run.newest_step()) > begin:
                     continue
                 aside = remove(held)
+        except (OSError, UserError):  # it is used by somebody else, or the disk does not tell
+            continue
+        try:
             remove_rest(aside)
+        except FileError:
+            _report(f"warning: {shown(aside)}, of the refused run, cannot be removed: remove it by hand")
     for folder in sorted(missing, reverse=True):
         with suppress(OSError):  # it is gone, or not empty
             files.remove_dir(folder)
@@ -354,7 +359,7 @@ def _follow_rank_0(job: Composed) -> int:
     """Under torchrun rank 0 alone decides and writes; the others start once it has frozen this very config."""
     run = RunDir(job.run_dir)
     deadline = clock.monotonic() + RANK_TIMEOUT_S
-    if is_finished(run, job.config.known_steps, job.config.train.epochs):
+    if Finish.of(run).covers(job.config.known_steps, job.config.train.epochs):
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (files.exists(run.config) and files.read_regular(run.config) == text):

@@ -11,10 +11,11 @@ from pathlib import Path
 from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.evaluations import submitted
-from runner.rundir.lease import Lease, describe_holder, liveness, read_holder
+from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
+from runner.rundir.state import holder_of
 from runner.rundir.trust import reading
-from runner.system import files, processes
+from runner.system import files
 
 TIMEOUT_S = 30.0
 
@@ -106,9 +107,8 @@ def check_idle(run: RunDir) -> None:
     """
     with reading(run):
         for lease in (run.lease, run.submission):
-            found = read_holder(lease)
-            if found and "pid" in found[1] and liveness(found[1], processes.this_process()) == "alive":
-                raise LockedError(f"{run.path} is in use by {describe_holder(found[1])}; wait for it, or stop it")
+            if holder := holder_of(lease):
+                raise LockedError(f"{run.path} is in use by {holder}; wait for it, or stop it")
     _check_queue(run)
 
 

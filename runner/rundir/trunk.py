@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.rundir.attempt_log import finished_at, last_step
+from runner.rundir.attempt_log import Finish, last_step
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -35,7 +35,7 @@ def remedy(run: RunDir, step: int, total: int | None, every_steps: int | None) -
     reached = last_step(run)
     if total is not None and step > total:
         return f"it ends at step {total}: fork a step up to that, or make it longer"
-    if finished_at(run) or step <= run.newest_step():
+    if Finish.of(run).steps or step <= run.newest_step():
         return "fork one of those"
     cadence = f"saves every {every_steps} steps and at its end" if every_steps else "saves by the clock and at its end"
     doing = f"it is at step {reached}{f' of {total}' if total else ''}, and {cadence}"

@@ -27,7 +27,7 @@ from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, provenance, submitted_jobs
 from runner.rundir import lease as leases
-from runner.rundir.attempt_log import is_finished, last_step
+from runner.rundir.attempt_log import Finish, last_step
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
@@ -599,7 +599,7 @@ class Custodies(Scenario):
     def _train(self, run: RunDir, name: str, wanted: Settings, lease: Lease) -> None:
         process, fence = self._own(), Fence(lease.fence, lease.check_fence)
         with self._at_work("trains", name):
-            if is_finished(run, wanted.known_steps, None):
+            if Finish.of(run).covers(wanted.known_steps, None):
                 lease.check_fence()
                 return
             self._fences[process] = lease.fence
@@ -766,7 +766,8 @@ class Custodies(Scenario):
         left = [name for name in _names(self.disk.root, ROOT) if LEFT.search(name)]
         if not self._places("a"):
             begun.append(f"{ARCHIVE.with_name('.' + ARCHIVE.name)}.tmp-")  # the next archive of this name removes it
-        # A result that was being written goes with the next one of its step.
+        # What was refused or removed goes with the run that has its name now, and a result with the next of its step.
+        begun += [f"{path.parent}/.{path.name}.removed-" for path in self._directories(self.disk.root, Path(ROOT))]
         left = [name for name in left if not name.startswith(tuple(begun)) and "/evaluations/step_" not in name]
         self.must(not left, f"these are left behind: {left}")
 
@@ -834,7 +835,8 @@ class Custodies(Scenario):
             # A save whose last sync fails is reported as failed, but may be there, and then retention counts it.
             whole = {step for step, corruption in found.items() if corruption is None}
             kept = set(sorted(self._committed["a"] | whole)[-KEPT:])
-            kept |= self._pinned & pins.pinned(run.checkpoints)
+            names = files.list_dir(run.checkpoints)
+            kept |= {step for step in self._pinned if f"step_{step:08d}.pinned" in names}
             lost = sorted(step for step in kept if found.get(step, "it is gone"))
             self.must(not lost, f"checkpoints {lost} are lost; there are {sorted(found)}")
             if self._finished is not None:
