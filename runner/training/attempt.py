@@ -48,10 +48,10 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.system.terminal import flush_output, outlive_terminal, printable_lines
 from runner.training import signalled
-from runner.training.hang_watch import Hang, HangWatch
 from runner.training.job import LocalJob
-from runner.training.peer_watch import LOOKS, MAX_INTERVAL_S, PeerWatch
-from runner.training.peers import LEAVE_S, STOPPED, leave_ranks, report_failure, report_stop, reported_failure
+from runner.training.ranks.hang_watch import Hang, HangWatch
+from runner.training.ranks.peer_watch import LOOKS, MAX_INTERVAL_S, PeerWatch
+from runner.training.ranks.peers import LEAVE_S, STOPPED, leave_ranks, report_failure, report_stop, reported_failure
 
 if TYPE_CHECKING:
     from runner.config.schema import Config
@@ -221,7 +221,7 @@ class _Attempt:
         if self.world.size == 1:
             return
         with beginning(self.job):
-            from runner.training.build import choose_device
+            from runner.training.model.build import choose_device
 
         try:
             self.world.start(choose_device(self.config.train.device, self.world))

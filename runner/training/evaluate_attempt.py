@@ -35,8 +35,8 @@ def _evaluate(directory: Path, job: Job, world: World) -> ExitStatus:
     run = RunDir(directory.parent.parent)
     with beginning(job):
         from runner.config.frozen import trained
-        from runner.training.build import choose_device
         from runner.training.evaluate import Work
+        from runner.training.model.build import choose_device
 
         check_trusted(run)
         check_trusted(RunDir(directory))

@@ -26,7 +26,7 @@ from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
 from runner.system import files, generators
-from runner.training import build
+from runner.training.model import build
 
 _log = logging.getLogger(__name__)
 

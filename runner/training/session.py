@@ -38,37 +38,39 @@ from runner.rundir.time_account import TimeAccount, lived_s
 from runner.system import clock, files, generators, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
-from runner.training import build
-from runner.training.average import Average
 from runner.training.branch import restarts_optimizers, take_over, trunk_of
-from runner.training.callbacks import Callbacks
-from runner.training.consumption import (
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.data.consumption import (
     ElasticConsumption,
     OwnConsumption,
     SeededConsumption,
     TrackedConsumption,
     UntrackedConsumption,
 )
-from runner.training.counting import stated_tokens
+from runner.training.data.length import with_steps
+from runner.training.data.order import batch_shape, check_epoch, data_plan, make_sampler, order_record
+from runner.training.data.sources import fingerprint, join_sources, make_collate, open_sources, tokens_per_sample
+from runner.training.data.weights import with_weights
 from runner.training.effects import mixing_without_effect
-from runner.training.eval_metrics import build_metrics
-from runner.training.evaluation import Evaluation
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.evaluation.held_out import evaluation_sets
+from runner.training.evaluation.metrics import build_metrics
 from runner.training.exactness import inexact, make_exact
-from runner.training.held_out import evaluation_sets
-from runner.training.invariant import FixedMicroBatches, StateOfMain
-from runner.training.length import with_steps
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import place
-from runner.training.peers import peer_errors
-from runner.training.profiler import Profiler
-from runner.training.recorder import Recorder, RunRecorder
-from runner.training.resources import StepMeter
-from runner.training.run_state import RunState
-from runner.training.step import Forward, TrainStep
-from runner.training.tasks import Task, build_task
+from runner.training.model import build
+from runner.training.model.average import Average
+from runner.training.model.optimizers import Optimizers
+from runner.training.model.warm_start import Source, Table, fill, open_source, starts_warm
+from runner.training.ranks.parallel import place
+from runner.training.ranks.peers import peer_errors
+from runner.training.records.profiler import Profiler
+from runner.training.records.recorder import Recorder, RunRecorder
+from runner.training.records.resources import StepMeter
+from runner.training.records.run_state import RunState
+from runner.training.step.counting import stated_tokens
+from runner.training.step.invariant import FixedMicroBatches, StateOfMain
+from runner.training.step.step import Forward, TrainStep
+from runner.training.step.tasks import Task, build_task
 from runner.training.trainer import Trainer
-from runner.training.warm_start import Source, Table, fill, open_source, starts_warm
-from runner.training.weights import with_weights
 
 LEASE_CHECK_S = 1.0
 
@@ -227,7 +229,7 @@ class _Opening:
         make_exact(self.config, device)
         torch.set_num_threads(self.config.run.threads)  # their number decides how sums are split
         build.seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
-        datasets = build.sources(self.config)
+        datasets = open_sources(self.config)
         sizes = [len(dataset) for dataset in datasets.values()]
         self._weigh(datasets)
         task = build_task(self.config)
@@ -243,7 +245,7 @@ class _Opening:
         optimizers = build.optimizers(config, model, device)
         beginning = optimizers.beginning()
         build.seed_everything(config.seed, self.world.rank)
-        manager = self._manager(build.fingerprint(config, datasets))
+        manager = self._manager(fingerprint(config, datasets))
         with self.account.doing("restore"):
             self._take_over()
             with self._fits():
@@ -299,7 +301,7 @@ class _Opening:
             consumption.load_state_dict(saved.order)
             of.task.restore(saved.task, self.world.rank)
         if isinstance(consumption, TrackedConsumption) and self.world.is_main:
-            order = build.order_record(config, consumption.sampler, of.datasets, of.run_state.batch_shapes)
+            order = order_record(config, consumption.sampler, of.datasets, of.run_state.batch_shapes)
             insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
         callbacks = Callbacks.open(config, self.world, self.run, of.bare, of.device, saved)
         meter = StepMeter(of.device)
@@ -360,7 +362,7 @@ class _Opening:
             sources,
             shape.grad_accum_steps,
             config.train.clip_norm,
-            stated_tokens(sources, build.tokens_per_sample(of.datasets)),
+            stated_tokens(sources, tokens_per_sample(of.datasets)),
             of.average,
             division,
         )
@@ -455,7 +457,7 @@ class _Opening:
             evaluated=saved.evaluated if saved else False,
             threads=self.config.run.threads,
             batch_shapes=append_shape(saved.batch_shapes if saved else (), self._shape_from(step)),
-            data_plan=build.data_plan(self.config),
+            data_plan=data_plan(self.config),
             samples_seen=saved.samples_seen if saved else 0,
             seed=self._seed(saved, step),
         )
@@ -472,7 +474,7 @@ class _Opening:
 
     def _shape_from(self, step: int) -> BatchShape:
         """How the steps from `step` on are split."""
-        return build.batch_shape(self.config, self.world, step)
+        return batch_shape(self.config, self.world, step)
 
     def _training_data(
         self,
@@ -487,20 +489,20 @@ class _Opening:
         if config.data.loader:
             loader = instantiate("data.loader", config.data.loader)
             return loader, UntrackedConsumption(loader)
-        collate = build.collate(config)
-        dataset = build.join(datasets, collate)
+        collate = make_collate(config)
+        dataset = join_sources(datasets, collate)
         # The same plan at other positions: only the batch shape changed.
         same_plan = saved is not None and saved.data_plan == run_state.data_plan
         allow = config.run.allow_data_change or same_plan or self._begins_branch(step)
-        sampler = build.sampler(config, dataset, datasets, world, run_state.batch_shapes, allow)
+        sampler = make_sampler(config, dataset, datasets, world, run_state.batch_shapes, allow)
         pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
         options = replace(config.data, pin_memory=pin)
-        build.check_epoch(config, sampler)
+        check_epoch(config, sampler)
         loader = StatefulDataLoader(
             dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options
         )
         ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
-        tokens = build.tokens_per_sample(datasets)
+        tokens = tokens_per_sample(datasets)
         if config.sampler.kind.value.elastic:
             return loader, ElasticConsumption(loader, sampler, ledger, tokens)
         kind = OwnConsumption if config.sampler.kind.value.is_own else SeededConsumption

@@ -23,19 +23,19 @@ from runner.errors import CheckpointError, TrainingError, UserError, nearest
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
 from runner.system.distributed import World
-from runner.training.callbacks import Callbacks
-from runner.training.evaluation import Evaluation
-from runner.training.peers import all_arrive
-from runner.training.profiler import Profiler
-from runner.training.recorder import Recorder
-from runner.training.resources import StepMeter
-from runner.training.run_state import RunState
-from runner.training.step import Drawn, StepResult, TrainStep
-from runner.training.tasks import Batch
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.ranks.peers import all_arrive
+from runner.training.records.profiler import Profiler
+from runner.training.records.recorder import Recorder
+from runner.training.records.resources import StepMeter
+from runner.training.records.run_state import RunState
+from runner.training.step.step import Drawn, StepResult, TrainStep
+from runner.training.step.tasks import Batch
 
 
 class Consumption(Protocol):
-    """The data order as the loop sees it (see `runner.training.consumption`)."""
+    """The data order as the loop sees it (see `runner.training.data.consumption`)."""
 
     def enter_step(self, step: int) -> bool: ...
 

@@ -12,8 +12,8 @@ from runner.metrics.lineage import Lineage
 from runner.metrics.media import Media
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
-from runner.training.recorder import RunRecorder
-from runner.training.resources import StepMeter
+from runner.training.records.recorder import RunRecorder
+from runner.training.records.resources import StepMeter
 
 
 class Bar:

@@ -22,7 +22,7 @@ from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system.distributed import World
 from runner.training import session
-from runner.training.run_state import RunState
+from runner.training.records.run_state import RunState
 from runner.training.session import _Opening
 
 

@@ -15,15 +15,15 @@ from runner.checkpoint.cadence import Cadence
 from runner.errors import TrainingError
 from runner.system import clock
 from runner.system.distributed import World
-from runner.training.callbacks import Callbacks
-from runner.training.consumption import UntrackedConsumption
-from runner.training.evaluation import Evaluation
-from runner.training.held_out import EvaluationSet, HeldOut, MapSource
-from runner.training.optimizers import Optimizers
-from runner.training.recorder import Recorder
-from runner.training.run_state import RunState
-from runner.training.step import Forward, TrainStep
-from runner.training.tasks import Task
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.data.consumption import UntrackedConsumption
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.evaluation.held_out import EvaluationSet, HeldOut, MapSource
+from runner.training.model.optimizers import Optimizers
+from runner.training.records.recorder import Recorder
+from runner.training.records.run_state import RunState
+from runner.training.step.step import Forward, TrainStep
+from runner.training.step.tasks import Task
 from runner.training.trainer import Trainer
 
 BATCH = (torch.ones(2, 3), torch.ones(2, 1))

@@ -26,7 +26,7 @@ from runner.checkpoint.reader import tensors
 from runner.config.schema import InitConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
-from runner.training.warm_start import Source, fill, open_source
+from runner.training.model.warm_start import Source, fill, open_source
 
 Say = pytest.CaptureFixture[str]
 

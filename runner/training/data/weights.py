@@ -7,7 +7,7 @@ from typing import Any
 
 from runner.config.schema import Config, WeightsBy, source_weights
 from runner.errors import UserError
-from runner.training.build import tokens_per_sample
+from runner.training.data.sources import tokens_per_sample
 
 
 def with_weights(config: Config, datasets: dict[str, Any]) -> Config:

@@ -20,7 +20,7 @@ from runner.metrics.media import Media
 from runner.rundir.appender import withdraw
 from runner.rundir.attempt_log import AttemptLog, insist
 from runner.system import clock, files
-from runner.training.resources import StepMeter
+from runner.training.records.resources import StepMeter
 
 TIMINGS_EVERY_STEPS = 10
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,10 @@ from runner.config.schema import Config
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.errors import CheckpointError, UserError, nearest
 
-if TYPE_CHECKING:
-    from runner.training.step import Step
-
 Batch = Any
 Compute = Callable[[nn.Module, Batch], Any]
+TakeStep = Callable[[Any], None]
+"""Takes a `runner.training.step.step.Step`, which knows of tasks: so its type is not named here."""
 METHODS = ("training_step", "evaluation_step", "take_step")
 FOR_METRICS = ("preds", "target")
 """What an evaluation returns under these names goes to the metrics, whatever its shape, and is not averaged itself."""
@@ -46,7 +45,7 @@ class Task:
     name: str
     training_step: Compute | None
     evaluation_step: Compute | None
-    take_step: Callable[[Step], None] | None = None
+    take_step: TakeStep | None = None
     state: Stateful | None = None
 
     def check_state(self) -> None:

@@ -8,9 +8,9 @@ different machines are never compared, and time in which this process itself did
 Code that keeps the interpreter's lock for long (a data set that is built, an object that is pickled) stops that thread
 as well. Until a rank has opened its session, it may be silent for as long as a collective may take.
 
-A main thread that is stuck while its process lives is noticed by `runner.training.hang_watch`, for which the signs
-carry what each rank is doing. What a blocked collective does when it is told to stop depends on its backend (gloo's
-ignores it), so the attempt is ended by the watching thread; with NCCL that is untested.
+A main thread that is stuck while its process lives is noticed by `runner.training.ranks.hang_watch`, for which the
+signs carry what each rank is doing. What a blocked collective does when it is told to stop depends on its backend
+(gloo's ignores it), so the attempt is ended by the watching thread; with NCCL that is untested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World
-from runner.training.peers import connect, in_group, read_report, serves_store, store_is_gone
+from runner.training.ranks.peers import connect, in_group, read_report, serves_store, store_is_gone
 
 LOOKS = 12
 """How often a rank looks at the others within the time in which one must give a sign of life."""

@@ -15,11 +15,11 @@ import torch
 
 from runner.errors import UserError
 from runner.system import generators
-from runner.training import build
-from runner.training.eval_metrics import EvaluationMetric
-from runner.training.held_out import EvaluationSet
-from runner.training.step import Forward
-from runner.training.tasks import FOR_METRICS, Batch, per_sample
+from runner.training.evaluation.held_out import EvaluationSet
+from runner.training.evaluation.metrics import EvaluationMetric
+from runner.training.model import build
+from runner.training.step.step import Forward
+from runner.training.step.tasks import FOR_METRICS, Batch, per_sample
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from runner.config.optimizers import SINGLE
 from runner.errors import MismatchError, TrainingError
-from runner.training.parallel import total_norm
+from runner.training.ranks.parallel import total_norm
 
 
 class Schedulers:

@@ -20,8 +20,8 @@ from runner.config.schema import Config
 from runner.config.targets import bind, instantiate, named
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.step import Forward, to_device
-from runner.training.tasks import Batch
+from runner.training.step.step import Forward, to_device
+from runner.training.step.tasks import Batch
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

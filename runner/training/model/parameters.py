@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from runner.checkpoint.staging import bare, plain_name
 from runner.config.optimizers import key_of, optimizer_nodes
 from runner.errors import UserError, nearest
-from runner.training.optim import decay_groups
 
 Parameters = dict[str, nn.Parameter]
 
@@ -163,6 +162,34 @@ def param_groups(
         raise UserError(f"{key}: the model has no parameter for it that requires a gradient: nothing to train")
     only_parameters = len(made) == 1 and made[0].keys() == {"params"}
     return list(made[0]["params"]) if only_parameters else made
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, among: Collection[nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
+    """Parameter groups with weight decay for matrices only, not for biases, norms and embeddings.
+
+    Decay is meant for weights whose scale hardly affects the loss; pulling norms and biases to 0 changes the function,
+    and an embedding would decay in every step but learn only in those where its token occurs.
+
+    Args:
+        model: only parameters that require a gradient are included; a tied embedding counts as an embedding.
+        weight_decay: that of the matrices, 0 or more.
+        among: only these of its parameters; None: all.
+
+    Raises:
+        UserError: a negative weight_decay, or nothing to train.
+    """
+    if not weight_decay >= 0:
+        raise UserError(f"optimizer.weight_decay={weight_decay} must be 0 or more")
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    trained = [p for p in (model.parameters() if among is None else among) if p.requires_grad]
+    if not trained:
+        raise UserError(f"model {type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
+    others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def check_options(groups: Sequence[Group], optimizer: Optimizer) -> None:

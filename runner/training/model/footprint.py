@@ -10,7 +10,7 @@ import torch
 
 from runner.config.identity import DEFAULT_STEPS
 from runner.config.schema import Config, Strategy, rank_invariant
-from runner.training import build
+from runner.training.model import build
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.parallel import alike, packed
-from runner.training.tree import Node, TreeSum
+from runner.training.ranks.parallel import alike, packed
+from runner.training.ranks.tree import Node, TreeSum
 
 GROUP = 1 << 18
 """Elements of a group, which fit in a processor's cache; a larger parameter is one by itself."""

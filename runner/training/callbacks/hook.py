@@ -15,7 +15,7 @@ from runner.checkpoint.staging import snapshot
 from runner.config.targets import CHANGES_TRAINING, instantiate
 from runner.errors import PeerError, UserError, nearest
 from runner.system import files
-from runner.training.run_state import RunState
+from runner.training.records.run_state import RunState
 
 METHODS = ("on_start", "on_step_end", "on_evaluation", "on_save", "on_end")
 MAX_MESSAGE = 300
@@ -168,7 +168,7 @@ def _line_of(error: BaseException, callback: Any) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).parent != Path(__file__).parent
+        if Path(__file__).parents[1] not in Path(frame.filename).parents
     ]
     own = []
     with suppress(TypeError, OSError):

@@ -27,11 +27,11 @@ from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, generators
 from runner.system.distributed import World
-from runner.training.hook import METHODS, Failure, Hook, create, failure_of, restore
-from runner.training.peers import peer_errors
-from runner.training.recorder import Recorder
-from runner.training.run_state import RunState
-from runner.training.tasks import RESERVED as STEP_KEYS
+from runner.training.callbacks.hook import METHODS, Failure, Hook, create, failure_of, restore
+from runner.training.ranks.peers import peer_errors
+from runner.training.records.recorder import Recorder
+from runner.training.records.run_state import RunState
+from runner.training.step.tasks import RESERVED as STEP_KEYS
 
 # Keys of the runner's own records, including those of timings.jsonl and those that a record has only now and then.
 RESERVED = frozenset(

@@ -26,8 +26,8 @@ from runner.errors import ExitStatus
 from runner.rundir.time_account import Laps, TimeAccount
 from runner.system import clock, processes, stacks
 from runner.system.distributed import World
-from runner.training.peer_watch import PeerWatch
-from runner.training.peers import LEAVE_S, leave_stacks, left_stacks
+from runner.training.ranks.peer_watch import PeerWatch
+from runner.training.ranks.peers import LEAVE_S, leave_stacks, left_stacks
 
 STEP_PHASES = {"steps": "in a step", "data_wait": "waiting for data"}
 """The activities (see `runner.rundir.time_account`) in which a step must be completed in time. The others are an

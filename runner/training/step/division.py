@@ -1,7 +1,7 @@
 """How the ranks share a training step: which micro-batches each computes, and how what they computed is added up.
 
 `EqualParts` is the usual way: every rank computes as many micro-batches, and sums go over the ranks. See
-`runner.training.invariant` for the one whose results do not depend on the number of ranks.
+`runner.training.step.invariant` for the one whose results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from runner.system.distributed import World
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import Computation, SharedBuffers, accumulating, average_gradients, synchronized
+from runner.training.model.optimizers import Optimizers
+from runner.training.ranks.parallel import Computation, SharedBuffers, accumulating, average_gradients, synchronized
 
 
 class Division(Protocol):

@@ -15,12 +15,12 @@ class RunState:
     """What a resume needs besides weights, optimizer, random generators, scheduler and loader.
 
     Attributes:
-        order: state of the consumption (see `runner.training.consumption`); empty for a loader that is not tracked.
+        order: of the consumption (see `runner.training.data.consumption`); empty for a loader that is not tracked.
         evaluated: whether the evaluation at this step is in the metrics already.
         threads: CPU threads of torch: their number decides how sums are split.
         batch_shapes: how the steps so far were divided among ranks and micro-batches.
         task: state of the task on each rank; empty if it has none.
-        data_plan: the part of the config that determines the data order (see `runner.training.build.data_plan`).
+        data_plan: the part of the config that determines the data order (see `runner.training.data.order.data_plan`).
         callbacks: state of each callback that has one, by name.
         dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
         samples_seen: samples trained on so far, over all ranks.

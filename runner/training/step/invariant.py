@@ -2,9 +2,9 @@
 
 A step is a fixed number of micro-batches, each a fixed range of positions. Each is computed with random generators that
 are seeded by (seed, step, its number), and what is computed from them is added up in the order of a binary tree
-(`runner.training.tree`), whoever computed which. A rank takes neighbouring micro-batches and adds up the parts of the
-tree that it has by itself. Then each rank gets one slice of these parts from all ranks, adds them up, and sends the sum
-to all: as much traffic as in a ring all-reduce, if a rank's micro-batches are one part of the tree.
+(`runner.training.ranks.tree`), whoever computed which. A rank takes neighbouring micro-batches and adds up the parts of
+the tree that it has by itself. Then each rank gets one slice of these parts from all ranks, adds them up, and sends the
+sum to all: as much traffic as in a ring all-reduce, if a rank's micro-batches are one part of the tree.
 
 What this needs is checked in the first step: nothing that a forward pass changes may reach the next micro-batch.
 """
@@ -26,19 +26,19 @@ from runner.data.order.batch_shape import BatchShape, share_of
 from runner.errors import UserError
 from runner.system import generators
 from runner.system.distributed import World, shared
-from runner.training.gradient_sum import GradientSum
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import Computation, SharedBuffers, broadcast_tensors
-from runner.training.tasks import Task
-from runner.training.tree import Node, TreeSum, nodes_of
-from runner.training.unchanged import Unchanged
+from runner.training.model.optimizers import Optimizers
+from runner.training.ranks.gradient_sum import GradientSum
+from runner.training.ranks.parallel import Computation, SharedBuffers, broadcast_tensors
+from runner.training.ranks.tree import Node, TreeSum, nodes_of
+from runner.training.step.tasks import Task
+from runner.training.step.unchanged import Unchanged
 
 OUTSIDE = -1
 OFF = "or set train.rank_invariant=false"
 
 
 class FixedMicroBatches:
-    """This rank's part in rank-invariant steps (a `runner.training.division.Division`).
+    """This rank's part in rank-invariant steps (a `runner.training.step.division.Division`).
 
     Args:
         world: the ranks.

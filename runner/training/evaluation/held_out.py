@@ -15,8 +15,9 @@ from runner.data.loading.fixed import FixedBatches
 from runner.data.loading.protocols import Acting
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training import build
-from runner.training.tasks import Batch
+from runner.training.data.sources import join_sources, make_collate, open_sources
+from runner.training.model import build
+from runner.training.step.tasks import Batch
 
 Turn = tuple[int | None, Batch]
 """The number of a batch within its source, None where it is computed for the sake of the other ranks; and the batch."""
@@ -169,11 +170,11 @@ class _Sources:
 
     def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
-        self._datasets = build.sources(config, "eval_sources", streams=True)
-        self._collate = build.collate(config)
+        self._datasets = open_sources(config, "eval_sources", streams=True)
+        self._collate = make_collate(config)
         mapped = {name: one for name, one in self._datasets.items() if not isinstance(one, IterableDataset)}
         sizes = [len(one) for one in mapped.values()]
-        self._joined = build.join(mapped, self._collate) if any(sizes) else None
+        self._joined = join_sources(mapped, self._collate) if any(sizes) else None
         self._starts = dict(zip(mapped, accumulate(sizes, initial=0), strict=False))
 
     def of_set(self, options: EvalSetConfig) -> dict[str, MapSource | StreamSource]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from runner.training.division import Division
+from runner.training.step.division import Division
 
 COUNTS = 3  # samples, tokens, batches without tokens
 OUTSIDE = " (outside of step.batches)"

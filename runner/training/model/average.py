@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from runner.checkpoint.staging import bare
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.parallel import place
+from runner.training.ranks.parallel import place
 
 
 class Average:

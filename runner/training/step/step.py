@@ -14,14 +14,14 @@ from torch import nn
 
 from runner.errors import UserError, nearest
 from runner.system.distributed import World
-from runner.training.average import Average
-from runner.training.counting import NONE_STATED, samples_in, tokens_in
-from runner.training.division import Division, EqualParts
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import Computation
-from runner.training.peers import peer_errors
-from runner.training.tally import Tally
-from runner.training.tasks import Batch, Task, check_name, per_sample
+from runner.training.model.average import Average
+from runner.training.model.optimizers import Optimizers
+from runner.training.ranks.parallel import Computation
+from runner.training.ranks.peers import peer_errors
+from runner.training.step.counting import NONE_STATED, samples_in, tokens_in
+from runner.training.step.division import Division, EqualParts
+from runner.training.step.tally import Tally
+from runner.training.step.tasks import Batch, Task, check_name, per_sample
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TrainStep:
     sources: Sequence[str]
     accum: int = 1
     clip_norm: float | None = None
-    stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.counting`
+    stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.step.counting`
     average: Average | None = None
     shared: Division | None = None
     before_update: Callable[[], None] = lambda: None

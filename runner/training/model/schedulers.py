@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from runner.config.schedule import (
     PLATEAU,
@@ -21,7 +22,44 @@ from runner.config.schedule import (
 )
 from runner.config.targets import bind, named
 from runner.errors import TrainingError, UserError
-from runner.training.optim import LearningRateScheduler
+
+
+class LearningRateScheduler(LambdaLR):
+    """LambdaLR whose learning rate is a pure function of its step index, also right after a resume.
+
+    `load_state_dict` sets the learning rate of the *current* factor: a run resumed with a longer schedule follows that
+    from its first step. The state contains only numbers (the factor is not saved), so it loads with weights_only=True.
+
+    Args:
+        optimizer: its groups' `lr` are the base learning rates.
+        factor: step index (complete steps, from 0) -> factor; see `runner.config.schedule.learning_rate_factor`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
+        def plain(step: int) -> float:  # LambdaLR would save the attributes of a callable object
+            return float(factor(step))
+
+        super().__init__(optimizer, plain)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Advance to the next step index, or to `epoch`; steps whose optimizer step was skipped count as well."""
+        self._step_count += 1
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        self._apply()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(dict(state_dict))
+        self._apply()
+
+    def _apply(self) -> None:
+        pairs = zip(self.lr_lambdas, self.base_lrs, self.optimizer.param_groups, strict=True)
+        for function, base, group in pairs:
+            value = base * function(self.last_epoch)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
 def make_scheduler(

@@ -1,0 +1,190 @@
+"""Resolved config -> the order in which the ranks read the sources: batch shapes, samplers, and their records."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from runner.config.schema import Config, phase_schedule, rank_invariant, source_weights
+from runner.config.targets import bind, instantiate
+from runner.data.micro_batches import MicroBatchSampler
+from runner.data.order.batch_shape import BatchShape, position_at
+from runner.data.order.exclusions import Selections
+from runner.data.order.segments import Segment
+from runner.data.queries.order_record import OrderRecord
+from runner.errors import UserError
+from runner.system.distributed import World
+from runner.training.data.sources import tokens_per_sample
+
+
+def batch_shape(config: Config, world: World, step: int) -> BatchShape:
+    """How the steps from `step` on are split.
+
+    Raises:
+        UserError: train.global_batch_size cannot be divided among the ranks.
+    """
+    each, micro = config.train.batch_size, config.train.batch_size * world.size
+    accum, whole = config.train.grad_accum_steps, config.train.global_batch_size
+    if whole is None:
+        return BatchShape(step, world.size, each, accum or 1)
+    if whole % micro == 0 and accum is not None and accum * micro != whole:
+        raise UserError(
+            f"train.global_batch_size={whole} is not train.batch_size={each} x {world.size} ranks"
+            f" x train.grad_accum_steps={accum}: remove train.grad_accum_steps, or set it to {whole // micro}"
+        )
+    if rank_invariant(config):
+        return BatchShape.dealt(step, world.size, each, whole // each)
+    if whole % micro:
+        if whole % world.size:
+            remedy = f"choose a multiple of {world.size}, or another number of ranks"
+        else:
+            remedy = f"choose a train.batch_size that divides {whole // world.size}"
+        raise UserError(
+            f"train.global_batch_size={whole} is not a multiple of train.batch_size={each} x {world.size} ranks: "
+            f"{remedy}"
+        )
+    return BatchShape(step, world.size, each, whole // micro)
+
+
+def make_sampler(
+    config: Config,
+    dataset: Any,
+    datasets: dict[str, Any],
+    world: World,
+    shapes: Sequence[BatchShape],
+    allow_change: bool,
+) -> Any:
+    """The sampler of this rank.
+
+    Args:
+        dataset: the sources `datasets` concatenated; the sampler yields indices into it.
+        shapes: the batch shapes of the run: they turn the start step of a phase into a position.
+        allow_change: whether the state of another data plan may be loaded.
+    """
+    options, sizes = config.sampler, {name: len(part) for name, part in datasets.items()}
+    if options.kind.value.is_own:
+        return make_own_sampler(config, dataset, sizes, world.size, world.rank)
+    if options.kind.value.elastic:
+        return _elastic_sampler(config, datasets, shapes, world, allow_change)
+    first, common = phase_schedule(config).at(0), {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
+    common |= {"shuffle": options.shuffle, "drop_last": options.drop_last}
+    return options.kind.value.make(sizes, first.weight_list, first.temperature, **common)
+
+
+def _elastic_sampler(
+    config: Config, datasets: dict[str, Any], shapes: Sequence[BatchShape], world: World, allow_change: bool
+) -> Any:
+    """That of this rank: of its part of each global batch, or of its micro-batches."""
+    from runner.data import ElasticSampler
+
+    shape, phases = shapes[-1], phase_schedule(config)
+    first = phases.at(0)
+    elastic = ElasticSampler(
+        {name: len(part) for name, part in datasets.items()},
+        first.weights,
+        num_replicas=1 if shape.micro_batches else world.size,
+        rank=0 if shape.micro_batches else world.rank,
+        seed=config.seed,
+        global_batch_size=shape.global_batch_size,
+        temperature=first.temperature,
+        segments=[
+            {"start": position_at(shapes, step), "weights": state.weights, "temperature": state.temperature}
+            for step, state in phases.mixtures()[1:]
+        ],
+        max_epochs=config.sampler.max_epochs,
+        exclude=config.sampler.exclude,
+        shuffle=config.sampler.shuffle,
+        allow_data_change=allow_change,
+    )
+    return MicroBatchSampler(elastic, shape, world.rank) if shape.micro_batches else elastic
+
+
+def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replicas: int, rank: int) -> Any:
+    """The sampler that `sampler._target_` names.
+
+    Args:
+        dataset: its first argument.
+        sizes: samples by source name.
+
+    Raises:
+        UserError: it cannot be created, lacks a method, or its order cannot be repeated.
+    """
+    from runner.data.own_sampler import own_sampler
+
+    options = config.sampler
+    node = options.node(())
+    try:
+        names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
+    except ValueError:  # some written in C have none
+        names = set()
+    if options.temperature != 1 and "temperature" not in names:
+        raise UserError(
+            f"sampler.temperature={options.temperature:g}: {options.target} has no argument of this name; leave it out"
+        )
+    offered: dict[str, Any] = {"seed": config.seed, "sources": sizes, "weights": source_weights(config)}
+    offered |= {name: getattr(options, name) for name in ("shuffle", "drop_last", "temperature")}
+
+    def make(num_replicas: int, rank: int) -> Any:
+        asked = {**offered, "num_replicas": num_replicas, "rank": rank}
+        return instantiate("sampler", node, dataset, **{name: asked[name] for name in names & asked.keys()})
+
+    knows_ranks = {"num_replicas", "rank"} <= names
+    return own_sampler(make, knows_ranks, sum(sizes.values()), num_replicas, rank, config.seed)
+
+
+def check_epoch(config: Config, sampler: Any) -> None:
+    """Check that an epoch, or a capped order, holds a batch of every rank at all: incomplete ones are dropped.
+
+    Raises:
+        UserError: it does not.
+    """
+    key, least, whose = "train.batch_size", config.train.batch_size, "a rank gets"
+    if isinstance(sampler, MicroBatchSampler):
+        key, least, whose = "train.global_batch_size", config.train.global_batch_size or 0, "there are"
+        sampler = sampler.sampler
+    try:
+        samples = len(sampler)
+    except TypeError:  # it does not end
+        return
+    if samples < least:
+        remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
+        raise UserError(
+            f"{key}={least} is more than the {samples} samples that {whose} before the data end: lower {key} or add "
+            f"data{remedy}"
+        )
+
+
+def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes: Sequence[BatchShape]) -> OrderRecord:
+    """What `runner inspect` needs to know about the data order."""
+    sizes = {name: len(part) for name, part in datasets.items()}
+    shape: dict[str, Any] = {
+        "steps": config.steps,
+        "tokens_per_sample": tokens_per_sample(datasets),
+        "batch_shapes": tuple(shapes),
+    }
+    if config.sampler.kind.value.elastic:
+        return OrderRecord.of_elastic(sampler.state_dict(), sizes, **shape)
+    mixtures = phase_schedule(config).mixtures()
+    return OrderRecord(
+        kind=config.sampler.kind.name,
+        seed=config.seed,
+        sizes=sizes,
+        segments=tuple(Segment(step, state.weights, state.temperature) for step, state in mixtures),
+        shuffle=config.sampler.shuffle,
+        drop_last=config.sampler.drop_last,
+        **shape,
+    )
+
+
+def data_plan(config: Config) -> dict[str, Any]:
+    """The part of the config that determines the data order: equal if only the batch shape was changed."""
+    options = config.sampler
+    return {
+        "weights": source_weights(config),
+        "temperature": options.temperature,
+        "shuffle": options.shuffle,
+        "exclude": Selections.parse(options.exclude).to_json(),
+        "max_epochs": dict(options.max_epochs),
+        "phases": [[step, state.weights, state.temperature] for step, state in phase_schedule(config).mixtures()[1:]],
+    }
