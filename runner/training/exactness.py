@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from runner.config.schema import Config
 from runner.data.order.batch_shape import BatchShape
 from runner.system import processes
+from runner.training.records.run_state import RunState
+
+_log = logging.getLogger(__name__)
 
 
 def make_exact(config: Config, device: torch.device) -> None:
@@ -40,6 +44,13 @@ def _choose_vector_kernels() -> None:
     over all threads; without this, one process in thirty to a hundred began with a wrong update.
     """
     torch.ones(1).sqrt()  # too small to be split
+
+
+def warn_if_inexact(config: Config, device: torch.device, now: RunState, before: RunState | None) -> None:
+    """Warn of what makes an attempt that continues `before` as `now` differ from an undisturbed run."""
+    shapes = now.batch_shapes[-1], before.batch_shapes[-1] if before else None
+    for reason in inexact(config, device, before.threads if before else None, *shapes):
+        _log.warning(f"not exact: {reason}")
 
 
 def inexact(

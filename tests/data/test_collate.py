@@ -22,7 +22,7 @@ from runner.data.loading.collation import CollationError
 from runner.data.loading.fixed import FixedBatches
 from runner.data.order.ledger import DataLedger
 from runner.errors import UserError
-from runner.training.data.consumption import ElasticConsumption, UntrackedConsumption
+from runner.training.data.consumption import Consumption, ElasticConsumption
 from runner.training.data.sources import join_sources, make_collate
 
 
@@ -80,7 +80,7 @@ def test_samples_that_are_not_dicts_stay_as_they_are_and_the_sources_are_known_f
         assert np.array_equal(where, record.indices // 6)
         assert numbers.tolist() == (record.indices % 6).tolist()
     assert consumption.sources(None) is None
-    assert UntrackedConsumption(loader).sources(None) is None
+    assert Consumption(loader).sources(None) is None
 
 
 def test_finished_batches_are_fetched_sample_by_sample_for_a_collate_function() -> None:

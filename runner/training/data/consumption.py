@@ -2,7 +2,7 @@
 
 Four kinds. `SeededConsumption` drives the two seeded samplers: a phase that changes weights ends the epoch, because
 their index lists are drawn for a whole epoch. `ElasticConsumption` has nothing to do at a phase: its segments are
-positions, known in advance. `OwnConsumption` counts the samples of a user's sampler. `UntrackedConsumption` is for a
+positions, known in advance. `OwnConsumption` counts the samples of a user's sampler. `Consumption` itself is for a
 user's own loader, which keeps its order to itself.
 """
 
@@ -23,48 +23,58 @@ from runner.metrics.records import names_all
 
 
 @dataclass
-class UntrackedConsumption:
-    """For a loader that does not report its samples."""
+class Consumption:
+    """The order of a loader; here of one that does not report its samples, of which nothing is known."""
 
     loader: Any
 
     @property
     def names(self) -> list[str]:
+        """The sources, in the order of their numbers."""
         return []
 
     def enter_step(self, step: int) -> bool:
+        """Let the phase of `step` take effect; True if the loader must be iterated anew."""
         return False
 
-    def batches(self) -> Iterator[tuple[Any, None]]:
+    def batches(self) -> Iterator[tuple[Any, BatchRecord | None]]:
+        """The rest of the epoch, each batch with its record."""
         return ((batch, None) for batch in self.loader)
 
     def consume(self, record: BatchRecord | None) -> None:
-        pass
+        """Count the samples of a batch that the training takes."""
 
     def sources(self, record: BatchRecord | None) -> np.ndarray | None:
+        """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
         return None
 
     def control(self) -> np.ndarray:
+        """This rank's part of the ledger since the last commit, to be summed over ranks."""
         return np.zeros(0, dtype=np.int64)
 
     def commit(self, vector: np.ndarray) -> None:
-        pass
+        """Add the sum over all ranks to the ledger."""
 
     def totals(self, step: int) -> dict[str, Any]:
+        """For the metrics: the digest, and what was consumed so far, of the sources that the line of a step names."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        """Continue the ledger of a checkpoint; call it after the loader was restored.
+
+        Raises:
+            CheckpointError: an entry is missing.
+            SamplerStateError: the order as it is now does not yield the samples that were consumed.
+        """
 
 
 @dataclass
-class TrackedConsumption:
+class TrackedConsumption(Consumption):
     """Common to the samplers: every consumed sample goes into the ledger, and from there into the metrics."""
 
-    loader: Any
     sampler: Any
     ledger: DataLedger
     tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
@@ -77,26 +87,17 @@ class TrackedConsumption:
 
     @property
     def names(self) -> list[str]:
-        """The sources, in the order of their numbers."""
         return self.ledger.names
 
-    def enter_step(self, step: int) -> bool:
-        """Let the phase of `step` take effect; True if the loader must be iterated anew."""
-        return False
-
     def batches(self) -> Iterator[tuple[Any, BatchRecord]]:
-        """The rest of the epoch, each batch with its record."""
-        recorded: Iterator[tuple[Any, BatchRecord]] = self.loader.iter_recorded()
-        return recorded
+        return self.loader.iter_recorded()  # type: ignore[no-any-return]
 
     def consume(self, record: BatchRecord | None) -> None:
-        """Count the samples of a batch that the training takes."""
         assert record is not None
         assert record.indices is not None
         self._taken.append((record.indices, self.positions(record)))
 
     def sources(self, record: BatchRecord | None) -> np.ndarray | None:
-        """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
         if record is None or record.indices is None:
             return None
         return np.searchsorted(self._ends, record.indices, side="right")
@@ -107,7 +108,6 @@ class TrackedConsumption:
         return record.positions
 
     def control(self) -> np.ndarray:
-        """This rank's part of the ledger since the last commit, to be summed over ranks."""
         if self._taken:  # all micro-batches at once: hashing is as fast for eight of them as for one
             indices, positions = zip(*self._taken, strict=True)
             self.ledger.consume(np.concatenate(indices), np.concatenate(positions))
@@ -117,7 +117,6 @@ class TrackedConsumption:
     _given = np.zeros(0, np.int64)  # the sources of the last commit, by their numbers
 
     def commit(self, vector: np.ndarray) -> None:
-        """Add the sum over all ranks to the ledger."""
         self._given = np.flatnonzero(vector[LANES:])
         if vector.any():
             self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
@@ -127,7 +126,6 @@ class TrackedConsumption:
         return 0
 
     def totals(self, step: int) -> dict[str, Any]:
-        """For the metrics: the digest, and what was consumed so far, of the sources that the line of a step names."""
         ledger = self.ledger
         numbers = range(len(ledger.names)) if names_all(step, len(ledger.names)) else self._given.tolist()
         sources: dict[str, dict[str, float]] = {}
@@ -143,12 +141,6 @@ class TrackedConsumption:
         return {"ledger": self.ledger.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the ledger of a checkpoint; call it after the loader was restored.
-
-        Raises:
-            CheckpointError: an entry is missing.
-            SamplerStateError: the order as it is now does not yield the samples that were consumed.
-        """
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise CheckpointError(

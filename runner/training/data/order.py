@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training.data.sources import tokens_per_sample
+
+_log = logging.getLogger(__name__)
 
 
 def batch_shape(config: Config, world: World, step: int) -> BatchShape:
@@ -45,6 +48,15 @@ def batch_shape(config: Config, world: World, step: int) -> BatchShape:
             f"{remedy}"
         )
     return BatchShape(step, world.size, each, whole // micro)
+
+
+def warn_of_idle_ranks(shape: BatchShape) -> None:
+    """Warn if a step has fewer micro-batches than there are ranks."""
+    if 0 < shape.micro_batches < shape.world_size:
+        _log.warning(
+            f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step has "
+            f"{shape.micro_batches} micro-batches; lower train.batch_size={shape.batch_size}, or use fewer ranks"
+        )
 
 
 def make_sampler(

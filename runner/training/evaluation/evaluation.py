@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from runner.errors import UserError
+from runner.checkpoint.manifest import BEST_METRIC
+from runner.config.schema import Config
+from runner.errors import UserError, nearest
 from runner.system import generators
-from runner.training.evaluation.held_out import EvaluationSet
-from runner.training.evaluation.metrics import EvaluationMetric
+from runner.training.evaluation.held_out import EvaluationSet, evaluation_sets
+from runner.training.evaluation.metrics import EvaluationMetric, build_metrics
 from runner.training.model import build
+from runner.training.model.average import Average
 from runner.training.step.step import Forward
 from runner.training.step.tasks import FOR_METRICS, Batch, per_sample
 
@@ -30,6 +33,30 @@ class Evaluation:
     sets: Sequence[EvaluationSet]
     metrics: Sequence[EvaluationMetric] = ()
     seed: int = 0  # of what the task and the metrics draw
+    best_metric: str = BEST_METRIC  # which result a checkpoint is judged by
+    needs_best: bool = False  # the evaluations have to give it
+    at_end: bool = False  # evaluate the last step also where that is off the cadence
+
+    @staticmethod
+    def open(config: Config, forward: Forward, average: Average | None) -> Evaluation | None:
+        """The evaluations of the config's held-out data, of the averaged weights if there are any; None without such.
+
+        Raises:
+            UserError: the data, the task or a metric does not fit.
+        """
+        build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
+        if average is not None:
+            forward = replace(forward, model=average.module)
+        sets = evaluation_sets(config, forward.world)
+        if sets:
+            forward.task.check_evaluation()
+        metrics, best = build_metrics(config, forward.device), config.checkpoint.keep_best > 0
+        at_end = config.eval.at_end and config.evaluates_every_set
+        return (
+            Evaluation(forward, sets, metrics, config.seed, config.checkpoint.best.metric, best, at_end)
+            if sets
+            else None
+        )
 
     def due(self, step: int) -> bool:
         """Whether to evaluate any set after `step` complete steps."""
@@ -67,6 +94,20 @@ class Evaluation:
                     )
                 results |= found
         return results
+
+    def judge(self, step: int, results: dict[str, Any]) -> float | None:
+        """The number by which the checkpoint of `step` is judged; None if it is not among its `results`.
+
+        Raises:
+            UserError: it is not, although the best are kept and all was evaluated that there is.
+        """
+        name, numbers = self.best_metric, {key: each for key, each in results.items() if isinstance(each, float)}
+        if self.needs_best and name not in numbers and self.complete(step):
+            raise UserError(
+                f"checkpoint.best.metric={name}{nearest(name, list(numbers))} is not a number that an evaluation gives"
+                f": choose one of {', '.join(numbers)}"
+            )
+        return numbers.get(name)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

@@ -80,6 +80,9 @@ class Optimizers:
         # In the model's order, in which the norms of gradients are added.
         self._parameters = {name: _parameters(model, optimizer) for name, optimizer in self._made.items()}
         self._unscaled: set[str] = set()
+        # As they were made, before anything is restored: see `restart`.
+        self._options = [{key: each for key, each in group.items() if key != "params"} for group in self.param_groups]
+        self._schedules = copy.deepcopy(self.schedulers.state_dict())
 
     @staticmethod
     def of_one(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> Optimizers:
@@ -177,16 +180,10 @@ class Optimizers:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
-    def beginning(self) -> dict[str, Any]:
-        """Options and schedules as they were made, before anything is restored; see `restart`."""
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"options": options, "schedulers": copy.deepcopy(self.schedulers.state_dict())}
-
-    def restart(self, beginning: dict[str, Any], state: Mapping[str, Any], step: int) -> None:
+    def restart(self, state: Mapping[str, Any], step: int) -> None:
         """Give the options and the schedules of this config to optimizers that another one's were restored to.
 
         Args:
-            beginning: from the method of that name.
             state: of the other one's, from `state_dict`: of it, the scaling is kept.
             step: complete steps, by which the schedules are advanced.
 
@@ -194,9 +191,9 @@ class Optimizers:
             MismatchError: only one of the two scales gradients.
         """
         self._restore_scaling(state)
-        for group, options in zip(self.param_groups, beginning["options"], strict=True):
+        for group, options in zip(self.param_groups, self._options, strict=True):
             group.update(options)
-        self.schedulers.load_state_dict(beginning["schedulers"])
+        self.schedulers.load_state_dict(self._schedules)
         for _ in range(step):
             self.schedulers.step()
 

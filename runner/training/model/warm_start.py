@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from runner.checkpoint import choice, reader
+from runner.checkpoint.reading import newest_step
 from runner.checkpoint.staging import AVERAGE, MODEL, model_state
 from runner.config.schema import Config, InitConfig
 from runner.errors import UserError
+from runner.rundir.attempt_log import insist
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find
 from runner.system import files
+from runner.system.distributed import World
 
 SHOWN = 8  # names of a table that are listed
 ABSENT = "not in the model"
@@ -47,6 +50,30 @@ class Source:
 def starts_warm(config: Config) -> bool:
     """Whether a run without a checkpoint begins with the weights of another; a branch begins with its trunk's."""
     return config.fork.run is None and (config.init_from.path is not None or config.init_from.run is not None)
+
+
+def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> None:
+    """Fill a new run's model with the weights that it is to begin with: after a kill with the same ones."""
+    if not starts_warm(config) or newest_step(run):
+        return
+    options, opened = config.init_from, list[Source]()
+
+    def choose() -> dict[str, Any]:
+        opened.append(open_source(options, run, files.read_object(run.init)))
+        return opened[0].record()
+
+    # On rank 0 first: what is the newest or the best may change before another rank looks.
+    chosen = world.run_on_main(choose)
+
+    def load() -> Table:
+        return fill(model, opened[0] if opened else open_source(options, run, chosen), options)
+
+    table = world.run_on_all(load)
+    if world.is_main:
+        record = {**chosen, **asdict(table)}
+        insist(lambda: files.write_json(run.init, record, guard=run.guard), run.init)
+        lines = [f"initial weights from {chosen['source']}:", *(f"  {each}" for each in table.lines())]
+        print("\n".join(lines), flush=True)
 
 
 def open_source(options: InitConfig, run: RunDir, recorded: Mapping[str, Any]) -> Source:

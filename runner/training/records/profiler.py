@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
+from runner.config.schema import Config, profiled_steps
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.paths import RunDir
 from runner.system import files
+from runner.system.distributed import World
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +33,17 @@ class Profiler:
         self._device = device
         self._profile: Any = None
         self._step: ExitStack | None = None
+
+    @staticmethod
+    def open(
+        config: Config, run: RunDir, world: World, log: AttemptLog | None, step: int, device: torch.device
+    ) -> Profiler:
+        """Of the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
+        steps = profiled_steps(config.train.profile or "")
+        if steps is None or steps[1] <= step:
+            return Profiler(None, run.profile, device)
+        attempt = world.broadcast(log.record["attempt"] if log else 0)
+        return Profiler(steps, run.profile / f"attempt{attempt}-rank{world.rank}.json", device)
 
     def begin(self, step: int) -> None:
         """Step number `step` is about to be made."""

@@ -8,7 +8,7 @@ step are durable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,7 +78,7 @@ class RunRecorder(Recorder):
     bar: Bar
     log: AttemptLog
     meter: StepMeter
-    last_save: Callable[[], dict[str, Any] | None]
+    last_save: Callable[[], Mapping[str, Any] | None]
     add_evaluation: Callable[[dict[str, Any]], object] = lambda record: None
     """Adds a result to those of `runner evaluate`."""
     state: str = FAILED
@@ -241,9 +241,9 @@ class RunRecorder(Recorder):
 
     def _write_timing(self, step: int, speeds: dict[str, float]) -> None:
         record: dict[str, Any] = {"step": step, "time": clock.wall()}
-        save = self.last_save()
-        if save and save.get("step") != self._reported_save:
-            self._reported_save = save.get("step")
+        save = dict(self.last_save() or {})  # a thread changes it
+        if save and save["step"] != self._reported_save:
+            self._reported_save = save["step"]
             record["save"] = save
         self._seconds, self._samples, self._tokens = 0.0, 0, 0
         figures = {**speeds, **self.meter.take()}

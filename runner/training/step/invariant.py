@@ -223,3 +223,6 @@ class StateOfMain:
 
     def state_dict(self) -> dict[str, Any]:
         return self._world.broadcast(self._loader.state_dict() if self._world.is_main else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state_dict)

@@ -12,16 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from runner.config.schema import Config
+from runner.data.order.batch_shape import BatchShape
 from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.model.average import Average
+from runner.training.model.build import autocast, compiled
 from runner.training.model.optimizers import Optimizers
 from runner.training.ranks.parallel import Computation
 from runner.training.ranks.peers import peer_errors
-from runner.training.step.counting import NONE_STATED, samples_in, tokens_in
+from runner.training.step.counting import NONE_STATED, samples_in, stated_tokens, tokens_in
 from runner.training.step.division import Division, EqualParts
+from runner.training.step.invariant import FixedMicroBatches
 from runner.training.step.tally import Tally
 from runner.training.step.tasks import Batch, Task, check_name, per_sample
+from runner.training.step.trained import Trained
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,37 @@ class TrainStep:
     shared: Division | None = None
     before_update: Callable[[], None] = lambda: None
     _names: dict[int, list[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def build(
+        of: Trained,
+        config: Config,
+        world: World,
+        shape: BatchShape,
+        seed: int,
+        sources: Sequence[str],
+        tokens_per_sample: Mapping[str, int],
+    ) -> TrainStep:
+        """What makes the steps of an attempt.
+
+        Args:
+            of: what is trained.
+            shape: how steps are split.
+            seed: of the random numbers of rank-invariant steps.
+            sources: names of the sources whose samples are told apart.
+            tokens_per_sample: of the sources that state it.
+
+        Raises:
+            UserError: the task cannot be trained on so many ranks.
+        """
+        model = compiled(of.model, of.device) if config.train.compile else of.model
+        forward = Forward(world, of.device, model, of.task, autocast(config, of.device))
+        division = None
+        if shape.micro_batches:
+            with peer_errors(world):
+                division = FixedMicroBatches(world, of.bare, of.task, of.optimizers, shape, seed, of.device)
+        accum, tokens = shape.grad_accum_steps, stated_tokens(sources, tokens_per_sample)
+        return TrainStep(forward, of.optimizers, sources, accum, config.train.clip_norm, tokens, of.average, division)
 
     def __post_init__(self) -> None:
         forward, takes_step = self.forward, self.forward.task.take_step is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 from runner.checkpoint.staging import snapshot
 from runner.checkpoint.state import Stateful
-from runner.config.schema import Config
+from runner.config.schema import Config, Strategy
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.errors import CheckpointError, UserError, nearest
 
@@ -98,14 +98,17 @@ def build_task(config: Config) -> Task:
     """The task of the config: `train.loss` if that names a function, else `task`.
 
     Raises:
-        UserError: it cannot be created, or has no method that a task needs.
+        UserError: it cannot be created, has no method that a task needs, or cannot be trained with the strategy.
     """
     key, node = ("train.loss", config.train.loss) if config.train.loss else ("task", config.task)
     if not node.get("_target_"):
         raise UserError(f"{key} has no _target_: name a function (model, batch), or a class; or choose task=next_token")
     name = f"{key} ({node['_target_']})"
     if inspect.isclass(named(key, node)):
-        return _task_of(name, instantiate(key, node))
+        task = _task_of(name, instantiate(key, node))
+        if task.take_step is not None and config.strategy is Strategy.fsdp:
+            raise UserError(f"{name} has take_step, which needs the whole model on each rank: use strategy=ddp")
+        return task
     made = bind(key, node)
     check_call(made, name, "(model, batch)", None, None)
     return Task.of(made, name)
