@@ -18,15 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from runner.contracts import Job
-from runner.errors import (
-    CrashLoopError,
-    ExitStatus,
-    FileError,
-    PeerError,
-    SupersededError,
-    TimeoutsError,
-    UserError,
-)
+from runner.errors import CrashLoopError, ExitStatus, FileError, PeerError, SupersededError, TimeoutsError, UserError
 from runner.rundir.attempt_log import (
     TIME_LIMIT,
     TIMEOUTS,

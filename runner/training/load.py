@@ -57,11 +57,7 @@ def _skipped(bad: Candidate, why: str) -> None:
 
 
 def load(
-    run: str | os.PathLike[str],
-    step: int | str | None = None,
-    device: str | torch.device = "cpu",
-    *,
-    raw: bool = False,
+    run: str | os.PathLike[str], step: int | str | None = None, device: str | torch.device = "cpu", *, raw: bool = False
 ) -> Loaded:
     """The model of a run, with the weights of a checkpoint that was verified.
 

@@ -32,14 +32,12 @@ from runner.system.signals import STOP
 from runner.training.branch import restarts_optimizers, take_over, trunk_of
 from runner.training.callbacks.callbacks import Callbacks
 from runner.training.data.consumption import Consumption
-from runner.training.data.length import with_steps
-from runner.training.data.order import batch_shape, warn_of_idle_ranks
-from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample
+from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_steps
+from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample, with_weights
 from runner.training.data.training_data import open_training_data, record_order, run_state_at
-from runner.training.data.weights import with_weights
 from runner.training.effects import mixing_without_effect
 from runner.training.evaluation.evaluation import Evaluation
-from runner.training.exactness import make_exact, warn_if_inexact
+from runner.training.exactness import inexact, make_exact
 from runner.training.model.build import choose_device, seed_everything
 from runner.training.records.profiler import Profiler
 from runner.training.records.recorder import Recorder
@@ -205,7 +203,8 @@ class _Opening:
         """The session around what is restored."""
         config, world, step, saved, trained = self.config, self.world, of.step, of.saved, of.trained
         if world.is_main:  # which writes the records
-            warn_if_inexact(config, trained.device, of.run_state, saved)
+            for reason in inexact(config, trained.device, of.run_state, saved):
+                _log.warning(f"not exact: {reason}")
             warn_of_idle_ranks(of.shapes[-1])
         trained.task.check_state()
         consumption = open_training_data(config, world, of.datasets, trained.device, of.run_state, saved, step)
@@ -221,9 +220,7 @@ class _Opening:
         recorder = self._recorder(of, meter)
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         stated = tokens_per_sample(of.datasets)
-        train_step = TrainStep.build(
-            trained, config, world, of.shapes[-1], of.run_state.seed, consumption.names, stated
-        )
+        train_step = TrainStep.build(trained, config, world, of.run_state, consumption.names, stated)
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         evaluation = Evaluation.open(config, train_step.forward, trained.average)

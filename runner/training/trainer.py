@@ -119,7 +119,7 @@ class Trainer:
             self._batches = None
         began = clock.monotonic()
         self.profiler.begin(self.step + 1)
-        result = self.train_step(self.meter.begin(self._wait_for_batch), self.step)
+        result = self.train_step(self.meter.begin(self._next_batch), self.step)
         if result.skipped and not (self.skip_nonfinite or result.overflow):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
@@ -156,7 +156,7 @@ class Trainer:
         kept = self.callbacks.keep(kept)
         model, optimizers = self.train_step.forward.model, self.train_step.optimizers
         loader = self.consumption.loader
-        loader = StateOfMain(self.world, loader) if self.train_step.shared else loader
+        loader = StateOfMain(self.world, loader) if self.train_step.fixed else loader
         state = build_train_state(self.step, self.tokens_seen, optimizers, loader, kept.to_extra())
         self._learn_cost()
         average = self.train_step.average
@@ -183,19 +183,16 @@ class Trainer:
             with self.account.doing("save"):
                 self.manager.finish_copy()
 
-    def _wait_for_batch(self) -> Drawn:
-        with self.account.doing("data_wait"):
-            return self._next_batch()
-
     def _next_batch(self) -> Drawn:
-        for _ in range(2):  # an epoch may end here, and the next one begin
-            if self._batches is None:
-                self._batches = self.consumption.batches()
-            for batch, record in self._batches:
-                self.consumption.consume(record)
-                return Drawn(batch, self.consumption.sources(record))
-            self._batches = None
-        raise self._end_of_data()
+        with self.account.doing("data_wait"):
+            for _ in range(2):  # an epoch may end here, and the next one begin
+                if self._batches is None:
+                    self._batches = self.consumption.batches()
+                for batch, record in self._batches:
+                    self.consumption.consume(record)
+                    return Drawn(batch, self.consumption.sources(record))
+                self._batches = None
+            raise self._end_of_data()
 
     def _end_of_data(self) -> TrainingError:
         """The error of this rank, whose data ended; of all ranks, if those of the others end here as well."""

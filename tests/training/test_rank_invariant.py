@@ -179,7 +179,7 @@ def step_of(task: Any, model: nn.Module, world: World | None = None) -> TrainSte
     takes, computes = getattr(task, "take_step", None), getattr(task, "training_step", None)
     made = Task("task (my.Task)", computes, None, takes)
     division = FixedMicroBatches(world, model, made, optimizers, BatchShape.dealt(0, world.size, 4, 3), 0, CPU)
-    return TrainStep(Forward(world, CPU, model, made, nullcontext), optimizers, [], shared=division)
+    return TrainStep(Forward(world, CPU, model, made, nullcontext), optimizers, [], fixed=division)
 
 
 class Tokens:

@@ -104,7 +104,7 @@ def trainer(batches: list[Any], eval_batches: int = 4, manager: Any = None) -> T
         manager=manager,
         cadence=Cadence(100, None, start_step=0, now=0.0),
         recorder=KeepingRecorder(),
-        run_state=RunState({}, False, 1, (), {}, 0),
+        run_state=RunState({}, False, 1, (), {}),
         stop=lambda: getattr(batches, "stop", False),
         check_fence=lambda: None,
     )

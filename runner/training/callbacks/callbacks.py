@@ -27,7 +27,7 @@ from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, generators
 from runner.system.distributed import World
-from runner.training.callbacks.hook import METHODS, Failure, Hook, create, failure_of, restore
+from runner.training.callbacks.hook import METHODS, Failure, Hook, failure_of, make_hook, restore_hook
 from runner.training.ranks.peers import peer_errors
 from runner.training.records.recorder import Recorder
 from runner.training.records.run_state import RunState
@@ -184,9 +184,9 @@ class Callbacks:
         with generators.lent():
             for name, node in nodes.items():
                 generators.seed(generators.seed_of(self.config["seed"], name), gpus=True)
-                hook = create(name, node)
+                hook = make_hook(name, node)
                 if saved is not None:
-                    restore(hook, saved)
+                    restore_hook(hook, saved)
                 self.hooks.append(hook)
                 if hook.dropped and self.world.is_main:
                     _log.warning(

@@ -61,7 +61,7 @@ class Failure:
     details: str
 
 
-def create(name: str, node: dict[str, Any]) -> Hook:
+def make_hook(name: str, node: dict[str, Any]) -> Hook:
     """The callback of a node of the config, checked.
 
     Raises:
@@ -120,7 +120,7 @@ def _try_state(hook: Hook) -> None:
         raise UserError(failure_of(hook, "state_dict", error).summary) from error
 
 
-def restore(hook: Hook, saved: RunState) -> None:
+def restore_hook(hook: Hook, saved: RunState) -> None:
     """The state of a checkpoint; a callback that it does not know starts afresh.
 
     Raises:

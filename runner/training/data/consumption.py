@@ -217,13 +217,12 @@ class SeededConsumption(TrackedConsumption):
     def verify(self, state: dict[str, Any]) -> None:
         """Only within the current epoch: the lists of earlier ones would have to be drawn again."""
         self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
-        names, sizes = np.array(self.ledger.names), self.ledger.sizes
-        ends = np.cumsum(sizes)
+        names, starts = np.array(self.ledger.names), self._ends - self.ledger.sizes
 
         def locate(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             indices = self.sampler.indices_at(positions - self._epoch_start, self._epoch)
-            source = np.searchsorted(ends, indices, side="right")
-            return names[source], indices - (ends - sizes)[source]
+            source = np.searchsorted(self._ends, indices, side="right")
+            return names[source], indices - starts[source]
 
         self.ledger.verify(locate, since=self._epoch_start)
 

@@ -1,13 +1,15 @@
-"""Resolved config -> the order in which the ranks read the sources: batch shapes, samplers, and their records."""
+"""Resolved config -> the order in which the ranks read the sources: batch shapes, samplers, records, and the length."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
-from runner.config.schema import Config, phase_schedule, rank_invariant, source_weights
+from runner.config.schema import Config, length_errors, phase_schedule, rank_invariant, source_weights
 from runner.config.targets import bind, instantiate
 from runner.data.micro_batches import MicroBatchSampler
 from runner.data.order.batch_shape import BatchShape, position_at
@@ -15,6 +17,7 @@ from runner.data.order.exclusions import Selections
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
+from runner.samplers import Kind
 from runner.system.distributed import World
 from runner.training.data.sources import tokens_per_sample
 
@@ -200,3 +203,38 @@ def data_plan(config: Config) -> dict[str, Any]:
         "max_epochs": dict(options.max_epochs),
         "phases": [[step, state.weights, state.temperature] for step, state in phase_schedule(config).mixtures()[1:]],
     }
+
+
+def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> Config:
+    """`config` with the number of steps that `train.epochs` requires; unchanged if `train.steps` sets the length.
+
+    Args:
+        config: of the run.
+        sizes: the samples of each source.
+        shapes: how the steps so far were split, with the shape of the next one last; after a change of shape, the
+            steps that are left follow from the samples that are left.
+
+    Raises:
+        UserError: the epochs are less than one step, or something else in the config needs a longer run.
+    """
+    if config.train.epochs is None:
+        return config
+    last = shapes[-1]
+    left = _samples(config, sum(sizes), last) - position_at(shapes, last.step)
+    steps = last.step + max(left, 0) // last.global_batch_size
+    if steps < 1:
+        raise UserError(
+            f"train.epochs={config.train.epochs:g} of {sum(sizes)} samples is less than one step "
+            f"({last}): raise train.epochs, add data, or lower train.batch_size"
+        )
+    config = replace(config, train=replace(config.train, steps=steps))
+    if errors := length_errors(config):
+        raise UserError("\n".join(f"{error} (train.epochs={config.train.epochs:g})" for error in errors))
+    return config
+
+
+def _samples(config: Config, total: int, shape: BatchShape) -> int:
+    """The samples that the epochs have, over all ranks."""
+    epochs = Fraction(str(config.train.epochs))  # as it was written: 0.29 of 100 samples are 29
+    kind: Kind = config.sampler.kind.value
+    return kind.samples_of(epochs, total, shape.world_size, shape.batch_size, config.sampler.drop_last)

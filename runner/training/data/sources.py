@@ -1,15 +1,16 @@
-"""Resolved config -> the datasets that an attempt trains with or evaluates on, joined to one."""
+"""Resolved config -> the datasets that an attempt trains with or evaluates on, joined to one, and weighed."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from runner.config.schema import Config
+from runner.config.schema import Config, WeightsBy, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
@@ -90,3 +91,42 @@ def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
         own = dataset.fingerprint() if hasattr(dataset, "fingerprint") else {}
         parts[f"source {name}"] = {"samples": len(dataset), **own}
     return parts
+
+
+def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
+    """Return `config` with a number for every weight that `sampler.weights_by` leaves to the data.
+
+    Args:
+        config: of the run.
+        datasets: the sources by name.
+
+    Raises:
+        UserError: a source does not say how many tokens its samples have, or all are empty.
+    """
+    if not any(isinstance(weight, WeightsBy) for weight in source_weights(config).values()):
+        return config
+    tokens = tokens_per_sample(datasets)
+
+    def number(name: str, weight: Any) -> Any:
+        if weight is WeightsBy.tokens and name not in tokens:
+            raise UserError(
+                f"sampler.weights_by=tokens: data.sources.{name} does not say how many tokens a sample has (its class "
+                f"needs an attribute tokens_per_sample): set sampler.weights.{name}, or sampler.weights_by=sizes"
+            )
+        if isinstance(weight, WeightsBy):
+            return float(len(datasets[name]) * (tokens[name] if weight is WeightsBy.tokens else 1))
+        return weight
+
+    sampler = replace(
+        config.sampler,
+        weights={name: number(name, weight) for name, weight in source_weights(config).items()},
+        weights_by=None,
+    )
+    sampler.options.update(config.sampler.options)
+    if not any(sampler.weights.values()):
+        raise UserError("sampler.weights_by: the sources are empty, and so have no weight; add data")
+    phases = {
+        name: replace(phase, weights={source: number(source, weight) for source, weight in phase.weights.items()})
+        for name, phase in config.phases.items()
+    }
+    return replace(config, sampler=sampler, phases=phases)

@@ -50,13 +50,10 @@ class Evaluation:
         sets = evaluation_sets(config, forward.world)
         if sets:
             forward.task.check_evaluation()
-        metrics, best = build_metrics(config, forward.device), config.checkpoint.keep_best > 0
+        metrics = build_metrics(config, forward.device)
+        best, needs_best = config.checkpoint.best.metric, config.checkpoint.keep_best > 0
         at_end = config.eval.at_end and config.evaluates_every_set
-        return (
-            Evaluation(forward, sets, metrics, config.seed, config.checkpoint.best.metric, best, at_end)
-            if sets
-            else None
-        )
+        return Evaluation(forward, sets, metrics, config.seed, best, needs_best, at_end) if sets else None
 
     def due(self, step: int) -> bool:
         """Whether to evaluate any set after `step` complete steps."""

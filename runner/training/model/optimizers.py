@@ -27,9 +27,6 @@ class Schedulers:
     def __init__(self, made: Mapping[str, LRScheduler]) -> None:
         self._made = dict(made)
 
-    def __getitem__(self, name: str) -> LRScheduler:
-        return self._made[name]
-
     def step(self) -> None:
         """Advance all of them, also after a step whose update was skipped.
 
@@ -134,15 +131,10 @@ class Optimizers:
             if clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
             optimizer.step()
-        self.zero_grad(name)
+        optimizer.zero_grad(set_to_none=True)
         if self.scaler is not None:
             self._update_scale(self.scaler, waiting)
         return grad_norm, applied
-
-    def zero_grad(self, name: str | None = None) -> None:
-        """Drop the gradients of one optimizer's parameters, or of all."""
-        for each in self.names if name is None else (name,):
-            self._made[each].zero_grad(set_to_none=True)
 
     def _unscale(self, scaler: torch.amp.GradScaler, name: str) -> None:
         if not any(parameter.grad is not None for parameter in self._parameters[name]):

@@ -66,7 +66,7 @@ def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> N
     chosen = world.run_on_main(choose)
 
     def load() -> Table:
-        return fill(model, opened[0] if opened else open_source(options, run, chosen), options)
+        return fill_model(model, opened[0] if opened else open_source(options, run, chosen), options)
 
     table = world.run_on_all(load)
     if world.is_main:
@@ -167,7 +167,7 @@ class Table:
 CHANGES = ("converted", "reshaped")
 
 
-def fill(module: nn.Module, source: Source, options: InitConfig) -> Table:
+def fill_model(module: nn.Module, source: Source, options: InitConfig) -> Table:
     """Copy the weights of `source` into a model that is not wrapped.
 
     Args:
@@ -191,7 +191,7 @@ def fill(module: nn.Module, source: Source, options: InitConfig) -> Table:
     with torch.no_grad():
         for name, tensor in target.items():
             if name in matched:
-                _copy(name, source, tensor, options.strict, table)
+                _copy_weight(name, source, tensor, options.strict, table)
             elif _matches(name, options.match):
                 table.initial[name] = f"not in {source.text}"
     _count_tied(target, table)
@@ -199,7 +199,7 @@ def fill(module: nn.Module, source: Source, options: InitConfig) -> Table:
     return table
 
 
-def _copy(name: str, source: Source, tensor: torch.Tensor, strict: bool, table: Table) -> None:
+def _copy_weight(name: str, source: Source, tensor: torch.Tensor, strict: bool, table: Table) -> None:
     given = source.weights[name]
     shapes = list(given.shape), list(tensor.shape)
     if shapes[0] != shapes[1] and (strict or given.numel() != tensor.numel()):

@@ -105,7 +105,7 @@ class _Bucket:
             self._laid_out[group] = at + 1
             (views, marks), gradients = self._places[group][at], tree.values[at]
             known = gradients or [None] * len(views)
-            _copy([(view, gradient) for view, gradient in zip(views, known, strict=True) if gradient is not None])
+            _copy_all([(view, gradient) for view, gradient in zip(views, known, strict=True) if gradient is not None])
             marks.fill_(1)
             for place, (view, gradient) in enumerate(zip(views, known, strict=True)):
                 if gradient is None:
@@ -125,7 +125,7 @@ class _Bucket:
                 None if not mark else gradient if _fits(gradient, parameter) else torch.empty_like(parameter)
                 for parameter, gradient, mark in zip(group.parameters, own, marks, strict=False)
             ]
-            _copy([(gradient, view) for gradient, view in zip(into, views, strict=True) if gradient is not None])
+            _copy_all([(gradient, view) for gradient, view in zip(into, views, strict=True) if gradient is not None])
             yield into
 
 
@@ -452,7 +452,7 @@ def _holds(tree: TreeSum[Gradients | None]) -> bool:
     return any(value is not None for value in tree.values)
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair into the first."""
     if pairs:
         torch._foreach_copy_([into for into, _ in pairs], [values for _, values in pairs])

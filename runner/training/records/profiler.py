@@ -60,20 +60,21 @@ class Profiler:
 
     def end(self, step: int) -> None:
         """Step number `step` is complete."""
+        self._end_step()
+        if step == self._last:
+            self.close()
+
+    def _end_step(self) -> None:
         if self._step is not None:
             self._step.close()
             self._step = None
-            if step == self._last:
-                self.close()
 
     def close(self) -> None:
         """Write what was recorded; an error is reported, and training continues."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+        self._end_step()
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         try:
             files.make_dirs_in(self._path.parent.parent, self._path.parent)  # not the run, where that was moved

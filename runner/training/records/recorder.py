@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from runner.errors import FileError, SupersededError, UserError
 from runner.metrics import JsonlWriter, Writer
 from runner.metrics.lineage import FAILED, Lineage
 from runner.metrics.media import Media
+from runner.metrics.progress import ProgressBar
 from runner.rundir.appender import withdraw
 from runner.rundir.attempt_log import AttemptLog, insist
 from runner.system import clock, files
@@ -25,47 +26,28 @@ from runner.training.records.resources import StepMeter
 TIMINGS_EVERY_STEPS = 10
 
 
-class Bar(Protocol):
-    """A progress display."""
-
-    def update(
-        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
-    ) -> None: ...
-
-    def say(self, message: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Recorder:
     """Takes all that a run records, and writes nothing: what the ranks other than 0 have."""
 
     state: str = FAILED
     """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
 
-    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
-        pass
+    def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None: ...
 
-    def evaluation(self, record: dict[str, Any]) -> None:
-        pass
+    def evaluation(self, record: dict[str, Any]) -> None: ...
 
-    def last_evaluation(self, record: dict[str, Any]) -> None:
-        pass
+    def last_evaluation(self, record: dict[str, Any]) -> None: ...
 
     def before_save(self) -> bool:
         return True
 
-    def cadence(self, explanation: str) -> None:
-        pass
+    def cadence(self, explanation: str) -> None: ...
 
-    def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
-        pass
+    def callback(self, step: int, moment: str, values: dict[str, float]) -> None: ...
 
-    def media(self, media: Media) -> None:
-        pass
+    def media(self, media: Media) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -75,7 +57,7 @@ class RunRecorder(Recorder):
     metrics: JsonlWriter
     timings: JsonlWriter
     writers: list[Writer]
-    bar: Bar
+    bar: ProgressBar
     log: AttemptLog
     meter: StepMeter
     last_save: Callable[[], Mapping[str, Any] | None]
@@ -111,11 +93,7 @@ class RunRecorder(Recorder):
         self.meter.end(seconds)
         speeds = self._speeds()
         self.bar.update(
-            record["step"],
-            record["loss"],
-            speeds["samples_per_s"],
-            speeds.get("tokens_per_s"),
-            self.meter.data_wait,
+            record["step"], record["loss"], speeds["samples_per_s"], speeds.get("tokens_per_s"), self.meter.data_wait
         )
         rounded: dict[str, Any] = {name: speed and round(speed, 1) for name, speed in speeds.items()}
         self.log.update(step=record["step"], loss=record["loss"], **rounded)
@@ -212,17 +190,14 @@ class RunRecorder(Recorder):
         except FileError as error:
             self.log.lost_records = str(error)
             self.warn(str(error))
-        if self._close(self.timings) and not self.log.lost_records:
+        try:
+            self.timings.close()
+        except OSError as error:
+            self.warn(f"{self.timings.path.name} could not be closed: {error}")
+            return
+        if not self.log.lost_records:
             with suppress(OSError, SupersededError):  # the next attempt copies them
                 withdraw(self.log.run)
-
-    def _close(self, file: JsonlWriter) -> bool:
-        try:
-            file.close()
-        except OSError as error:
-            self.warn(f"{file.path.name} could not be closed: {error}")
-            return False
-        return True
 
     def _write(self, record: dict[str, Any]) -> None:
         self._waiting.append(record)

@@ -32,26 +32,15 @@ class RunState:
     threads: int
     batch_shapes: tuple[BatchShape, ...]
     data_plan: dict[str, Any]
-    samples_seen: int = 0
     task: list[dict[str, Any]] = field(default_factory=list)
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
+    samples_seen: int = 0
     seed: int = 0
 
     def to_extra(self) -> dict[str, Any]:
         """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
-        return {
-            "order": self.order,
-            "evaluated": self.evaluated,
-            "threads": self.threads,
-            "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
-            "data_plan": self.data_plan,
-            "task": self.task,
-            "callbacks": self.callbacks,
-            "dropped_callbacks": self.dropped_callbacks,
-            "samples_seen": self.samples_seen,
-            "seed": self.seed,
-        }
+        return {**vars(self), "batch_shapes": [asdict(shape) for shape in self.batch_shapes]}
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> RunState:
@@ -70,15 +59,4 @@ class RunState:
             shapes = tuple(BatchShape(**shape) for shape in extra["batch_shapes"])
         except TypeError as error:
             raise CheckpointError(f"batch_shapes in the train state: {error}; use another checkpoint") from error
-        return cls(
-            order=dict(extra["order"]),
-            evaluated=bool(extra["evaluated"]),
-            threads=int(extra["threads"]),
-            batch_shapes=shapes,
-            data_plan=dict(extra["data_plan"]),
-            task=list(extra["task"]),
-            callbacks=dict(extra["callbacks"]),
-            dropped_callbacks=dict(extra["dropped_callbacks"]),
-            samples_seen=int(extra["samples_seen"]),
-            seed=int(extra["seed"]),
-        )
+        return cls(**{name: extra[name] for name in cls.__dataclass_fields__} | {"batch_shapes": shapes})

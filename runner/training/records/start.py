@@ -92,13 +92,8 @@ def show_start(recorder: RunRecorder, config: Config, step: int, ranks: int) -> 
     doing = "resuming" if step else "starting"
     if config.fork.begins_at(step):
         doing = f"branching off {config.fork.run}"
-    where = f"at step {step} of {config.steps}{_shape(ranks, log.ranks_before)} in {log.run.path}"
-    recorder.bar.say(f"{doing} {where}{repeated}")
-
-
-def _shape(ranks: int, before: int | None) -> str:
-    """The number of ranks, where it is more than one or has changed."""
-    changed = before not in (None, ranks)
-    if ranks == 1 and not changed:
-        return ""
-    return f" on {ranks} rank{'s' if ranks > 1 else ''}" + (f" ({before} before)" if changed else "")
+    before, shape = log.ranks_before, ""
+    if ranks > 1 or before not in (None, 1):
+        shape = f" on {ranks} rank{'s' if ranks > 1 else ''}"
+        shape += f" ({before} before)" if before not in (None, ranks) else ""
+    recorder.bar.say(f"{doing} at step {step} of {config.steps}{shape} in {log.run.path}{repeated}")

@@ -1,14 +1,12 @@
 """How the ranks share a training step: which micro-batches each computes, and how what they computed is added up.
 
-`EqualParts` is the usual way: every rank computes as many micro-batches, and sums go over the ranks. See
+In the usual way every rank computes as many micro-batches, and sums go over the ranks. See
 `runner.training.step.invariant` for the one whose results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,8 +17,13 @@ from runner.training.model.optimizers import Optimizers
 from runner.training.ranks.parallel import Computation, SharedBuffers, accumulating, average_gradients, synchronized
 
 
-class Division(Protocol):
+class Division:
     """One rank's part in the steps; every rank calls the same methods in the same order.
+
+    Here every rank computes `accum` micro-batches: with DDP, FSDP, or all-reduce where a task takes the step.
+
+    Args:
+        whole_steps: whether the task takes them: then nothing is reduced by itself.
 
     Attributes:
         count: micro-batches of this rank in a step.
@@ -28,14 +31,15 @@ class Division(Protocol):
         in_loop: why calls that involve all ranks must not be made while micro-batches are iterated; None: they may.
     """
 
-    @property
-    def count(self) -> int: ...
+    in_loop: str | None = None
 
-    @property
-    def parts(self) -> int: ...
-
-    @property
-    def in_loop(self) -> str | None: ...
+    def __init__(self, world: World, model: nn.Module, optimizers: Optimizers, accum: int, whole_steps: bool) -> None:
+        self._world = world
+        self._optimizers = optimizers
+        self._whole_steps = whole_steps
+        self._buffers = SharedBuffers(world, model)
+        self._computation: nn.Module | None = None
+        self.count = self.parts = accum
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
         """What computes a micro-batch's loss in the default step.
@@ -43,15 +47,19 @@ class Division(Protocol):
         Raises:
             RuntimeError: the ranks cannot compare their parameters (see `peer_errors`).
         """
+        self._computation = synchronized(computation, self._world, device)
+        return self._computation
 
     def begin(self, index: int) -> None:
         """The step that begins when `index` steps are complete."""
 
     def iteration(self) -> AbstractContextManager[None]:
         """Around an iteration over this rank's micro-batches; a task that takes the step may iterate again."""
+        return nullcontext()
 
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
         """Around what is computed from this rank's micro-batch `number`, from 0, gradients included."""
+        return accumulating(self._computation, last=number == self.count - 1)
 
     def sum(self, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
         """The sum of all rows of all ranks.
@@ -60,6 +68,7 @@ class Division(Protocol):
             rows: one per micro-batch of this rank, float64 (count, width); of the same width on every rank.
             outside: what belongs to no micro-batch, from `everywhere`; float64 (width,).
         """
+        return self._world.sum(torch.from_numpy(rows.sum(0) + outside)).numpy()
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
         """What this rank has to add up of values that were logged outside of micro-batches.
@@ -68,9 +77,13 @@ class Division(Protocol):
             values: those that are one per sample of this rank; float64 (N,).
             single: those that are one number; float64 (M,).
         """
+        return np.concatenate([values, single])
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean over the first dimension and all ranks, in float64; of shape `values.shape[1:]`."""
+        sums = torch.cat([values.double().sum(0).reshape(-1).cpu(), torch.tensor([len(values)])])
+        sums = self._world.sum(sums)
+        return (sums[:-1] / sums[-1]).view(values.shape[1:])
 
     def check(self, name: str) -> None:
         """Before an optimizer's update exchanges anything.
@@ -81,62 +94,13 @@ class Division(Protocol):
 
     def reduce_gradients(self, name: str) -> None:
         """Give the parameters of an optimizer their gradients of the whole step."""
-
-    def holds_gradients(self) -> bool:
-        """Whether any rank has gradients of an update to come that are not its parameters' yet; on every rank."""
-
-    def end(self) -> None:
-        """The step's updates are made."""
-
-
-class EqualParts:
-    """Every rank computes `accum` micro-batches; with DDP, FSDP, or all-reduce where a task takes the step."""
-
-    in_loop = None
-
-    def __init__(self, world: World, model: nn.Module, optimizers: Optimizers, accum: int, whole_steps: bool) -> None:
-        self._world = world
-        self._optimizers = optimizers
-        self._whole_steps = whole_steps  # of a task that takes them: nothing is reduced by itself
-        self._buffers = SharedBuffers(world, model)
-        self._computation: nn.Module | None = None
-        self.count = self.parts = accum
-
-    def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
-        self._computation = synchronized(computation, self._world, device)
-        return self._computation
-
-    def begin(self, index: int) -> None:
-        pass
-
-    def iteration(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @contextmanager
-    def micro_batch(self, number: int) -> Iterator[None]:
-        with accumulating(self._computation, last=number == self.count - 1):
-            yield
-
-    def sum(self, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
-        return self._world.sum(torch.from_numpy(rows.sum(0) + outside)).numpy()
-
-    def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        return np.concatenate([values, single])
-
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        sums = torch.cat([values.double().sum(0).reshape(-1).cpu(), torch.tensor([len(values)])])
-        sums = self._world.sum(sums)
-        return (sums[:-1] / sums[-1]).view(values.shape[1:])
-
-    def check(self, name: str) -> None:
-        pass
-
-    def holds_gradients(self) -> bool:
-        return False
-
-    def reduce_gradients(self, name: str) -> None:
         if self._whole_steps:
             average_gradients(self._optimizers.parameters(name), self._world)
 
+    def holds_gradients(self) -> bool:
+        """Whether any rank has gradients of an update to come that are not its parameters' yet; on every rank."""
+        return False
+
     def end(self) -> None:
+        """The step's updates are made."""
         self._buffers.synchronize()

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from runner.config.schema import Config
-from runner.data.order.batch_shape import BatchShape
 from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.model.average import Average
@@ -21,8 +20,9 @@ from runner.training.model.build import autocast, compiled
 from runner.training.model.optimizers import Optimizers
 from runner.training.ranks.parallel import Computation
 from runner.training.ranks.peers import peer_errors
+from runner.training.records.run_state import RunState
 from runner.training.step.counting import NONE_STATED, samples_in, stated_tokens, tokens_in
-from runner.training.step.division import Division, EqualParts
+from runner.training.step.division import Division
 from runner.training.step.invariant import FixedMicroBatches
 from runner.training.step.tally import Tally
 from runner.training.step.tasks import Batch, Task, check_name, per_sample
@@ -101,8 +101,8 @@ class StepResult:
 class TrainStep:
     """Makes steps. `sources` are the names behind the numbers of a batch's sources.
 
-    `shared` says how the ranks share a step; without it, each computes `accum` micro-batches. `before_update` is called
-    after a step's forward and backward passes, before anything changes the weights or an optimizer's state.
+    `fixed` are rank-invariant micro-batches; without them, each rank computes `accum` of its own. `before_update` is
+    called after a step's forward and backward passes, before anything changes the weights or an optimizer's state.
     """
 
     forward: Forward
@@ -112,7 +112,7 @@ class TrainStep:
     clip_norm: float | None = None
     stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.step.counting`
     average: Average | None = None
-    shared: Division | None = None
+    fixed: FixedMicroBatches | None = None
     before_update: Callable[[], None] = lambda: None
     _names: dict[int, list[str]] = field(default_factory=dict)
 
@@ -121,8 +121,7 @@ class TrainStep:
         of: Trained,
         config: Config,
         world: World,
-        shape: BatchShape,
-        seed: int,
+        now: RunState,
         sources: Sequence[str],
         tokens_per_sample: Mapping[str, int],
     ) -> TrainStep:
@@ -130,8 +129,7 @@ class TrainStep:
 
         Args:
             of: what is trained.
-            shape: how steps are split.
-            seed: of the random numbers of rank-invariant steps.
+            now: how steps are split, and the seed of rank-invariant ones.
             sources: names of the sources whose samples are told apart.
             tokens_per_sample: of the sources that state it.
 
@@ -140,16 +138,16 @@ class TrainStep:
         """
         model = compiled(of.model, of.device) if config.train.compile else of.model
         forward = Forward(world, of.device, model, of.task, autocast(config, of.device))
-        division = None
+        shape, fixed = now.batch_shapes[-1], None
         if shape.micro_batches:
             with peer_errors(world):
-                division = FixedMicroBatches(world, of.bare, of.task, of.optimizers, shape, seed, of.device)
+                fixed = FixedMicroBatches(world, of.bare, of.task, of.optimizers, shape, now.seed, of.device)
         accum, tokens = shape.grad_accum_steps, stated_tokens(sources, tokens_per_sample)
-        return TrainStep(forward, of.optimizers, sources, accum, config.train.clip_norm, tokens, of.average, division)
+        return TrainStep(forward, of.optimizers, sources, accum, config.train.clip_norm, tokens, of.average, fixed)
 
     def __post_init__(self) -> None:
         forward, takes_step = self.forward, self.forward.task.take_step is not None
-        self.division = self.shared or EqualParts(forward.world, forward.model, self.optimizers, self.accum, takes_step)
+        self.division = self.fixed or Division(forward.world, forward.model, self.optimizers, self.accum, takes_step)
         self.computation: nn.Module | None = None  # of a step of ours; a task that takes it calls what it likes
         if not takes_step:
             assert forward.task.training_step is not None
@@ -202,7 +200,7 @@ class TrainStep:
             UserError: they differ.
         """
         names = list(logged)
-        if self.shared is not None:
+        if self.fixed is not None:
             self._check_alike(logged)
         elif self.forward.world.size == 1:
             return names
@@ -218,11 +216,7 @@ class TrainStep:
         return self._names[update]
 
     def _check_alike(self, logged: Mapping[str, set[int | None]]) -> None:
-        """Check that all micro-batches gave the same values, as each may be another rank's.
-
-        Raises:
-            UserError: one gave others.
-        """
+        """Check that all micro-batches gave the same values, as each may be another rank's."""
         for name, numbers in logged.items():
             if None not in numbers and len(numbers) < self.division.count:
                 raise UserError(
@@ -323,11 +317,7 @@ class Step:
         self._tally.add(name, tensor.reshape(-1) if tensor.ndim else tensor, sources, self._number)
 
     def _tensor(self, call: str, values: Any) -> torch.Tensor:
-        """Numbers that a task passes, as a tensor without a graph.
-
-        Raises:
-            UserError: they are none.
-        """
+        """Numbers that a task passes, as a tensor without a graph."""
         try:
             return torch.as_tensor(values).detach()
         except (TypeError, ValueError, RuntimeError):
@@ -357,11 +347,7 @@ class Step:
         return self._maker.division.mean(tensor).to(tensor.device, kind)
 
     def _check_place(self, call: str) -> None:
-        """Check that a call that involves all ranks is made where all of them make it.
-
-        Raises:
-            UserError: it is not.
-        """
+        """Check that a call that involves all ranks is made where all of them make it."""
         reason = self._maker.division.in_loop
         if reason is not None and self._current is not None:
             raise UserError(f"{self._maker.forward.task.name}: step.{call} is called {reason}")
@@ -402,11 +388,7 @@ class Step:
         torch.clear_autocast_cache()
 
     def _named(self, optimizer: str | None) -> str:
-        """The optimizer that a task means.
-
-        Raises:
-            UserError: there is none of this name, or several and none is named.
-        """
+        """The optimizer that a task means."""
         task, names = self._maker.forward.task.name, self._maker.optimizers.names
         if optimizer is None and len(names) == 1:
             return names[0]
