@@ -195,7 +195,7 @@ class ForkConfig:
     trunk: dict[str, Any] = field(default_factory=dict)
 
     def begins_at(self, step: int) -> bool:
-        """Whether a branch begins at `step`: what is restored then is its trunk's, and what it changes takes effect."""
+        """Whether a branch begins at `step`, with the checkpoint of its trunk, and its changes take effect."""
         return self.run is not None and step == self.step
 
     def seed_at(self, step: int) -> int | None:

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: dict[str, Any]) -> TrainStateManager:
-    """The checkpoints of a run, behind the fence of its lease."""
+    """Make what saves and loads the checkpoints of a run, behind the fence of its lease."""
     options = config.checkpoint
     return TrainStateManager(
         run.checkpoints,
@@ -39,7 +39,7 @@ def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: 
 
 
 def make_cadence(config: Config, log: AttemptLog | None, step: int) -> Cadence:
-    """When saves are due from `step` on; an adaptive cadence learns from the attempts before this one."""
+    """Make what decides when saves are due from `step` on; an adaptive cadence learns from earlier attempts."""
     options = config.checkpoint
     adaptive = None
     if options.adaptive:
@@ -52,7 +52,10 @@ def make_cadence(config: Config, log: AttemptLog | None, step: int) -> Cadence:
 
 
 def fence_check(lease: Lease | None) -> Callable[[], None]:
-    """Notices soon, at next to no cost, that a newer attempt holds the lease; every commit asks anyway."""
+    """Return a check that notices soon, at next to no cost, that a newer attempt holds the lease.
+
+    Every commit asks anyway.
+    """
     last = clock.monotonic()
 
     def check() -> None:
@@ -67,7 +70,7 @@ def fence_check(lease: Lease | None) -> Callable[[], None]:
 
 
 def warn_if_checkpoints_are_gone(run: RunDir, log: AttemptLog | None) -> None:
-    """A run whose checkpoints were all removed starts again, but not silently."""
+    """Warn if a run starts again because its checkpoints were all removed."""
     earlier = log.earlier if log else []
     saved = max((attempt.get("checkpoint_step") or 0 for attempt in earlier), default=0)
     if saved:

@@ -163,7 +163,7 @@ class _Opening:
         return with_steps(self.config, [len(dataset) for dataset in datasets.values()], shapes)
 
     def _restored(self) -> _Restored:
-        """What is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
+        """Build what is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
         device = choose_device(self.config.train.device, self.world)
         make_exact(self.config, device)
         torch.set_num_threads(self.config.run.threads)  # their number decides how sums are split
@@ -194,13 +194,13 @@ class _Opening:
         self.config = config
 
     def _load(self, manager: TrainStateManager, trained: Trained) -> Mapping[str, Any]:
-        """Restore what is trained; the train state, empty at a fresh start."""
+        """Restore what is trained; return the train state, empty at a fresh start."""
         averaged = trained.average.averaged if trained.average else None
         restarts = self._restarts_optimizers
         return manager.load(trained.model, trained.optimizers, averaged, another_optimizer=restarts) or {}
 
     def _assembled(self, of: _Restored) -> Session:
-        """The session around what is restored."""
+        """Build the session around what is restored."""
         config, world, step, saved, trained = self.config, self.world, of.step, of.saved, of.trained
         if world.is_main:  # which writes the records
             for reason in inexact(config, trained.device, of.run_state, saved):
@@ -247,7 +247,7 @@ class _Opening:
         return Session(trainer, config.steps, warm_up, self.handler)
 
     def _restore_position(self, of: _Restored, consumption: Consumption) -> int:
-        """Restore loader, schedules and random generators; the tokens seen so far."""
+        """Restore loader, schedules and random generators; return the tokens seen so far."""
         anew, optimizers = self._restarts_optimizers(of.step), of.trained.optimizers
         with self._fits():
             _, tokens, _ = restore_train_state(of.state, None if anew else optimizers, consumption.loader)
@@ -292,7 +292,7 @@ class _Opening:
 
     @contextmanager
     def _fits(self) -> Iterator[None]:
-        """What the checkpoint of a trunk does not fit is an error in the command that begins the branch.
+        """Report what the checkpoint of a trunk does not fit as an error in the command that begins the branch.
 
         Raises:
             UserError: in place of a MismatchError.
@@ -312,7 +312,7 @@ class _Opening:
             ) from None
 
     def _take_over(self) -> None:
-        """What a branch has of its trunk, if it has not begun yet."""
+        """Take over what a branch has of its trunk, if it has not begun yet."""
         trunk, step = trunk_of(self.config), self.config.fork.step
         if trunk is not None and step is not None:
             fence = Fence(self.lease.fence, self.lease.check_fence) if self.lease else Fence()

@@ -29,7 +29,7 @@ from runner.training.records.run_state import RunState
 
 
 def run_state_at(step: int, config: Config, world: World, before: RunState | None) -> RunState:
-    """The state of an attempt that begins or resumes at `step`.
+    """Return the state of an attempt that begins or resumes at `step`.
 
     Raises:
         UserError: train.global_batch_size cannot be divided among the ranks.
@@ -57,7 +57,7 @@ def open_training_data(
     before: RunState | None,
     step: int,
 ) -> Consumption:
-    """The order of the training data from `step` on, and in it the loader, which is not restored yet.
+    """Open the training data: their order from `step` on, and in it the loader, which is not restored yet.
 
     Args:
         datasets: the sources by name.

@@ -39,7 +39,7 @@ class Evaluation:
 
     @staticmethod
     def open(config: Config, forward: Forward, average: Average | None) -> Evaluation | None:
-        """The evaluations of the config's held-out data, of the averaged weights if there are any; None without such.
+        """Open the held-out data of the config; None without any. The averaged weights are evaluated if there are some.
 
         Raises:
             UserError: the data, the task or a metric does not fit.
@@ -93,7 +93,7 @@ class Evaluation:
         return results
 
     def judge(self, step: int, results: dict[str, Any]) -> float | None:
-        """The number by which the checkpoint of `step` is judged; None if it is not among its `results`.
+        """Return the number by which the checkpoint of `step` is judged; None if it is not among its `results`.
 
         Raises:
             UserError: it is not, although the best are kept and all was evaluated that there is.

@@ -38,7 +38,7 @@ class Profiler:
     def open(
         config: Config, run: RunDir, world: World, log: AttemptLog | None, step: int, device: torch.device
     ) -> Profiler:
-        """Of the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
+        """Profile the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
         steps = profiled_steps(config.train.profile or "")
         if steps is None or steps[1] <= step:
             return Profiler(None, run.profile, device)

@@ -72,7 +72,7 @@ def open_recorder(
 
 
 def lineage(run: RunDir, config: Config, trunk: RunDir | None, attempt: int) -> Lineage:
-    """What loggers show of a run beside its numbers."""
+    """Return what loggers show of a run beside its numbers."""
     fork, best = config.fork, config.checkpoint.best
     settings: dict[str, Any] = {}
     with suppress(OSError, ValueError):

@@ -43,7 +43,7 @@ def _print_warning(message: str) -> None:
 
 @contextmanager
 def warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
-    """A handler on the logger `runner`, on the rank that has `log`; taken off again only if the block fails."""
+    """Yield a handler on the logger `runner`, on the rank that has `log`; it is removed only if the block fails."""
     if log is None:
         yield None
         return

@@ -125,7 +125,7 @@ class TrainStep:
         sources: Sequence[str],
         tokens_per_sample: Mapping[str, int],
     ) -> TrainStep:
-        """What makes the steps of an attempt.
+        """Build what makes the steps of an attempt.
 
         Args:
             of: what is trained.
