@@ -12,6 +12,7 @@ from rich.table import Column, Table
 
 from runner.contracts import JobInfo
 from runner.rundir.paths import RunDir
+from runner.rundir.state import IN_QUEUE, look
 from runner.system import clock, files
 
 REFRESH_S = 2.0
@@ -43,22 +44,15 @@ def follow(
 
 def is_over(state: str) -> bool:
     """Whether a run in `state` will do nothing more by itself."""
-    return state not in ("waiting", "pending", "running", "suspended", "requeued", "ending")
+    return state not in ("waiting", "running", *IN_QUEUE)
 
 
 def state_of(run_dir: Path, job: JobInfo | None) -> str:
-    """The state of a live job, else how the last attempt of the run ended; a finished run is over before its job is."""
-    status = read_status(run_dir)
-    recorded = str(status.get("state", "not started"))
-    if job is not None and job.live:
-        is_last = recorded == "finished" and status.get("job_id") == job.job_id
-        return "finished" if is_last and files.exists(RunDir(run_dir).finished) else job.state
-    if recorded not in ("running", "requeued", "not started"):
-        return recorded
-    # Nothing works on the run any more, so the recorded state is outdated.
-    if job is not None and job.state != "completed":
-        return job.state
-    return recorded if recorded == "not started" else "killed"
+    """What a run is doing, in one word; `waiting` as long as the file system does not tell."""
+    try:
+        return look(RunDir(run_dir), job).word
+    except (OSError, ValueError):
+        return "waiting"
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -102,9 +102,6 @@ class LocalLauncher:
         """None: there is no scheduler. A live run holds the lease of its directory."""
         return {}
 
-    def after(self, run_dir: Path) -> None:
-        """Nothing here outlives the command, so nothing can wait."""
-
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Run the runs as processes, `slots` at a time; the first exit status that is not 0, else 0.
 

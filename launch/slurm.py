@@ -122,13 +122,6 @@ class SlurmLauncher(SlurmOptions):
         parameters = {**self._parameters(folder, name, unique), "array_parallelism": parallel}
         return batch.script(folder, self._python(), runs, parameters)
 
-    def after(self, run_dir: Path) -> SlurmLauncher | None:
-        """Jobs that Slurm starts once the job of the run has succeeded; None if it has none in the queue."""
-        info = self.jobs([run_dir]).get(run_dir)
-        if info is None or not info.live:
-            return None
-        return replace(self, dependency=",".join(filter(None, (self.dependency, f"afterok:{info.job_id}"))))
-
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Submit the runs and return at once.
 

@@ -107,13 +107,6 @@ class Launcher(Protocol):
     def preview(self, run_dirs: list[Path]) -> str:
         """What `launch` would start, as text."""
 
-    def after(self, run_dir: Path) -> Launcher | None:
-        """This launcher for runs that start once the run in `run_dir` has finished; None if nobody can wait for that.
-
-        Raises:
-            OSError: there is a scheduler and it does not answer.
-        """
-
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Start the runs; the exit status.
 

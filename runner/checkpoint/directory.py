@@ -28,7 +28,7 @@ from pathlib import Path
 
 from runner.checkpoint import manifest as manifests
 from runner.checkpoint.manifest import BEST_METRIC, CorruptionError, Manifest
-from runner.checkpoint.pins import is_kept
+from runner.checkpoint.pins import is_pinned
 from runner.checkpoint.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files, processes
@@ -336,14 +336,14 @@ def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
 
 
 def delete(path: Path, fence: Fence) -> None:
-    """Delete a checkpoint so that part of it is never visible under its name; not if it is to be kept by now (`pins`).
+    """Delete a checkpoint so that part of it is never visible under its name; not if it has a pin by now.
 
     Raises:
         SupersededError: a newer attempt holds the lease; nothing was changed.
         OSError: the file system refused.
     """
     container = _take(path, _TAKEN, fence)
-    if is_kept(path):  # looked at again: a pin that is set later finds the checkpoint gone
+    if is_pinned(path):  # looked at again: a pin that is set later finds the checkpoint gone
         files.rename(container / _TAKEN, path)
     else:
         files.rename(container / _TAKEN, container / "deleted")  # a name that `sweep` does not put back
@@ -391,7 +391,7 @@ def sweep(directory: Path, fence: Fence) -> None:
                 if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
                 # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
-                if name == _TAKEN and whole == step.name and is_kept(step) and not files.is_taken(step):
+                if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
                     files.rename(mine / name, step)
             files.fsync_dir(directory)  # or a power loss might bring a name back after its content is gone
             remove_tree(mine)

@@ -19,7 +19,7 @@ from runner.checkpoint.copying import Copy, HostBuffers
 from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
 from runner.checkpoint.layout import INDEX
 from runner.checkpoint.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
-from runner.checkpoint.pins import kept
+from runner.checkpoint.pins import pinned
 from runner.checkpoint.staging import Tensors, changed_by_updates, collect, snapshot
 from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
@@ -299,7 +299,7 @@ class Saver:
         try:
             found = [each for each in checkpoint_dir.candidates(self._directory) if each.step <= step]
             whole = [each for each in found if each.step not in self._found_corrupt or self._is_whole(each)]
-            for candidate in self._retention.to_delete(whole, kept(self._directory)):
+            for candidate in self._retention.to_delete(whole, pinned(self._directory)):
                 checkpoint_dir.delete(candidate.path, self._fence)
         finally:
             checkpoint_dir.sweep(self._directory, self._fence)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import lzma
 import os
 import re
 import stat
 import tarfile
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -19,9 +17,10 @@ from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.adoption import UNLINKABLE
 from runner.checkpoint.pins import pinned
 from runner.cli.console import PROGRAM, Parser, say, shown, size
-from runner.cli.housekeeping import leftovers, refuse_inside_run, refuse_waited_for, remove, remove_rest, report, typed
+from runner.cli.housekeeping import refuse_inside_run, report, typed
 from runner.errors import FileError, UserError
-from runner.rundir.custody import custody
+from runner.rundir.custody import custody, run_at
+from runner.rundir.evaluations import submitted
 from runner.rundir.paths import RunDir
 from runner.system import accounts, files, processes
 
@@ -44,7 +43,6 @@ def parser() -> Parser:
     made.add_argument(
         "--checkpoints", choices=KEEP, default="all", help="which to pack, beside pinned ones (default: all)"
     )
-    made.add_argument("--remove", action="store_true", help="remove the run directory afterwards")
     return made
 
 
@@ -59,93 +57,29 @@ def main(arguments: Sequence[str]) -> int:
     mode = next((how for suffix, how in SUFFIXES.items() if target.name.endswith(suffix)), None)
     if mode is None:
         raise UserError(f"{options.file}: the file name must end in {', '.join(SUFFIXES)}")
-    rests = _removed_before(options.run, target, options.checkpoints) if options.remove else []
-    if rests:
-        _sync(target)
-        for rest in rests:
-            remove_rest(rest)
-        say(f"{shown(target)} holds the run; removed {', '.join(map(shown, rests))}, the rest of its directory")
-        return 0
-    if not options.remove:
-        _refuse_existing(target)
+    run = run_at(options.run)
+    _refuse_existing(target)
     refuse_inside_run(target)
     temporary = target.with_name(f".{target.name}.tmp-{processes.tag()}")
-    aside = None
     try:
         for left in _leftovers(target):
             files.remove(left)
-        with custody(options.run, report) as held:
-            run = held.run
-            if options.remove:
-                refuse_waited_for(run)
+        with custody(run, report) as held:
             # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
             fence = checkpoint_dir.Fence(held.lease.fence, held.lease.check_fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
-            _refuse_new_pins(run, content)
-            named = options.remove and _holds(target, content)  # a killed command has come so far already
             held.check()  # last: what was packed is the run only if nobody else has changed it meanwhile
-            if named:
-                _sync(target)
-            else:
-                _name(temporary, target)
-            if options.remove:
-                aside = remove(held, "archived")
+            _name(temporary, target)
     except OSError as error:
-        kept = "; nothing was removed" if options.remove else ""
-        raise FileError(f"{error.filename or options.file}: {error.strerror or error}{kept}") from error
+        raise FileError(f"{error.filename or options.file}: {error.strerror or error}") from error
     finally:
         _remove_temporary(temporary)
     count = sum(len(each) == DIGEST_LENGTH for each in content.values())
     say(f"packed {count} files of {shown(run.path)} into {shown(target)} ({size(packed_bytes)})")
-    if aside is not None:
-        remove_rest(aside)
-        say(f"removed {shown(run.path)}")
+    say(f"remove the run directory, if nobody needs it any more: {PROGRAM} rm {typed(run.path)}")
     return 0
-
-
-def _removed_before(run: Path, target: Path, which: str) -> list[Path]:
-    """What a command that was killed while it removed the run has left: the file had its name by then.
-
-    Raises:
-        UserError: the file does not hold the run as it was then, or that cannot be read.
-    """
-    path = Path(os.path.abspath(run))
-    found = leftovers(path, archived=True) if files.is_taken(target) and not files.is_taken(path) else []
-    packed = _found_in(target) or {} if found else {}
-    for rest in found:
-        try:
-            lacks = _unpacked(RunDir(rest), path.name, packed, which)
-        except OSError as error:
-            raise FileError(f"{error.filename or rest}: {error.strerror or error}; nothing was removed") from error
-        if lacks is not None:
-            raise UserError(
-                f"{shown(target)} does not hold {shown(path)} as it was removed ({shown(rest / lacks)} differs): pass "
-                f"the file that it was packed into, or remove what is left of it with `{PROGRAM} rm {typed(path)}`"
-            )
-    return found
-
-
-def _unpacked(rest: RunDir, name: str, packed: Mapping[str, str], which: str) -> Path | None:
-    """A file of what is left of the run `name` that the archive lacks, or holds with another content; None for none.
-
-    Checkpoints that were not to be packed are left out, and so is what a superseded process has begun to save since.
-
-    Raises:
-        OSError: what is left cannot be read.
-    """
-    if f"{name}/{rest.config.name}" not in packed:
-        return Path(rest.config.name)
-    folder = Path(name) / rest.checkpoints.name
-    kept = {Path(each).name for each in packed if Path(each).parent == folder}
-    kept |= {checkpoint_dir.step_name(step) for step in pinned(rest.checkpoints)}
-    for member in _members(rest, None if which == "all" else kept):
-        # Who sets a pin, which is an empty file, holds no lease.
-        differs = packed.get(str(Path(name) / member), NOTHING) != _content_at(rest.path / member)
-        if differs and not files.is_dir(rest.path / member) and ".tmp-" not in str(member):
-            return member
-    return None
 
 
 def _remove_temporary(path: Path) -> None:
@@ -154,25 +88,6 @@ def _remove_temporary(path: Path) -> None:
         files.remove(path)
     except OSError as error:
         report(f"warning: {shown(path)} cannot be removed ({error.strerror or error})")
-
-
-def _refuse_new_pins(run: RunDir, content: Mapping[str, str]) -> None:
-    """Whether a checkpoint is pinned that was not packed, since others were packed only.
-
-    It was pinned meanwhile; or `sweep` could not give it its name back.
-
-    Raises:
-        UserError: there is one.
-        OSError: the directory of the checkpoints cannot be read.
-    """
-    with suppress(FileNotFoundError):
-        files.look_anew(run.checkpoints)
-    folder = f"{run.path.name}/{run.checkpoints.name}"
-    there = {path.name.partition(".")[0] for path in checkpoint_dir.leftovers(run.checkpoints)}
-    for step in sorted(pinned(run.checkpoints)):
-        name = checkpoint_dir.step_name(step)
-        if f"{folder}/{name}" not in content and (name in there or files.is_dir(run.checkpoints / name)):
-            raise UserError(f"step {step} of {shown(run.path)} is pinned, and was not packed: rerun the command")
 
 
 def _refuse_existing(target: Path) -> None:
@@ -206,20 +121,6 @@ def _name(temporary: Path, target: Path) -> None:
     files.fsync_dir(target.parent)
 
 
-def _sync(target: Path) -> None:
-    """Make the file and its name durable: the command that made it may have been killed before it had done so.
-
-    Raises:
-        FileError: the file system refused.
-    """
-    try:
-        with files.open_regular(target) as packed:
-            files.fsync_fd(packed.fileno())
-        files.fsync_dir(target.parent)
-    except OSError as error:
-        raise FileError(f"{target}: {error.strerror or error}; nothing was removed") from error
-
-
 def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
     """What to pack, relative to the run directory, beginning with that; leases are of processes and stay behind.
 
@@ -230,7 +131,7 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
     Raises:
         OSError: the run directory cannot be read.
     """
-    left_out = {run.lease.name, run.submission.name, run.evaluation_lease.name, run.evaluation_work.name}
+    left_out = {run.lease, run.submission, *(each.path for each in submitted(run))}
     found = []
 
     def unreadable(error: OSError) -> None:
@@ -238,8 +139,7 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
 
     for folder, folders, names in files.walk(run.path, onerror=unreadable):
         relative = Path(folder).relative_to(run.path)
-        if relative == Path():
-            folders[:] = [name for name in folders if name not in left_out]
+        folders[:] = [name for name in folders if Path(folder) / name not in left_out]
         if relative == Path(run.checkpoints.name) and kept is not None:
             folders[:] = [name for name in folders if name in kept]
         folders.sort()
@@ -315,19 +215,6 @@ def _read(target: Path) -> dict[str, str]:
         return {entry.name: _content(tar, entry) for entry in tar}
 
 
-def _holds(target: Path, content: dict[str, str]) -> bool:
-    """Whether the file is there, and has this content."""
-    return _found_in(target) == content
-
-
-def _found_in(target: Path) -> dict[str, str] | None:
-    """What is in the file, by name; None if there is no such file, or it is no archive."""
-    try:
-        return _read(target)
-    except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError):
-        return None
-
-
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
     """Add what is at `path`; its content, as `_content` describes it."""
     if (link := files.read_link(path)) is not None:
@@ -363,16 +250,6 @@ def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:
     if entry.isdir():
         return "directory"
     return _digest(tar.extractfile(entry))
-
-
-def _content_at(path: Path) -> str:
-    """What is at `path`, as `_content` describes it."""
-    if (link := files.read_link(path)) is not None:
-        return f"link to {link}"
-    if files.is_dir(path):
-        return "directory"
-    with files.open_regular(path) as file:
-        return _digest(file)
 
 
 def _digest(file: IO[bytes] | None) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from runner.checkpoint import choice
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate, Fence, Retention, Stranger
-from runner.checkpoint.pins import kept as kept_steps
+from runner.checkpoint.pins import pinned
 from runner.cli.console import PROGRAM, Parser, console, size, table
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
@@ -220,7 +220,7 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
         found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]
         left = checkpoint_dir.leftovers(directory)
         intact = [c for c, corruption in found if not corruption]
-        to_delete = [c.path for c in Retention(keep_last).to_delete(intact, kept_steps(directory))]
+        to_delete = [c.path for c in Retention(keep_last).to_delete(intact, pinned(directory))]
         to_delete += [c.path for c, corruption in found if corruption]
         to_delete += [path for path in checkpoint_dir.set_aside_earlier(directory) if ".corrupt" in path.name]
         if not dry_run:

@@ -14,7 +14,7 @@ from runner.config.schedule import learning_rate, to_scheduler
 from runner.config.schema import Config
 from runner.errors import UserError
 from runner.rundir import provenance
-from runner.rundir.attempt_log import is_finished
+from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
@@ -150,7 +150,7 @@ class Changes:
 
     def _reached(self) -> bool:
         run, config = RunDir(self.job.run_dir), self.job.config
-        if is_finished(run, config.known_steps, config.train.epochs):
+        if Finish.of(run).covers(config.known_steps, config.train.epochs):
             return True
         return config.known_steps is not None and run.newest_step() >= config.known_steps
 

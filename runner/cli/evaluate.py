@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.checkpoint import pins
 from runner.cli.arguments import add_config_dir, runs_and_settings
 from runner.cli.console import PROGRAM, Parser, console, say, shown, table
 from runner.cli.launcher import make_launcher
@@ -19,7 +18,7 @@ from runner.cli.resume import jobs
 from runner.config.identity import evaluation_digest
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, RunDirError, UserError
-from runner.rundir.evaluations import ALL, Request, evaluated, given_up, make_work, request_file
+from runner.rundir.evaluations import Request, evaluated
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import reading
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from runner.checkpoint.directory import Candidate
     from runner.config.composition import Composed
 
-ATTEMPT = "runner.training.evaluate_attempt:attempt"
+ATTEMPT = "runner.training.evaluate:attempt"
 # Settings of an evaluation: those that decide its results, and those that do not.
 RESULTS = ("eval", "data.eval_sources", "data.collate")
 PLACE = ("launcher", "train.device", "run.threads", "data.cache_dir")
@@ -42,18 +41,13 @@ def parser() -> Parser:
     """The arguments of the command."""
     made = Parser(
         prog=f"{PROGRAM} evaluate",
-        usage=f"{PROGRAM} evaluate [-h] [--step STEP] [--follow] [--submit] [--json] RUN [key=value ...]",
+        usage=f"{PROGRAM} evaluate [-h] [--step STEP] [--submit] [--json] RUN [key=value ...]",
         description="Evaluates checkpoints of a run, each once, and adds the results to its records. "
         "key=value changes eval and data.eval_sources for these evaluations; launcher=slurm submits them.",
     )
     made.add_argument("words", nargs="*", metavar="RUN", help="a run directory, such as outputs/NAME")
     made.add_argument("--step", default="last", help="a step, best, last or all (default: last)")
-    made.add_argument("--follow", action="store_true", help="with --step all: each new one, until the run is over")
-    made.add_argument(
-        "--keep", type=int, metavar="N", help="with --follow: keep the N newest that have to wait (default: 10)"
-    )
     made.add_argument("--submit", action="store_true", help="as a job, by the launcher of the run")
-    made.add_argument("--forget", action="store_true", help="give a submitted or followed evaluation up")
     made.add_argument("--json", action="store_true", help="print JSON")
     add_config_dir(made)
     return made
@@ -83,10 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = evaluation_digest(composed.plain)
     changed = settings != evaluation_digest(load_plain(run.path))
     given = [text for text in overrides if changed and _is_of(text, RESULTS)]
-    keep = 10 if options.keep is None else options.keep
-    request = Request(settings, options.step, options.follow, keep, tuple(given), composed.plain)
-    if options.forget:
-        return _forget(run, request)
+    request = Request(settings, options.step, tuple(given), composed.plain)
     if (launcher := _submitting(options.submit, overrides, composed)) is not None:
         return _submit(run, request, composed, launcher)
     return _evaluate(run, request, options.json)
@@ -100,10 +91,6 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     ]
     if not re.fullmatch(r"\d{1,12}|best|last|all", options.step):
         errors.append(f"--step {options.step}: must be a step, best, last or all")
-    if options.follow and options.step != ALL:
-        errors.append("--follow works with --step all only: add it, or remove --follow")
-    if options.keep is not None and (not options.follow or options.keep < 1):
-        errors.append(f"--keep {options.keep}: works with --follow only, and must be 1 or more")
     if int(processes.environment.get("WORLD_SIZE", "1")) > 1:
         errors.append("evaluate does not run under torchrun: run it alone, or submit it (launcher=slurm)")
     if errors:
@@ -129,34 +116,25 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
         steps = wanted(run, request, _skipped)
         before = evaluated(run, request.settings).keys()
     STOP.install()
-    show = say if request.follow and not as_json else _nothing
-    work = Work(run, request, config, World(), lambda: bool(STOP), say=_note, show=show)
-    outcome = work.do()
+    work = Work(run, request, config, World(), lambda: bool(STOP), say=_note)
+    done = work.do()
     records = evaluated(run, request.settings)
-    shown_steps = sorted(records) if request.follow else [step for step in steps if step in records]
+    found = [records[step] for step in steps if step in records]
     if as_json:
-        print(json.dumps([_finite(records[step]) for step in shown_steps], indent=2))
+        print(json.dumps([_finite(record) for record in found], indent=2))
     else:
-        _print([records[step] for step in shown_steps])
-    if outcome == "stopped":
-        left = f"interrupted after {len(work.added)} checkpoints" + ("" if request.follow else f" of {len(steps)}")
-        _note(f"{left}: rerun the command for the others")
+        _print(found)
+    if not done:
+        _note(f"interrupted after {len(work.added)} of {len(steps)} checkpoints: rerun the command for the others")
         return int(ExitStatus.INTERRUPTED)
     if not as_json:
-        earlier = sum(step in before for step in shown_steps)
-        others = len(shown_steps) - earlier - len(work.added)
+        earlier = sum(record["step"] in before for record in found)
+        others = len(found) - earlier - len(work.added)
         beside = f", {others} by another command" if others > 0 else ""
-        where = f"; results in {shown(run.evaluations)}" if shown_steps else ""
+        where = f"; results in {shown(run.evaluations)}" if found else ""
         say(f"{len(work.added)} evaluated now, {earlier} before{beside}{where}")
-    if outcome != "done":
-        _note(f"{shown(run.path)} has stopped ({outcome}): rerun the command once it trains again")
-        return int(ExitStatus.FAILED)
     damaged = any(files.is_dir(run.checkpoint(step)) for step in work.unusable)
     return int(ExitStatus.FAILED if damaged else ExitStatus.FINISHED)
-
-
-def _nothing(message: str) -> None:
-    """The table has it."""
 
 
 def _skipped(bad: Candidate, why: str) -> None:
@@ -213,42 +191,36 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
     with reading(run):
         done = evaluated(run, request.settings).keys()
         missing = set(wanted(run, request)) - done
-    if not missing and not request.follow:
+    if not missing:
         say(f"nothing to do: {len(done)} checkpoints are evaluated, results in {shown(run.evaluations)}")
         return int(ExitStatus.FINISHED)
     if launcher.dry_run:
         print(launcher.preview([directory]))
         return int(ExitStatus.FINISHED)
-    try:
+
+    def is_queued() -> bool:
         job = launcher.jobs([directory]).get(directory)
-        if job is not None and job.live:
-            say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")
+        if job is None or not job.live:
+            return False
+        say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")
+        return True
+
+    try:
+        if is_queued():
             return int(ExitStatus.FINISHED)
         if errors := launcher.check([directory]):
             raise UserError("\n".join(errors))
-        timeout_s = composed.config.run.lease_timeout_s
-        make_work(run, directory, None, timeout_s)
-        submission = RunDir(directory).submission
-        with Lease.acquire(submission, None, timeout_s, wait_s=SUBMISSION_WAIT_S, within=run.path) as lease:
-            job = launcher.jobs([directory]).get(directory)  # another shell may have submitted it meanwhile
-            if job is not None and job.live:
-                say(f"job {job.job_id} is {job.state}: {len(done)} checkpoints are evaluated")
+        with Lease.acquire(
+            RunDir(directory).submission,
+            None,
+            composed.config.run.lease_timeout_s,
+            wait_s=SUBMISSION_WAIT_S,
+            within=run.path,
+        ) as lease:
+            if is_queued():  # another shell has submitted it meanwhile
                 return int(ExitStatus.FINISHED)
             request.write(directory, lease.guard)
-            if request.follow and files.is_dir(run.checkpoints):  # before the job starts
-                pins.await_evaluation(run.checkpoints, request.name, done, request.keep)
             return launcher.launch([directory], ATTEMPT, [lease.guard])
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UserError(f"the evaluation was not submitted ({where}{error.strerror or error})") from None
-
-
-def _forget(run: RunDir, request: Request) -> int:
-    """Let a job of this request end after its checkpoint, and retention delete what waits for it."""
-    if given_up(request.directory(run)) and not pins.awaits_evaluation(run.checkpoints, request.name):
-        say(f"nothing to give up: {request.name} of {shown(run.path)} is neither submitted nor followed")
-        return int(ExitStatus.FINISHED)
-    files.remove(request_file(request.directory(run)))
-    pins.evaluation_done(run.checkpoints, request.name)
-    say(f"given up: {request.name} of {shown(run.path)}; results so far stay in {shown(run.evaluations)}")
-    return int(ExitStatus.FINISHED)

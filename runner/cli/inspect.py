@@ -20,8 +20,8 @@ from runner.data.queries import order_queries
 from runner.data.queries.order_record import OrderRecord
 from runner.data.queries.resume_plan import parse_overrides, resume_plan
 from runner.errors import UserError
-from runner.rundir.attempt_log import last_step, status_of
 from runner.rundir.paths import RunDir
+from runner.rundir.state import look
 from runner.rundir.trust import check_trusted, reading
 from runner.system.terminal import printable_lines
 
@@ -63,8 +63,7 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     record = OrderRecord.read(run.order)
     if record.sampler.is_own:
         record = _with_sampler(run, record, options)
-    step = status_of(run).get("step")
-    done = max(step if isinstance(step, int) else 0, last_step(run))  # the status may be some steps behind
+    done = look(run).step
     if options.step is not None:
         rows = order_queries.samples_of_step(record, options.step)
         return rows, _table(rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")

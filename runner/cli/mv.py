@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.cli.console import PROGRAM, Parser, say, shown
-from runner.cli.housekeeping import refuse_inside_run, refuse_waited_for, report, typed
+from runner.cli.housekeeping import refuse_inside_run, report, typed
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody, run_at
 from runner.system import files
@@ -38,11 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     if not options.target:  # such as "$UNSET"
         raise UserError(f"the new path is empty: {PROGRAM} mv {typed(options.run)} TARGET")
-    source = run_at(options.run).path
+    run = run_at(options.run)
+    source = run.path
     target = _target(source, options.target)
     try:
-        with custody(source, report) as held:
-            refuse_waited_for(held.run)
+        with custody(run, report) as held:
             files.make_dirs(target.parent)
             if files.is_taken(target):
                 raise UserError(f"{shown(target)} exists: choose another name")

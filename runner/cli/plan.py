@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.cli.console import counted, shown
 from runner.cli.edits import Changes
@@ -15,19 +14,13 @@ from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import (
-    ended_attempts,
-    finished_at,
-    incomplete_records,
-    is_finished,
-    last_step,
-    status_of,
-)
-from runner.rundir.lease import describe_holder, liveness, read_holder
+from runner.rundir.attempt_log import Finish, incomplete_records
+from runner.rundir.lease import read_holder
 from runner.rundir.paths import RunDir
-from runner.rundir.trunk import Trunk, find
+from runner.rundir.state import State, entry, look
+from runner.rundir.trunk import find, missing, remedy
 from runner.rundir.trust import check_trusted, reading
-from runner.system import clock, files, processes
+from runner.system import clock, files
 from runner.system.signals import STOP
 
 # How long a command waits for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
@@ -45,8 +38,6 @@ class PlannedRun:
     """What this command changes in it, or what it cannot change while the run is live; one line each."""
     refused: bool = False
     """Whether the command asks for something else than what the run does."""
-    after: Path | None = None
-    """The trunk that a branch has to wait for."""
 
     @property
     def starts(self) -> bool:
@@ -104,12 +95,14 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    finished = _is_finished(job)  # then neither its job nor the process that made it matters any more
+    state, exists = look(run, queued), files.exists(run.config)
+    # Then neither its job nor the process that made it matters any more.
+    finished = exists and state.finish.covers(job.config.known_steps, job.config.train.epochs)
     if queued is not None and not finished:
         return _live(job, f"{queued.state}, job {queued.job_id}", f"cancel job {queued.job_id}")
-    if not held and not finished and (holder := _live_holder(run)):
-        return _live(job, f"running, {holder}", "stop it")
-    if not files.exists(run.config):
+    if not held and not finished and state.holder:
+        return _live(job, f"running, {state.holder}", "stop it")
+    if not exists:
         if job.resumed:  # `runner mv` or `rm` was faster; another run there, from step 0, is not what was asked for
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
         _check_place(run)
@@ -120,21 +113,18 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         return PlannedRun(job, "edited", edited[0], refused=not edited[1])
     changes.check()
     notes = changes.notes(run.newest_step())
-    awaited = None if finished or run.newest_step() else _awaited(job)
     if finished:
-        done = finished_at(run)
+        done = state.finish.steps
         lack = incomplete_records(run, done)
         return PlannedRun(job, "finished", f"finished, all {done} steps" + (f", but {lack}" if lack else ""), notes)
-    status = status_of(run)
-    state = status.get("state")
-    if state in ("failed", "crash loop") and not retry_failed:
-        reason = _one_line(status.get("reason") or status.get("cause") or "see its logs")
-        return PlannedRun(job, "failed", f"{state} ({reason}); launcher.retry_failed=true restarts it", notes)
+    recorded = state.status.get("state")
+    if recorded in ("failed", "crash loop") and not retry_failed:
+        reason = _one_line(state.status.get("reason") or state.status.get("cause") or "see its logs")
+        return PlannedRun(job, "failed", f"{recorded} ({reason}); launcher.retry_failed=true restarts it", notes)
     check_trusted(run)
-    if awaited is not None:
-        summary = f"a branch of {shown(awaited)} at step {job.config.fork.step}, which it waits for"
-        return PlannedRun(job, "unfinished", summary, notes, after=awaited)
-    return PlannedRun(job, "unfinished", _resuming(run, job, status), notes)
+    if not run.newest_step():
+        _trunk_of(job)
+    return PlannedRun(job, "unfinished", _resuming(state, job), notes)
 
 
 def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
@@ -145,11 +135,11 @@ def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
     return PlannedRun(job, "live", summary, notes, refused=bool(notes))
 
 
-def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
+def _resuming(state: State, job: Composed) -> str:
     """What is done about an unfinished run, and because of what."""
+    run, status, ended = state.run, state.status, state.attempts
     first, total = job.config.fork.step or 0, job.config.known_steps  # a branch starts with a checkpoint
-    step = max(run.newest_step(), first)
-    ended = ended_attempts(run)
+    step, last = max(run.newest_step(), first), entry(state.newest, "step", int) or 0
     doing = f"resuming at step {step}" + (f" of {total}" if total else "")
     if step == first:
         doing = f"starting at step {step}"
@@ -157,9 +147,9 @@ def _resuming(run: RunDir, job: Composed, status: dict[str, Any]) -> str:
         return f"{doing}: it was never started" if not files.exists(run.job) else f"{doing}: it left the queue"
     if total and step >= total:
         return f"it is at step {step}, beyond the {total} steps of this command, and ends there"
-    if finished_at(run) == last_step(run):
-        return f"{doing}: it had finished at step {finished_at(run)}, and is longer now"
-    reached = max(last_step(run), step)
+    if state.finish.steps == last:
+        return f"{doing}: it had finished at step {last}, and is longer now"
+    reached = max(last, step)
     again = f", {reached - step} of its steps were not saved" if reached > step else ""
     known = ended and ended[-1].get("attempt") == status.get("attempt", ended[-1].get("attempt"))
     cause = ended[-1]["cause"] if known else "killed"
@@ -179,33 +169,29 @@ def _new(job: Composed) -> PlannedRun:
     Raises:
         UserError: it is a branch, and its trunk has no checkpoint for it, or is not to be trusted.
     """
-    fork = job.config.fork
-    if fork.run is None:
+    trunk = _trunk_of(job)
+    if trunk is None:
         return PlannedRun(job, "new", "new: there is no run with these settings yet")
-    trunk = find(fork.run, job.run_dir)
-    check_trusted(trunk)
-    summary = f"new, a branch of {shown(trunk.path)} at step {fork.step}"
-    awaited = _awaited(job)
-    return PlannedRun(job, "new", summary + (", which it waits for" if awaited else ""), after=awaited)
+    return PlannedRun(job, "new", f"new, a branch of {shown(trunk.path)} at step {job.config.fork.step}")
 
 
-def _awaited(job: Composed) -> Path | None:
-    """The trunk that a run without a checkpoint has to wait for; None if it has none, or need not wait.
+def _trunk_of(job: Composed) -> RunDir | None:
+    """The trunk that a run without a checkpoint begins with; None if it is no branch.
 
     Raises:
-        UserError: it is a branch, and its trunk has no checkpoint for it, and never will.
+        UserError: the trunk has no checkpoint for it, or is not to be trusted.
     """
     fork = job.config.fork
     if fork.run is None or fork.step is None:
         return None
     trunk = find(fork.run, job.run_dir)
+    check_trusted(trunk)
     with reading(trunk):
-        of = trained(load_plain(trunk.path))
-        try:
-            waits = Trunk(trunk, of.known_steps, of.checkpoint.every_steps).waits_for(fork.step)
-        except LookupError as error:
-            raise UserError(str(error)) from None
-    return trunk.path if waits else None
+        if fork.step not in trunk.checkpoint_steps():
+            of = trained(load_plain(trunk.path))
+            what = remedy(trunk, fork.step, of.known_steps, of.checkpoint.every_steps)
+            raise UserError(f"{missing(trunk, fork.step)}; {what}")
+    return trunk
 
 
 def _is_finished(job: Composed) -> bool:
@@ -215,7 +201,7 @@ def _is_finished(job: Composed) -> bool:
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    return files.exists(run.config) and is_finished(run, job.config.known_steps, job.config.train.epochs)
+    return files.exists(run.config) and Finish.of(run).covers(job.config.known_steps, job.config.train.epochs)
 
 
 def _unreadable(job: Composed) -> str | None:
@@ -294,11 +280,3 @@ def _check_place(run: RunDir) -> None:
             f"{run.path} holds runs ({inside[0]}): set run.root={shown(run.path)} to create another run in it, "
             "or choose another run.dir"
         )
-
-
-def _live_holder(run: RunDir) -> str | None:
-    """Who holds the lease of the run, if that process is certainly alive; in doubt, the attempt itself finds out."""
-    found = read_holder(run.lease)
-    if found is None or "pid" not in found[1]:
-        return None
-    return describe_holder(found[1]) if liveness(found[1], processes.this_process()) == "alive" else None

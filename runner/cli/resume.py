@@ -67,11 +67,6 @@ def main(arguments: Sequence[str]) -> int:
         say(f"not run directories, left out: {', '.join(map(str, reports))}")
     if not run_dirs:
         raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
-    missing = [path for path in run_dirs if not files.is_taken(path)]
-    if missing and not options.dry_run:
-        from runner.cli.start import put_back
-
-        put_back(missing)
     if errors := [error for path in run_dirs if (error := _not_a_run(path))]:
         raise UserError("\n".join(errors))
     from runner.cli.start import start_runs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.checkpoint.pins import pinned
 from runner.cli.console import PROGRAM, Parser, say, shown, size
-from runner.cli.housekeeping import branches, leftovers, refuse_waited_for, remove, remove_rest, report
+from runner.cli.housekeeping import leftovers, remove, remove_rest, report
 from runner.errors import FileError, UserError
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.paths import RunDir
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             errors.append(error)
     if errors:
         raise type(errors[0])("\n".join(f"{error}; nothing was removed" for error in errors))
-    listed = [f"{shown(run.path)} ({size(_bytes(run.path))}{_forked(run)})" for run in runs]
+    listed = [f"{shown(run.path)} ({size(_bytes(run.path))})" for run in runs]
     listed += [f"{shown(rest)} (left by a removal that was killed)" for rest in rests]
     if options.dry_run:
         say(f"would remove {', '.join(listed)}")
@@ -76,7 +76,6 @@ def _removable(path: Path, force: bool) -> RunDir:
     """
     run = run_at(path)
     check_idle(run)
-    refuse_waited_for(run)
     _check_pins(run, force)
     return run
 
@@ -105,18 +104,12 @@ def _remove(run: RunDir, force: bool) -> None:
     for rest in leftovers(run.path):
         remove_rest(rest)
     try:
-        with custody(run.path, report) as held:
-            refuse_waited_for(held.run)  # looked at again, as the answer may have taken an hour
-            _check_pins(held.run, force)
+        with custody(run, report) as held:
+            _check_pins(held.run, force)  # again, as the answer may have taken an hour
             aside = remove(held)
     except OSError as error:
         raise FileError(f"{shown(run.path)} cannot be removed ({error.strerror or error})") from error
     remove_rest(aside)
-
-
-def _forked(run: RunDir) -> str:
-    begun, _ = branches(run)
-    return f"; its branches {', '.join(map(shown, begun))} need nothing of it" if begun else ""
 
 
 def _bytes(path: Path) -> int:

@@ -6,26 +6,24 @@ directory.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from runner.checkpoint.pins import confirm, is_missed, reserve
 from runner.cli.arguments import dirs, parse
 from runner.cli.console import counted, say, shown
 from runner.cli.edits import Changes
-from runner.cli.housekeeping import hidden
+from runner.cli.housekeeping import remove, remove_rest
 from runner.cli.launcher import common_launcher, idle_ranks
 from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, FileError, RunDirError, SupersededError, UserError
+from runner.errors import ExitStatus, FileError, UserError
 from runner.rundir import provenance
-from runner.rundir.attempt_log import is_finished, last_step
-from runner.rundir.lease import Heart, Lease, read_holder
+from runner.rundir.attempt_log import Finish, last_step
+from runner.rundir.custody import custody
+from runner.rundir.lease import Heart, Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.sources import Sources
 from runner.rundir.trunk import find
@@ -40,8 +38,6 @@ ATTEMPT = "runner.training.attempt:attempt"
 RANK_TIMEOUT_S, RANK_POLL_S = 120.0, 0.05
 # How long a command waits for another one that submits the same runs.
 SUBMISSION_WAIT_S = 120.0
-# What was refused, as long as it is not known whether somebody uses it: see `_set_aside`.
-_REFUSED = re.compile(rf"\.(?P<name>.+)\.refused-{processes.TAG}")
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -75,10 +71,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         _refuse(launcher.check([job.run_dir for job in jobs]))
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
-    if not dry_run:
-        put_back([job.run_dir for job in jobs])
     planned = plan_runs(jobs, launcher, single)
-    waiting = _waiting(planned, launcher)
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     _refuse(launcher.check(starting) if starting else [])
@@ -89,32 +82,10 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     if dry_run or not starting:
         _show(planned)
         _show_code_changes([run.job for run in planned if run.starts])
-        for each, together in _grouped(planned, launcher, waiting):
-            print(each.preview(together))
+        if starting:
+            print(launcher.preview(starting))
         return _status(planned)
     return _start_all(planned, launcher, single)
-
-
-def put_back(run_dirs: Iterable[Path]) -> None:
-    """Give runs their names back that a command was killed in refusing: nobody knows whether they are used."""
-    wanted = set(run_dirs)
-    for parent in sorted({run_dir.parent for run_dir in wanted}):
-        with suppress(OSError):  # there is none yet, or the look at the runs tells what is wrong
-            for name in sorted(files.list_dir(parent)):
-                found = _REFUSED.fullmatch(name)
-                if found and parent / found["name"] in wanted:
-                    _rename_back(parent / name, parent / found["name"])
-
-
-def _rename_back(aside: Path, run_dir: Path) -> None:
-    """Give a run its name back; where that was taken meanwhile, a warning names it."""
-    try:
-        files.rename(aside, run_dir)
-    except FileNotFoundError:  # another command was faster
-        pass
-    except OSError as error:
-        why = error.strerror or error
-        _report(f"warning: {shown(aside)} cannot be given its name {shown(run_dir)} back ({why}): rename it")
 
 
 def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> None:
@@ -130,38 +101,6 @@ def _warn_without_effect(jobs: Sequence[Composed]) -> None:
     named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
     for line in dict.fromkeys([*lines, *same_results(named)]):
         _report(f"warning: {line}")
-
-
-def _waiting(planned: Sequence[PlannedRun], launcher: Launcher) -> dict[Path, Launcher]:
-    """For each trunk that branches have to wait for, the launcher that does so.
-
-    Raises:
-        UserError: the launcher cannot, or the trunk is not on its way.
-    """
-    found = {}
-    for run in planned:
-        if run.after is None or run.after in found:
-            continue
-        try:
-            made = launcher.after(run.after)
-        except OSError as error:
-            raise UserError(f"cannot tell whether {run.after} is queued ({error}): nothing was started") from None
-        if made is None:
-            raise UserError(
-                f"{shown(run.after)} has not saved step {run.job.config.fork.step} yet: fork it once it has. A branch "
-                "waits by itself only where both are jobs of one cluster (launcher=slurm)"
-            )
-        found[run.after] = made
-    return found
-
-
-def _grouped(
-    planned: Sequence[PlannedRun], launcher: Launcher, waiting: Mapping[Path, Launcher]
-) -> Iterator[tuple[Launcher, list[Path]]]:
-    """The runs that are to be started, by what starts them: those that wait for the same trunk together."""
-    starting = [run for run in planned if run.starts]
-    for trunk in dict.fromkeys(run.after for run in starting):
-        yield waiting[trunk] if trunk else launcher, [run.job.run_dir for run in starting if run.after == trunk]
 
 
 def _refuse(errors: Sequence[str]) -> None:
@@ -180,7 +119,7 @@ def run_here(planned: PlannedRun) -> int:
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
-    missing, status = _missing([run.lease, run.submission]), int(ExitStatus.USAGE)
+    missing, status, attempts = _missing([run.lease, run.submission]), int(ExitStatus.USAGE), 0
     holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
     try:
         if planned.state == "new":
@@ -188,14 +127,11 @@ def run_here(planned: PlannedRun) -> int:
         with Lease.acquire(
             run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report, within=run.path
         ) as lease:
-            try:
-                status = _run_under(lease, planned)
-            finally:
-                if status == ExitStatus.USAGE and run.path in missing:
-                    _discard([job], {run.path: lease.guard}, lease)
+            attempts = lease.fence
+            status = _run_under(lease, planned)
     finally:
         if status == ExitStatus.USAGE:
-            _remove_empty(missing)
+            _discard([job], missing, attempts)
     return status
 
 
@@ -252,47 +188,28 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
     """
     new, jobs = [run.job for run in planned if run.state == "new"], [run.job for run in planned if run.starts]
     missing = _missing(RunDir(job.run_dir).submission for job in new)
-    started, pins, guards = int(ExitStatus.USAGE), list[tuple[Path, Path]](), dict[Path, files.Guard]()
-    with ExitStack() as held:
-        try:
-            for job in new:
-                _make(job.run_dir)
+    started, guards = int(ExitStatus.USAGE), dict[Path, files.Guard]()
+    try:
+        for job in new:
+            _make(job.run_dir)
+        with ExitStack() as held:
             held.enter_context(_submitting(jobs, guards))
             # Another shell may have submitted them while this one waited.
             again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single)}
             before, planned = planned, [again.get(run.job.run_dir, run) for run in planned]
-            new = [run.job for run in planned if run.state == "new"]
             _refuse_gone(before, planned)
-            waiting = _waiting(planned, launcher)
             _show(planned)
-            _reserve(planned, pins)
-            _freeze([run.job for run in planned if run.starts], guards, {run_dir for run_dir, _ in pins})
+            jobs = [run.job for run in planned if run.starts]
+            _freeze(jobs, guards)
             if launcher.in_process:
                 held.close()  # it takes until the runs are over, and each of them acquires its own lease
             started = int(ExitStatus.FINISHED)
-            for each, together in _grouped(planned, launcher, waiting):
-                started = _launch(each, together, guards) or started
-        finally:
-            if started == ExitStatus.USAGE:
-                _discard([job for job in new if job.run_dir in guards], guards)
-                _remove_empty(missing)
-            for run_dir, pin in pins:
-                _settle(pin, RunDir(run_dir), started)
-    status, run_dirs = started or _status(planned), [run.job.run_dir for run in planned if run.starts]
+            started = _launch(launcher, [job.run_dir for job in jobs], guards)
+    finally:
+        if started == ExitStatus.USAGE:
+            _discard(new, missing)
+    status, run_dirs = started or _status(planned), [job.run_dir for job in jobs]
     return launcher.follow(run_dirs) if status == 0 and run_dirs and launcher.wait else status
-
-
-def _settle(pin: Path, branch: RunDir, status: int) -> None:
-    """Keep the pin of a branch, or remove it if the branch was certainly not submitted."""
-    try:
-        keep = status != ExitStatus.USAGE or _is_submitted(branch)
-    except OSError:  # the file system does not tell, and must not hide why nothing was started
-        keep = True
-    with suppress(OSError):
-        if keep:
-            confirm(pin)
-        else:
-            files.remove(pin)
 
 
 def _missing(folders: Iterable[Path]) -> set[Path]:
@@ -300,85 +217,33 @@ def _missing(folders: Iterable[Path]) -> set[Path]:
     return {each for folder in folders for each in (folder, *folder.parents) if not files.exists(each)}
 
 
-def _remove_empty(folders: Iterable[Path]) -> None:
-    for folder in sorted(folders, reverse=True):
-        with suppress(OSError):  # it is gone, or not empty
-            files.remove_dir(folder)
-
-
-def _discard(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], lease: Lease | None = None) -> None:
+def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) -> None:
     """Remove the directories of new runs that were refused, unless something has come of them.
 
     Args:
-        jobs: runs that did not exist before this command.
-        guards: the right to change each.
-        lease: that of the run, if this process holds it.
+        jobs: the runs, none of whose leases this command holds any more.
+        missing: the directories that were not there before this command.
+        attempts: how often it has held the lease of each, to train it.
     """
     for job in jobs:
-        run, begin = RunDir(job.run_dir), job.config.fork.step or 0
-        with suppress(OSError, SupersededError):
-            guards[run.path].check()
-            if not _is_used(run, lease, begin):
-                _set_aside(run, begin, lease)
-
-
-def _set_aside(run: RunDir, begin: int, lease: Lease | None) -> None:
-    """Remove the directory of a run, which is looked at once more under another name: a shell may be about to use it.
-
-    Until that is known the name is none that `rm` takes for something to delete, and that `put_back` undoes.
-
-    Raises:
-        OSError: the file system refused; the directory is where it was, or a warning names it.
-    """
-    aside, rest = RunDir(hidden(run.path, "refused")), hidden(run.path, "removed")
-    files.rename(run.path, aside.path)
-    try:
-        used = _is_used(aside, lease, begin)
-        if not used:
-            files.rename(aside.path, rest)
-    except OSError:
-        used = True
-    if used:
-        _rename_back(aside.path, run.path)
-        return
-    with suppress(OSError):  # or a power loss might bring the name back that `rm` does not find
-        files.fsync_dir(rest.parent)
-    if lease is not None:
-        lease.end_heartbeat()  # whose open file a network file system would keep, and so the directory
-    try:
-        files.remove_tree(rest)
-    except OSError as error:
-        why = error.strerror or error
-        _report(f"warning: {shown(rest)} of the refused run cannot be removed ({why}): remove it by hand")
-
-
-def _is_used(run: RunDir, lease: Lease | None, begin: int) -> bool:
-    """Whether a run is or was submitted, has trained beyond step `begin`, or has had a holder after `lease`.
-
-    Raises:
-        OSError: the run directory cannot be read.
-    """
-    holder, submitting = read_holder(run.lease), read_holder(run.submission)
-    newer = holder is not None and holder[0] > (lease.fence if lease else 0)
-    # Who has released the lease, and not submitted the run, is done with it.
-    newer |= submitting is not None and not submitting[1].get("released") and not _is_own(submitting[1])
-    return newer or _is_submitted(run) or last_step(run) > begin or run.newest_step() > begin
-
-
-def _is_own(holder: Mapping[str, Any]) -> bool:
-    """Whether this process holds a lease, or held it."""
-    return all(holder.get(key) == value for key, value in processes.this_process().items())
-
-
-def _is_submitted(run: RunDir) -> bool:
-    """Whether the run has a job, or may have one that is not recorded.
-
-    Raises:
-        OSError: the run directory cannot be read.
-    """
-    with suppress(FileNotFoundError):
-        files.look_anew(run.path)
-    return files.exists(run.job) or bool(run.submitting_names())
+        begin = job.config.fork.step or 0
+        if job.run_dir not in missing:
+            continue
+        try:
+            with custody(RunDir(job.run_dir)) as held:
+                others = held.lease.fence > attempts + 1  # that of `custody` is one
+                if others or files.exists(held.run.job) or max(last_step(held.run), held.run.newest_step()) > begin:
+                    continue
+                aside = remove(held)
+        except (OSError, UserError):  # it is used by somebody else, or the disk does not tell
+            continue
+        try:
+            remove_rest(aside)
+        except FileError:
+            _report(f"warning: {shown(aside)}, of the refused run, cannot be removed: remove it by hand")
+    for folder in sorted(missing, reverse=True):
+        with suppress(OSError):  # it is gone, or not empty
+            files.remove_dir(folder)
 
 
 @contextmanager
@@ -432,13 +297,12 @@ def _status(planned: Sequence[PlannedRun]) -> int:
     return int(ExitStatus.USAGE if any(run.refused for run in planned) else ExitStatus.FINISHED)
 
 
-def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waiting: Collection[Path] = ()) -> None:
-    """Write config.yaml and code.json of every job.
+def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> None:
+    """Write config.yaml and code.json of every job; a branch gets what it begins with before.
 
     Args:
         jobs: the runs.
         guards: the right to change each.
-        waiting: the branches among them whose trunk has not saved yet what they begin with.
 
     Raises:
         UserError: the file system refuses, or what a branch begins with was deleted.
@@ -453,7 +317,7 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard], waitin
             changes = provenance.code_changes(run.path, code, sources)
             for change in changes:
                 say(f"  the code has changed since this run last started: {change}")
-            _take_over(job, run, guard, waits=run.path in waiting)
+            _take_over(job, run, guard)
             edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
             described = {**code, **provenance.describe_sources(job.plain, sources), "changes": changes}
             provenance.write_code(run.code, described, job.overrides, guard, edit)
@@ -471,48 +335,14 @@ def _show_code_changes(jobs: Sequence[Composed]) -> None:
             say(f"  the code has changed since {shown(job.run_dir)} last started: {change}")
 
 
-def _take_over(job: Composed, run: RunDir, guard: files.Guard, waits: bool) -> None:
-    """Take what a branch needs over from its trunk, before anybody deletes it there; later if the branch waits."""
+def _take_over(job: Composed, run: RunDir, guard: files.Guard) -> None:
+    """Take the checkpoint and the records of a trunk over into a branch that has none."""
     fork = job.config.fork
-    if fork.run is None or fork.step is None or run.newest_step():
-        return
-    trunk = find(fork.run, run.path)
-    if not waits or files.is_dir(trunk.checkpoint(fork.step)):
+    if fork.run is not None and fork.step is not None and not run.newest_step():
         from runner.checkpoint.directory import Fence
         from runner.training.branch import take_over
 
-        take_over(RunDir(run.path, guard), trunk, fork.step, Fence(0, guard.check))
-
-
-def _expected(planned: Sequence[PlannedRun]) -> Iterator[tuple[Path, Path]]:
-    """(run directory, checkpoint that it waits for) of the branches that wait."""
-    for run in planned:
-        if run.starts and run.after is not None and run.job.config.fork.step is not None:
-            yield run.job.run_dir, RunDir(run.after).checkpoint(run.job.config.fork.step)
-
-
-def _reserve(planned: Sequence[PlannedRun], pins: list[tuple[Path, Path]]) -> None:
-    """Pin the checkpoints that branches wait for: the trunk may have deleted them by the time it ends.
-
-    Args:
-        planned: what to do about each run.
-        pins: receives (run directory of the branch, its pin), which stays in the trunk only if the branch is submitted.
-
-    Raises:
-        RunDirError: a trunk was moved or removed.
-        FileError: the directory of a trunk cannot be written.
-    """
-    for run_dir, checkpoint in _expected(planned):
-        try:
-            pins.append((run_dir, reserve(checkpoint)))
-            missed = is_missed(checkpoint)
-        except FileNotFoundError:
-            raise RunDirError(f"{shown(checkpoint.parent.parent)} was moved or removed meanwhile") from None
-        except OSError as error:
-            reason = f"{shown(checkpoint)} cannot be pinned ({error.strerror or error})"
-            raise FileError(f"{reason}: fork that step once it is saved") from None
-        if missed:
-            raise RunDirError(f"{shown(checkpoint)} was saved and deleted meanwhile: fork another step")
+        take_over(RunDir(run.path, guard), find(fork.run, run.path), fork.step, Fence(0, guard.check))
 
 
 def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, files.Guard]) -> int:
@@ -529,7 +359,7 @@ def _follow_rank_0(job: Composed) -> int:
     """Under torchrun rank 0 alone decides and writes; the others start once it has frozen this very config."""
     run = RunDir(job.run_dir)
     deadline = clock.monotonic() + RANK_TIMEOUT_S
-    if is_finished(run, job.config.known_steps, job.config.train.epochs):
+    if Finish.of(run).covers(job.config.known_steps, job.config.train.epochs):
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (files.exists(run.config) and files.read_regular(run.config) == text):

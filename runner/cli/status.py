@@ -24,9 +24,9 @@ from runner.cli.console import PROGRAM, Lines, Parser, check_interval, console
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import ended_attempts, finished_at, last_record, status_of
 from runner.rundir.lease import LeaseWatcher, heartbeat_file, read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.state import entry, look, modified, submitted_job
 from runner.rundir.trust import reading
 from runner.system import clock, files
 from runner.system.terminal import printable
@@ -154,36 +154,28 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         OSError: a record cannot be read.
         ValueError: a record has a value of the wrong type.
     """
-    status = status_of(run)
-    if job is not None and not job.live and not _scheduler_knows_better(job, run, status, watcher):
-        job = None
-    row = Row(_name(run, root), str(run.path), _state(run, status, watcher, job, unanswered))
+    state = look(run, job, unanswered, watcher)
+    row = Row(_name(run, root), str(run.path), state.word, cause=state.cause, reason=state.reason)
     for name in ("step", "total", "attempts", "ranks", "steps_lost"):
-        setattr(row, name, _value(status, name, int))
+        setattr(row, name, entry(state.status, name, int))
     for name in ("loss", "samples_per_s", "tokens_per_s", "updated"):
-        setattr(row, name, _value(status, name, float))
-    for name in ("cause", "reason", "job_id", "node"):
-        setattr(row, name, _value(status, name, str))
-    row.warnings = [str(message) for message in _value(status, "warnings", list) or []]
+        setattr(row, name, entry(state.status, name, float))
+    for name in ("job_id", "node"):
+        setattr(row, name, entry(state.status, name, str))
+    row.warnings = [str(message) for message in entry(state.status, "warnings", list) or []]
     row.attempts, row.steps_lost = row.attempts or 0, row.steps_lost or 0
     if row.state == "finished":
-        row.step = row.total = finished_at(run) or row.step
+        row.step = row.total = state.finish.steps or row.step
     # The status is refreshed every few seconds, by a step: a long one may be under way since, or the run was killed.
-    newest = last_record(run)
-    if newest and (_value(newest, "step", int) > (row.step or 0) or row.loss is None):
-        row.step, row.loss = newest["step"], _value(newest, "loss", float)
+    newest = state.newest
+    if newest and (entry(newest, "step", int) > (row.step or 0) or row.loss is None):
+        row.step, row.loss = newest["step"], entry(newest, "loss", float)
     if row.state == "running":
         row.idle_s = _idle_s(run)
-    if row.state in ("killed", "failed", "cancelled") and not status:
-        row.cause = "ended before it started training: see its logs" if _has_log(run) else "left the queue"
-    if job is not None:
-        row.job_id, row.node = job.job_id, job.node
-        if row.state == "failed":
-            row.reason = job.reason or f"job {job.job_id} ended without recording why: see its logs"
-        elif row.state in (job.state, "requeued"):
-            row.reason = job.reason  # whatever an earlier attempt has recorded
+    if state.job is not None:
+        row.job_id, row.node = state.job.job_id, state.job.node
     elif row.job_id is None:
-        row.job_id = _submitted_job(run)
+        row.job_id = submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
     return row
 
@@ -197,92 +189,6 @@ def _idle_s(run: RunDir) -> float | None:
     beat = modified(heartbeat_file(run.lease, held[0])) if held else None
     last = max((time for path in (run.metrics, run.attempt) if (time := modified(path)) is not None), default=None)
     return None if beat is None or last is None else max(0.0, beat - last)
-
-
-def modified(path: Path) -> float | None:
-    """When a file was changed, by the clock of the file system; None if it is missing."""
-    with suppress(FileNotFoundError):
-        return files.lstat(path).st_mtime
-    return None
-
-
-def _value(record: dict[str, Any], name: str, kind: type) -> Any:
-    """The entry `name` of a record, None if there is none.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    value = record.get(name)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if value is not None and type(value) is not kind:
-        raise ValueError(f"{name} is {value!r:.60}, not of type {kind.__name__}")
-    return value
-
-
-def _submitted_job(run: RunDir) -> str | None:
-    job_id: str | None = _value(files.read_object(run.job), "job_id", str)
-    return job_id
-
-
-def _scheduler_knows_better(job: JobInfo, run: RunDir, status: dict[str, Any], watcher: LeaseWatcher) -> bool:
-    """Whether a job that is over ended in a way that the run could not record."""
-    if job.state == "completed":
-        return False
-    if job.state == "failed" and job.reason is not None:
-        # Given up: no attempt of it could begin, or record anything. The run may have been started elsewhere since.
-        return not watcher.is_alive(run.lease) and not _has_gone_on(job, run, status)
-    recorded = status.get("state")
-    if recorded == "running":  # killed; whether by scancel, only the scheduler knows
-        return bool(job.state == "cancelled" and job.job_id == status.get("job_id"))
-    if recorded in (None, "requeued"):
-        return True
-    attempts = (status, files.read_object(run.attempt), *ended_attempts(run))
-    return job.job_id not in [attempt.get("job_id") for attempt in attempts]  # it never started an attempt
-
-
-def _has_gone_on(job: JobInfo, run: RunDir, status: dict[str, Any]) -> bool:
-    """Whether the run has finished, or made an attempt that was not of this job, since it was submitted.
-
-    By the times of the files: one clock, that of the file system, set all of them.
-    """
-    submitted = modified(run.job) or 0.0
-    foreign = [run.status, run.attempt, run.attempts] if status.get("job_id") != job.job_id else []
-    return any((modified(path) or -math.inf) >= submitted for path in (run.finished, *foreign))
-
-
-def _state(run: RunDir, status: dict[str, Any], watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> str:
-    recorded = _value(status, "state", str) or ""
-    if job is not None and job.state != "ending":
-        return job.state
-    if job is not None and job.job_id == status.get("job_id") and job.restarts > (status.get("restart_count") or 0):
-        return "requeued"  # already, while it is releasing its node
-    if recorded == "running" and watcher.is_alive(run.lease):
-        return "running"
-    if job is not None:  # it is releasing its node; what the attempt recorded about being requeued still holds
-        return recorded if recorded not in ("", "running", "failed") else "ending"  # a failed job may be requeued
-    if recorded == "running":
-        total = _value(status, "total", int)
-        # The completion mark is written last of all; only the status after it may be missing.
-        return "finished" if total and finished_at(run) >= total else "killed"
-    if recorded == "requeued" and not unanswered:
-        return "cancelled"  # it waited in the queue and has left it
-    return recorded or _state_before_start(run, unanswered)
-
-
-def _state_before_start(run: RunDir, unanswered: bool) -> str:
-    """The state of a run without any attempt and without a job in the queue."""
-    if not files.exists(run.job):
-        return "not started"
-    if unanswered:
-        return "pending"
-    return "failed" if _has_log(run) else "cancelled"
-
-
-def _has_log(run: RunDir) -> bool:
-    """Whether the submitted job has written to its log."""
-    names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
-    return any(name.startswith(f"{_submitted_job(run)}_") and name.endswith("_log.out") for name in names)
 
 
 def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:

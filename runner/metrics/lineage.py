@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner.metrics.records import EVALUATION
+from runner.rundir.evaluations import results
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -78,13 +80,10 @@ class Summary:
                     self._extremes[name] = pick(self._extremes.get(name, value), value)
 
     def values(self) -> dict[str, float]:
-        """`last/NAME`, `best/NAME`, and `evaluated/NAME` of the last line of evaluations.jsonl."""
+        """`last/NAME`, `best/NAME`, and `evaluated/NAME` of the highest step that `runner evaluate` has evaluated."""
         evaluated: dict[str, float] = {}
-        try:
-            for record in files.read_lines(self._run.evaluations):
-                if isinstance(record, dict):
-                    evaluated = {name: value for name, value in record.items() if isinstance(value, float)}
-        except OSError:
-            evaluated = {}
+        with suppress(OSError):
+            for record in results(self._run)[-1:]:
+                evaluated = {name: value for name, value in record.items() if isinstance(value, float)}
         parts = (("last", self._last), ("best", self._extremes), ("evaluated", evaluated))
         return {f"{kind}/{name}": value for kind, values in parts for name, value in values.items()}

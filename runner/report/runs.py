@@ -15,6 +15,7 @@ from runner.errors import RunDirError
 from runner.report import goodput
 from runner.report.series import Columns, Series, merged, read_series
 from runner.rundir.attempt_log import ended_attempts
+from runner.rundir.evaluations import results
 from runner.rundir.lease import read_carried
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import edits
@@ -168,13 +169,12 @@ def _settings(run: RunDir) -> tuple[dict[str, Any], tuple[str, int] | None]:
 def _with_evaluations(series: dict[str, Series], run: RunDir) -> dict[str, Series]:
     """With what `runner evaluate` has added: with other settings as `NAME@SETTINGS`."""
     by_settings: dict[str, list[dict[str, Any]]] = {}
-    for record in files.read_lines(run.evaluations):
-        if isinstance(record, dict):
-            by_settings.setdefault(str(record.get("settings") or ""), []).append(record)
+    for record in results(run):
+        by_settings.setdefault(str(record.get("settings") or ""), []).append(record)
     found = dict(series)
     for settings, records in by_settings.items():
         columns = Columns()
-        columns.add(sorted(records, key=lambda record: record["step"]))
+        columns.add(records)
         for name, one in columns.series().items():
             base, slash, rest = name.partition("/")
             own = f"{base}@{settings}{slash}{rest}" if settings else name

@@ -71,18 +71,34 @@ def last_step(run: RunDir) -> int:
     return int(last_record(run).get("step", 0))
 
 
-def finished_at(run: RunDir) -> int:
-    """The number of steps at which the run finished; 0 if it has not."""
-    steps = files.read_object(run.finished).get("steps")
-    return steps if isinstance(steps, int) else 0
+@dataclass(frozen=True)
+class Finish:
+    """How far a run has finished, by its completion mark.
 
+    Attributes:
+        steps: 0 if it has not.
+        epochs: of a run whose length is in epochs.
+    """
 
-def is_finished(run: RunDir, steps: int | None, epochs: float | None) -> bool:
-    """Whether the run has finished at `steps` steps or later; if those are not known, at `epochs` epochs or later."""
-    if steps is not None:
-        return finished_at(run) >= steps
-    done = files.read_object(run.finished).get("epochs")
-    return isinstance(done, int | float) and epochs is not None and done >= epochs and finished_at(run) > 0
+    steps: int = 0
+    epochs: float | None = None
+
+    @staticmethod
+    def of(run: RunDir) -> Finish:
+        """Read the mark of a run.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        mark = files.read_object(run.finished)
+        steps, epochs = mark.get("steps"), mark.get("epochs")
+        return Finish(steps if isinstance(steps, int) else 0, epochs if isinstance(epochs, int | float) else None)
+
+    def covers(self, steps: int | None, epochs: float | None) -> bool:
+        """Whether the run has finished at `steps` steps or later; if those are not known, at `epochs` epochs."""
+        if steps is not None:
+            return self.steps >= steps
+        return self.steps > 0 and self.epochs is not None and epochs is not None and self.epochs >= epochs
 
 
 def ended_attempts(run: RunDir) -> list[dict[str, Any]]:
@@ -129,7 +145,7 @@ def _status_from_records(run: RunDir) -> dict[str, Any]:
     current = files.read_object(run.attempt)
     if current.get("attempt") in [line["attempt"] for line in ended]:
         current = {}  # it ended, and was killed while it recorded that
-    finished = finished_at(run)
+    finished = Finish.of(run).steps
     if not (ended or current or finished):
         return {}
     last = current or (ended[-1] if ended else {})

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.evaluations import leases_and_jobs
-from runner.rundir.lease import Lease, describe_holder, liveness, read_holder
+from runner.rundir.evaluations import submitted
+from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
+from runner.rundir.state import holder_of
 from runner.rundir.trust import reading
-from runner.system import files, processes
+from runner.system import files
 
 TIMEOUT_S = 30.0
 
 
 @dataclass
 class Custody:
-    """All leases of a run, held."""
+    """Both leases of a run, held: that of the command that submits it, and that of the process that trains it."""
 
     run: RunDir
-    _leases: list[Lease]
+    submission: Lease
+    lease: Lease
 
     def check(self) -> None:
         """Whether nobody has taken the run over while this process was suspended, say.
@@ -33,13 +35,8 @@ class Custody:
             SupersededError: somebody has.
             OSError: a lease cannot be read.
         """
-        for lease in self._leases:
-            lease.check_fence()
-
-    @property
-    def lease(self) -> Lease:
-        """That of the run directory itself, which permits to change its checkpoints."""
-        return next(lease for lease in self._leases if lease.directory == self.run.lease)
+        self.submission.check_fence()
+        self.lease.check_fence()
 
     def move(self, target: Path) -> None:
         """Rename the run directory, which is at one of the two places at every moment, and durably so afterwards.
@@ -49,63 +46,56 @@ class Custody:
             OSError: the file system refused; the run is where it was, or the message states where it is.
         """
         source = self.run.path
+        self.check()
         self._rename(target)
         try:
+            self.check()  # once more, where nobody else finds it any more
             for parent in {source.parent, target.parent}:
                 files.fsync_dir(parent)
-        except OSError as error:
+        except (OSError, SupersededError) as error:
             try:
                 self._rename(source)
-            except (OSError, SupersededError):
-                raise OSError(error.errno, f"{error.strerror}; it is {target} now", str(source)) from error
+            except OSError as refused:
+                raise OSError(refused.errno, f"{error}; it is {target} now", str(source)) from error
             raise
 
     def _rename(self, target: Path) -> None:
-        source = self.run.path
-        self.check()
-        files.rename(source, target)
-        for lease in self._leases:
-            lease.moved(target / lease.directory.relative_to(source))
+        files.rename(self.run.path, target)
         self.run = RunDir(target)
+        self.submission.moved(self.run.submission)
+        self.lease.moved(self.run.lease)
 
 
 @contextmanager
-def custody(path: Path, report: Callable[[str], None] | None = None) -> Iterator[Custody]:
-    """Hold all leases of the run in `path` for as long as the block lasts.
+def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterator[Custody]:
+    """Hold both leases of a run, which has no job in a queue, for as long as the block lasts.
 
     Args:
-        path: the run directory.
+        run: its directory; see `run_at`.
         report: receives a message when there is something to wait for.
 
     Raises:
-        RunDirError: see `run_at`; or the run was moved or removed meanwhile.
+        RunDirError: the run was moved or removed meanwhile.
         LockedError: the run is live, or has a job in a queue.
         UserError: a scheduler that may have a job of it does not answer, or the directory cannot be written.
     """
-    run = run_at(path)
+    expected = is_run(run)
     with ExitStack() as held:
-
-        def acquire(leases: Iterable[Path]) -> list[Lease]:
-            return [
-                held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
-                for lease in leases
-            ]
-
         try:
             # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
-            acquired = acquire((run.submission, run.lease, run.evaluation_lease))
-            # What others did before counts from here on: branches beside it, checkpoints, pins, evaluations.
-            for directory in (run.path.parent, run.path, run.checkpoints, run.evaluation_work):
-                with suppress(FileNotFoundError, PermissionError):  # there is none, or it is somebody else's
-                    files.look_anew(directory)
-            # Whoever evaluates, or submits that, adds a lease under that of the evaluations (see `make_work`).
-            acquired += acquire(_leases_of_evaluations(run))
+            leases = [
+                held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
+                for lease in (run.submission, run.lease)
+            ]
         except LockedError as error:  # another run directory is no way out here
             raise LockedError(f"{str(error).partition(';')[0]}; wait for it, or stop it") from None
-        if not is_run(run):
+        for directory in (run.path, run.checkpoints, run.evaluations):  # what others did before counts from here on
+            with suppress(FileNotFoundError, PermissionError):  # there is none, or it is somebody else's
+                files.look_anew(directory)
+        if expected and not is_run(run):
             raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command")
         _check_queue(run)
-        yield Custody(run, acquired)
+        yield Custody(run, *leases)
 
 
 def check_idle(run: RunDir) -> None:
@@ -116,23 +106,16 @@ def check_idle(run: RunDir) -> None:
         UserError: a scheduler that may have a job of it does not answer.
     """
     with reading(run):
-        for lease in (run.lease, run.submission, run.evaluation_lease, *_leases_of_evaluations(run)):
-            found = read_holder(lease)
-            if found and "pid" in found[1] and liveness(found[1], processes.this_process()) == "alive":
-                raise LockedError(f"{run.path} is in use by {describe_holder(found[1])}; wait for it, or stop it")
+        for lease in (run.lease, run.submission):
+            if holder := holder_of(lease):
+                raise LockedError(f"{run.path} is in use by {holder}; wait for it, or stop it")
     _check_queue(run)
-
-
-def _leases_of_evaluations(run: RunDir) -> list[Path]:
-    """Of those that are made here, and of the commands that submit others."""
-    leases, jobs = leases_and_jobs(run)
-    return [lease for lease in (*leases, *(job.submission for job in jobs)) if files.is_dir(lease.parent)]
 
 
 def _check_queue(run: RunDir) -> None:
     with reading(run):
-        submitted = [run, *leases_and_jobs(run)[1]]
-        for each in submitted:
+        ours = [run, *submitted(run)]
+        for each in ours:
             # Of a job that has trained the scheduler is asked below.
             known = [files.read_object(record).get("submission") for record in (each.job, each.status)]
             for name in each.submitting_names():
@@ -142,7 +125,7 @@ def _check_queue(run: RunDir) -> None:
                         f"{run.path} may have a job in the queue that nobody recorded, as a submission was "
                         f"interrupted: rerun its command, which finds out, or remove {note} if there is no such job"
                     )
-        jobs, unanswered = submitted_jobs.jobs(submitted)
+        jobs, unanswered = submitted_jobs.jobs(ours)
     if unanswered:
         raise UserError(
             f"cannot tell whether {run.path} is queued ({'; '.join(unanswered.values())}): rerun the command where the "
@@ -169,13 +152,7 @@ def run_at(path: Path) -> RunDir:
         raise RunDirError(
             f"{path} is not a run directory, which has a config.yaml and a code.json: pass one, such as outputs/NAME"
         )
-    own = {
-        run.checkpoints.name,
-        run.lease.name,
-        run.submission.name,
-        run.evaluation_lease.name,
-        run.evaluation_work.name,
-    }
+    own = {run.checkpoints.name, run.lease.name, run.submission.name, run.evaluations.name}
     for folder, folders, _ in files.walk(run.path):
         if Path(folder) == run.path:
             folders[:] = [name for name in folders if name not in own]

@@ -88,17 +88,7 @@ class RunDir:
 
     @property
     def evaluations(self) -> Path:
-        """One line per checkpoint that `runner evaluate` has evaluated, and per settings."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def evaluation_lease(self) -> Path:
-        """The lease of the process that adds results to them."""
-        return self.path / "evaluation"
-
-    @property
-    def evaluation_work(self) -> Path:
-        """Leases of the processes that evaluate, and submitted evaluations (see `runner.rundir.evaluations`)."""
+        """Results of `runner evaluate`, and submitted evaluations (see `runner.rundir.evaluations`)."""
         return self.path / "evaluations"
 
     @property

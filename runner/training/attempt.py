@@ -19,16 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.contracts import Job
 from runner.errors import CrashLoopError, ExitStatus, FileError, PeerError, SupersededError, TimeoutsError, UserError
-from runner.rundir.attempt_log import (
-    TIME_LIMIT,
-    TIMEOUTS,
-    AttemptLog,
-    check_latest,
-    finished_at,
-    incomplete_records,
-    insist,
-    is_finished,
-)
+from runner.rundir.attempt_log import TIME_LIMIT, TIMEOUTS, AttemptLog, Finish, check_latest, incomplete_records, insist
 from runner.rundir.lease import Lease, acquire_for_job, is_continued
 from runner.rundir.origin import search_modules, working_in
 from runner.rundir.paths import RunDir
@@ -269,8 +260,8 @@ class _Attempt:
     def _begin(self) -> bool:
         """Open the attempt log, unless the run is finished already; whether it is."""
         steps = self.config.known_steps
-        if is_finished(self.run, steps, self.config.train.epochs):
-            done = finished_at(self.run)
+        if Finish.of(self.run).covers(steps, self.config.train.epochs):
+            done = Finish.of(self.run).steps
             if self.lease:
                 self.lease.check_fence()  # after the look: a newer attempt may have finished the run
             self.job.on_started()

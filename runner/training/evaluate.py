@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.checkpoint import choice, pins
+from runner.checkpoint import choice
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate
+from runner.config.frozen import trained
 from runner.config.schema import Config
-from runner.errors import CheckpointError, FileError, LockedError, StoppedError, UnreadableError, UserError
-from runner.rundir.evaluations import ALL, Following, Request, add, evaluated, make_work, work_lease
-from runner.rundir.lease import Lease
+from runner.contracts import Job
+from runner.errors import CheckpointError, ExitStatus, FileError, UnreadableError, UserError
+from runner.rundir.evaluations import ALL, Request, add, evaluated
 from runner.rundir.paths import RunDir
-from runner.system import clock, files
+from runner.rundir.trust import check_trusted
+from runner.system import files, processes
 from runner.system.distributed import World
+from runner.system.signals import STOP
 from runner.training import signalled
+from runner.training.attempt import beginning, carry_out
 from runner.training.evaluation.evaluation import Evaluation
 from runner.training.evaluation.held_out import evaluation_sets
 from runner.training.evaluation.metrics import build_metrics
@@ -30,10 +36,6 @@ from runner.training.model import build
 from runner.training.records.run_state import RunState
 from runner.training.step.step import Forward
 from runner.training.step.tasks import build_task
-
-POLL_S = 2.0
-"""Pause between two looks for a new checkpoint."""
-UNLIMITED_S = 10.0**9
 
 Say = Callable[[str], None]
 
@@ -116,16 +118,13 @@ class Work:
     """Carries out a request, alone or beside other processes that evaluate the same run.
 
     Attributes:
-        run: the run directory, of which only the evaluations are written.
+        run: the run directory, of which only results are written.
         request: what to evaluate.
         config: the run's config with the request's settings.
         world: of this process.
         stop: whether a signal asked this process to stop; need not be agreed across ranks.
-        holder: describes this process, as for a lease.
-        say: shows a warning; called on rank 0.
-        show: shows the results of a checkpoint; called on rank 0.
+        say: shows a line, such as a warning; called on rank 0.
         on_progress: called on rank 0 after each checkpoint, and once there is none to evaluate.
-        given_up: whether nobody wants the results any more.
     """
 
     run: RunDir
@@ -133,132 +132,56 @@ class Work:
     config: Config
     world: World
     stop: Callable[[], bool]
-    holder: Mapping[str, Any] = field(default_factory=dict)
     say: Say = print
-    show: Say = print
     on_progress: Callable[[], None] = lambda: None
-    given_up: Callable[[], bool] = lambda: False
     unusable: dict[int, str] = field(default_factory=dict)
     """Of `all`: the steps that were left out, and why."""
     added: list[int] = field(default_factory=list)
     """The steps whose results this process has added; on rank 0."""
-    _unread: dict[int, UnreadableError] = field(default_factory=dict)
-    """Of `all`: the steps that are put off, since the disk has refused to read them."""
     _evaluator: Evaluator | None = None
-    _wanted: list[int] = field(default_factory=list)
 
-    def do(self) -> str:
-        """Evaluate what is missing; `done`, `stopped` by a signal, or the state in which a followed run has stopped.
+    def do(self) -> bool:
+        """Evaluate what is missing; False if a signal asked to stop before the end.
 
         Raises:
             UserError: there is no such checkpoint, or something does not fit.
             UnreadableError: the disk refuses to read one; all others are evaluated.
         """
-        self._wanted = self.world.run_on_main(lambda: wanted(self.run, self.request))
-        if not self.request.follow:
-            return "done" if self._all_there_are() and self._put_off() else "stopped"
-        outcome = self._follow()
-        if outcome != "stopped":
-            self.world.run_on_main(lambda: pins.evaluation_done(self.run.checkpoints, self.request.name))
-        return "done" if outcome == "finished" else outcome
+        steps = self.world.run_on_main(self._begin)
+        unread: UnreadableError | None = None
+        for step in steps:
+            if self._stop_agreed():
+                return False
+            if self.world.run_on_main(partial(self._is_evaluated, step)):
+                continue
+            try:
+                if not self._evaluate(step):
+                    return False
+            except UnreadableError as error:  # which says nothing about the checkpoint
+                unread = error
+                self._warn(f"step {step} is left for the next time: {error}")
+        if unread is not None:
+            raise unread
+        self.world.run_on_main(self.on_progress)
+        return True
 
-    def _missing(self) -> list[int]:
-        """The steps that are to be evaluated and are not yet, the oldest first."""
-        done = evaluated(self.run, self.request.settings).keys() | self.unusable.keys() | self._unread.keys()
-        steps = committed(self.run) if self.request.follow else self._wanted
-        return [step for step in steps if step not in done]
+    def _begin(self) -> list[int]:
+        with refused_in(self.run.evaluations):  # before anything is computed
+            files.make_dirs_in(self.run.path, self.run.evaluations)
+        return wanted(self.run, self.request)
 
-    def _follow(self) -> str:
-        """As `do`: `finished`, `stopped`, `given up` or the state of the run."""
-        following = Following(self.run, self.config.known_steps, self.config.train.epochs)
-        while True:
-            # Asked before the look for checkpoints: the last one is saved before the run is over.
-            over = self.world.run_on_main(following.over)
-            if not self._all_there_are():
-                return "stopped"
-            if self.world.run_on_main(self.given_up):
-                return "given up"
-            if over is not None:
-                return over if self._put_off() else "stopped"
-            if not self._pause():
-                return "stopped"
-
-    def _pause(self) -> bool:
-        """Wait before the next look; False if asked to stop."""
-        end = clock.monotonic() + POLL_S
-        while clock.monotonic() < end and not self.stop():
-            clock.sleep(0.05)
-        return not self._stop_agreed()
+    def _is_evaluated(self, step: int) -> bool:
+        return step in evaluated(self.run, self.request.settings)
 
     def _stop_agreed(self) -> bool:
         return any(self.world.gather(self.stop()))
 
-    def _all_there_are(self) -> bool:
-        """Evaluate the checkpoints that are there and missing in the results; False if asked to stop."""
-        while True:
-            if self._stop_agreed():
-                return False
-            missing = self.world.run_on_main(self._missing)
-            if self.request.follow:
-                self.world.run_on_main(self._keep)
-            if not missing or self.world.run_on_main(self.given_up):
-                if not self._unread:
-                    self.world.run_on_main(self.on_progress)
-                return True
-            if not self._one(missing[0]):
-                return False
-
-    def _put_off(self) -> bool:
-        """Evaluate what the disk has refused to read before; False if asked to stop.
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate one checkpoint; False if asked to stop.
 
         Raises:
-            UnreadableError: it still refuses.
+            UnreadableError: of `all`: the disk refuses to read it.
         """
-        if not self._unread:
-            return True
-        self._unread.clear()
-        finished = self._all_there_are()
-        for error in self._unread.values():
-            raise error
-        return finished
-
-    def _keep(self) -> None:
-        """Let retention keep what is to be evaluated."""
-        if files.is_dir(self.run.checkpoints):
-            done = evaluated(self.run, self.request.settings)
-            # Another process that has just ended this evaluation may have removed the temporary file.
-            with refused_in(self.run.checkpoints), suppress(FileNotFoundError):
-                pins.await_evaluation(self.run.checkpoints, self.request.name, done, self.request.keep)
-
-    def _one(self, step: int) -> bool:
-        """Evaluate one checkpoint, unless another process is faster; False if asked to stop."""
-        with ExitStack() as held:
-            if not self.world.run_on_main(lambda: self._acquire(held)):
-                return False
-            if self.world.run_on_main(lambda: step in evaluated(self.run, self.request.settings)):
-                return True
-            return self._evaluate(step)
-
-    def _acquire(self, held: ExitStack) -> bool:
-        """Acquire the lease of these settings, however long another process keeps it; False if asked to stop."""
-        directory = work_lease(self.run, self.request.settings)
-        make_work(self.run, directory, self.holder, self.config.run.lease_timeout_s)
-        try:
-            lease = Lease.acquire(
-                directory,
-                self.holder,
-                self.config.run.lease_timeout_s,
-                wait_s=UNLIMITED_S,
-                asked_to_stop=self.stop,
-                report=self.say,
-                within=self.run.path,
-            )
-        except (LockedError, StoppedError):
-            return False
-        held.enter_context(lease)
-        return True
-
-    def _evaluate(self, step: int) -> bool:
         try:
             # Every rank reads and verifies it, so that all of them fail if one does.
             chosen = self.world.run_on_all(lambda: choice.choose(self.run.checkpoints, step))
@@ -290,14 +213,11 @@ class Work:
             UserError, OSError: the `error`, if that step alone was asked for, or its checkpoint is not why.
         """
         there = self.world.run_on_main(lambda: self._may_be_there(step))
-        if self.request.step != ALL or (there and not isinstance(error, CheckpointError)):
+        about = isinstance(error, CheckpointError) and not isinstance(error, UnreadableError)
+        if self.request.step != ALL or (there and not about):
             raise error
-        if there and isinstance(error, UnreadableError):  # which says nothing about the checkpoint
-            self._unread[step] = error
-            self._warn(f"step {step} is tried again at the end: {error}")
-        else:  # corrupt, or deleted by the run meanwhile
-            self.unusable[step] = str(error)
-            self._warn(f"step {step} is left out: {error}")
+        self.unusable[step] = str(error)  # corrupt, or deleted by the run meanwhile
+        self._warn(f"step {step} is left out: {error}")
         return True
 
     def _may_be_there(self, step: int) -> bool:
@@ -311,10 +231,11 @@ class Work:
 
     def _add(self, record: dict[str, Any]) -> None:
         with refused_in(self.run.evaluations):
-            if add(self.run, record, self.holder, self.config.run.lease_timeout_s):
-                self.added.append(record["step"])
-        numbers = ", ".join(f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float))
-        self.show(f"step {record['step']}: {numbers}")
+            add(self.run, record)
+        self.added.append(record["step"])
+        if self.request.step == ALL:
+            numbers = ", ".join(f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float))
+            self.say(f"step {record['step']}: {numbers}")
         self.on_progress()
 
     def _made(self, chosen: Candidate) -> Evaluator:
@@ -324,6 +245,50 @@ class Work:
 
         self._evaluator = Evaluator(self.config, self.world.run_on_all(first), self.world)
         return self._evaluator
+
+
+def attempt(directory: str | os.PathLike[str], job: Job) -> int:
+    """Carry out the request in `directory`, that of a submitted evaluation; the exit status. Errors are printed.
+
+    A job that is asked to stop ends after its batch and is requeued if that is what it was stopped for. The attempt
+    counts as begun once a checkpoint is evaluated, or there was none to evaluate: a job that is killed before that
+    three times in a row is not started again.
+    """
+    STOP.install()
+    path = Path(directory).absolute()
+    if job.auto_restarts and int(processes.environment.get("RANK", "0")) == 0:
+        # At once, and not after the batch: the job may be killed before that is done.
+        STOP.listen(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True), job.cause)
+    return carry_out(path, job, lambda world: _attempt(path, job, world))
+
+
+def _attempt(directory: Path, job: Job, world: World) -> ExitStatus:
+    run = RunDir(directory.parent.parent)
+    with beginning(job):
+        check_trusted(run)
+        check_trusted(RunDir(directory))
+        request = Request.read(directory)
+        config = trained(request.config)
+        config = replace(config, run=replace(config.run, dir=str(run.path)))
+    if world.size > 1:
+        world.start(build.choose_device(config.train.device, world))
+    work = Work(run, request, config, world, lambda: bool(STOP), on_progress=job.on_started)
+    with beginning(job):  # no attempt log counts failures: those of the disk are failed starts here too
+        done = work.do()
+    if not done:
+        if not world.is_main:
+            job.yield_verdict()  # rank 0 decides how the job ends
+        return world.run_on_main(lambda: _interrupted(job))
+    if world.is_main:
+        print(f"evaluated: results in {run.evaluations}")
+    return ExitStatus.FINISHED
+
+
+def _interrupted(job: Job) -> ExitStatus:
+    STOP.wait_for_listener()
+    cause = job.requeue_if_needed(job.cause(STOP.signum or 0))
+    print(f"{cause} ({STOP.name}): the evaluation continues with the next checkpoint that has no results")
+    return ExitStatus.INTERRUPTED
 
 
 @contextmanager
@@ -360,7 +325,7 @@ def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, st
     """
     if request.step == ALL:
         steps = committed(run)
-        if not steps and not request.follow:
+        if not steps:
             raise UserError(f"{run.checkpoints} has no checkpoint")
         return steps
     known = evaluated(run, request.settings)

@@ -10,6 +10,7 @@ from typing import Any
 from runner.checkpoint import TrainStateManager
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.config.schema import Config
+from runner.errors import UserError
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -69,8 +70,17 @@ def fence_check(lease: Lease | None) -> Callable[[], None]:
     return check
 
 
-def warn_if_checkpoints_are_gone(run: RunDir, log: AttemptLog | None) -> None:
-    """Warn if a run starts again because its checkpoints were all removed."""
+def check_beginning(config: Config, run: RunDir, log: AttemptLog | None) -> None:
+    """Warn if a run starts again because its checkpoints were all removed.
+
+    Raises:
+        UserError: a branch, which begins with a checkpoint of its trunk: the command takes that over.
+    """
+    if config.fork.run is not None:
+        raise UserError(
+            f"{run.path} has lost its checkpoints: rerun the command that began this branch of {config.fork.run}, "
+            f"which takes that of step {config.fork.step} over again"
+        )
     earlier = log.earlier if log else []
     saved = max((attempt.get("checkpoint_step") or 0 for attempt in earlier), default=0)
     if saved:

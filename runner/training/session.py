@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from runner.checkpoint import TrainStateManager, restore_train_state
-from runner.checkpoint.directory import Fence
-from runner.checkpoint.reading import in_one_line, newest_step
+from runner.checkpoint.reading import newest_step
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.schema import Config, NonFinite
@@ -29,7 +28,7 @@ from runner.rundir.time_account import TimeAccount
 from runner.system import generators
 from runner.system.distributed import World
 from runner.system.signals import STOP
-from runner.training.branch import restarts_optimizers, take_over, trunk_of
+from runner.training.branch import restarts_optimizers, trunk_of
 from runner.training.callbacks.callbacks import Callbacks
 from runner.training.data.consumption import Consumption
 from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_steps
@@ -45,7 +44,7 @@ from runner.training.records.resources import StepMeter
 from runner.training.records.run_state import RunState
 from runner.training.records.start import open_recorder, show_start
 from runner.training.records.warnings import WarningHandler, warnings_forwarded
-from runner.training.saving import fence_check, make_cadence, make_manager, warn_if_checkpoints_are_gone
+from runner.training.saving import check_beginning, fence_check, make_cadence, make_manager
 from runner.training.step.step import TrainStep
 from runner.training.step.tasks import build_task
 from runner.training.step.trained import Trained
@@ -175,12 +174,10 @@ class _Opening:
         trained = Trained.build(task, config, self.run, self.world, device)
         seed_everything(config.seed, self.world.rank)
         manager = make_manager(config, self.run, self.lease, fingerprint(config, datasets))
-        with self.account.doing("restore"):
-            self._take_over()
-            with self._fits():
-                state = self._load(manager, trained)
+        with self.account.doing("restore"), self._fits():
+            state = self._load(manager, trained)
         if not state:
-            warn_if_checkpoints_are_gone(self.run, self.log)
+            self.world.run_on_main(lambda: check_beginning(config, self.run, self.log))
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
         return _Restored(datasets, trained, manager, state, step, saved, run_state_at(step, config, self.world, saved))
@@ -281,10 +278,8 @@ class _Opening:
 
         Raises:
             OSError: the file system refused.
-            UserError: another process does not finish adding its own.
         """
-        digest = evaluation_digest(load_plain(self.run.path))
-        add(self.run, {**record, "digest": digest}, None, self.config.run.lease_timeout_s)
+        add(self.run, {**record, "digest": evaluation_digest(load_plain(self.run.path))})
 
     def _restarts_optimizers(self, step: int) -> bool:
         """Whether optimizers and schedules begin anew at `step`."""
@@ -310,11 +305,3 @@ class _Opening:
                 f"the trunk has it, or begin a new run with the weights that fit (init_from={fork.run}@{fork.step} "
                 "init_from.strict=false)"
             ) from None
-
-    def _take_over(self) -> None:
-        """Take over what a branch has of its trunk, if it has not begun yet."""
-        trunk, step = trunk_of(self.config), self.config.fork.step
-        if trunk is not None and step is not None:
-            fence = Fence(self.lease.fence, self.lease.check_fence) if self.lease else Fence()
-            with in_one_line(self.run.path):
-                self.world.run_on_main(lambda: take_over(self.run, trunk, step, fence))

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,8 +17,7 @@ from faults import failing, intercepted, interrupted, killed
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.adoption import adopt
-from runner.checkpoint.directory import Fence, Retention
-from runner.checkpoint.pins import confirm, pinned, reserve, unpin
+from runner.checkpoint.directory import Fence
 from runner.errors import CheckpointError, SupersededError
 from runner.system import files
 
@@ -172,27 +170,3 @@ def test_a_superseded_process_takes_nothing_over(trunk: Path, tmp_path: Path) ->
     with pytest.raises(SupersededError):
         adopt(trunk / STEP, tmp_path / "branch", Fence(1, superseded))
     assert not (tmp_path / "branch").exists()
-
-
-def test_a_pin_comes_before_its_checkpoint(tmp_path: Path) -> None:
-    """Reserved for a step that is still to be saved, it is kept when it comes, also if another pin was taken back."""
-    trunk = tmp_path / "run" / "checkpoints"
-    trunk.parent.mkdir()
-    refused, other = reserve(trunk / STEP), reserve(trunk / STEP)
-    refused.unlink()
-    assert pinned(trunk) == {2}
-    options: dict[str, Any] = {"keep_last": 1}
-    train(trunk, 4, **options)
-    confirm(other)
-    assert names(trunk) == [STEP, f"{STEP}.pinned", "step_00000004"]
-    reserve(trunk / STEP)
-    unpin(trunk / STEP)
-    found = Retention(keep_last=1).to_delete(checkpoint_dir.candidates(trunk))
-    assert [candidate.step for candidate in found] == [2]
-
-
-def test_a_pin_makes_no_run_in_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
-    """A branch is submitted while somebody moves or removes its trunk: what is left there would be taken for a run."""
-    with pytest.raises(FileNotFoundError):
-        reserve(tmp_path / "run" / "checkpoints" / STEP)
-    assert names(tmp_path) == []

@@ -15,7 +15,7 @@ from faults import failing, intercepted, interrupted, killed
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import pins
 from runner.checkpoint.directory import Fence, delete, step_name, sweep
-from runner.checkpoint.pins import is_kept, pin, pinned, reserve, unpin
+from runner.checkpoint.pins import is_pinned, pin, pinned, unpin
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
@@ -33,15 +33,15 @@ def test_pins_are_set_listed_and_removed(saved: Path) -> None:
     assert pin(saved / step_name(2))
     assert pin(saved / step_name(3))
     assert pinned(saved) == {2, 3}
-    assert not is_kept(saved / step_name(1))
-    assert is_kept(saved / step_name(2))
+    assert not is_pinned(saved / step_name(1))
+    assert is_pinned(saved / step_name(2))
     unpin(saved / step_name(2))
     unpin(saved / step_name(2))
     assert pinned(saved) == {3}
 
 
 def test_what_is_pinned_is_durable_whoever_set_the_pin_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who saved it may have been killed before its name was synced, and a branch that waits for it has set a pin."""
+    """Who set the pin may have been killed before its name was synced."""
     synced: list[Path] = []
     monkeypatch.setattr(files, "fsync_dir", synced.append)
     assert pin(saved / step_name(2))
@@ -79,20 +79,6 @@ def test_what_is_gone_is_not_pinned(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert pinned(saved) == set()
 
 
-def test_a_pin_that_is_given_up_takes_no_other_with_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a branch which waits for the step, for example, whether or not its command has ended."""
-    own = reserve(saved / step_name(9))
-    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
-    assert not pin(saved / step_name(9))
-    assert pinned(saved) == {9}
-    own.rename(saved / f"{step_name(9)}.pinned")
-    assert not pin(saved / step_name(9))
-    assert pinned(saved) == {9}
-    reserve(saved / step_name(9))
-    unpin(saved / step_name(9))
-    assert pinned(saved) == set()
-
-
 def test_a_pin_that_the_disk_refuses_is_none(saved: Path) -> None:
     for number in range(3):
         with intercepted(failing(number, errno.ENOSPC)), pytest.raises(OSError, match="No space"):
@@ -100,20 +86,9 @@ def test_a_pin_that_the_disk_refuses_is_none(saved: Path) -> None:
         assert pinned(saved) == set()
 
 
-def test_a_pin_is_one_even_if_the_disk_refuses_its_usual_name(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "rename", refuse)
-        assert pin(saved / step_name(2))
-    assert pinned(saved) == {2}
-    assert [one.step for one in checkpoint_dir.candidates(saved)] == [3, 2, 1]
-    assert not checkpoint_dir.strangers(saved)
-    assert not checkpoint_dir.leftovers(saved)
-
-
-def test_a_pin_set_at_any_moment_of_a_deletion_is_kept_or_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_set_at_any_moment_of_a_deletion_holds_or_is_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before each change that the deletion makes: `pin` succeeded and the checkpoint is there, or neither."""
     monkeypatch.setattr(pins, "LOOKS", 1)
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
@@ -125,7 +100,7 @@ def test_a_pin_set_at_any_moment_of_a_deletion_is_kept_or_refused(saved: Path, m
         with intercepted(interrupted(number, lambda path=path, answers=answers: answers.append(pin(path)))):  # type: ignore[misc]
             delete(path, Fence())
         # Refused at a moment when it was moved aside; it may be back nevertheless, then without its pin.
-        assert (answers[0], is_kept(path)) in {(True, True), (False, False)}, number
+        assert (answers[0], is_pinned(path)) in {(True, True), (False, False)}, number
         assert not answers[0] or verified(path), number
         assert not checkpoint_dir.leftovers(path.parent)
         results.add(answers[0])
@@ -160,8 +135,6 @@ def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved:
         os.waitpid(child, 0)
         if path.is_dir() and number % 2:
             pin(path)
-        if not path.is_dir() and not number % 2:
-            reserve(path)  # of somebody who waits for this step
         sweep(path.parent, Fence(1))
         assert not path.exists() or verified(path), number
         assert not checkpoint_dir.leftovers(path.parent), number
@@ -192,7 +165,7 @@ def test_a_corrupt_checkpoint_of_a_pinned_step_does_not_come_back(saved: Path, m
     assert pin(path)
     checkpoint_dir.set_aside(path, "corrupt", "a bit", Fence(1))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_dir, "is_kept", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(checkpoint_dir, "is_pinned", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             delete(saved / f"{step_name(2)}.corrupt", Fence(1))
     sweep(saved, Fence(2))

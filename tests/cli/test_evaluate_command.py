@@ -13,11 +13,11 @@ import yaml
 from cli_fixtures import UNCHANGED, write_launchers
 from fake_launcher import EvaluationLauncher, FakeLauncher
 
-from runner.checkpoint.pins import kept
 from runner.contracts import JobInfo
 from runner.errors import UserError
 from runner.rundir.custody import custody
 from runner.rundir.evaluations import Request
+from runner.rundir.paths import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,6 @@ MISTAKES = [
     (["nowhere"], "nowhere is not a run directory, which has a config.yaml"),
     (["run", "--step", "3"], "there is no checkpoint of step 3 in"),
     (["run", "--step", "newest"], "--step newest: must be a step, best, last or all"),
-    (["run", "--follow"], "--follow works with --step all only: add it, or remove --follow"),
-    (["run", "--step", "all", "--keep", "3"], "--keep 3: works with --follow only"),
-    (["run", "--step", "all", "--follow", "--keep", "0"], "and must be 1 or more"),
     (["run", "train.steps=9"], "train.steps=9 is not of an evaluation: set eval or data.eval_sources"),
     (["run", "evaluation.batches=9"], "is not of an evaluation"),
     (["run", "eval.batchs=9"], "eval.batchs"),
@@ -107,10 +104,10 @@ def test_a_moved_run_and_a_result_whose_checkpoint_is_gone(run: Path, capsys: An
     assert evaluate("moved", "--step", "2") == 0
     shutil.rmtree(moved / "checkpoints" / "step_00000002")
     assert evaluate("moved", "--step", "2") == 0
-    assert "0 evaluated now, 1 before; results in moved/evaluations.jsonl" in capsys.readouterr().out
+    assert "0 evaluated now, 1 before; results in moved/evaluations" in capsys.readouterr().out
 
 
-SUBMIT = ["run", "--step", "all", "--follow", "launcher=fake"]
+SUBMIT = ["run", "--step", "all", "launcher=fake"]
 
 
 def test_it_is_submitted_once_with_what_it_needs(run: Path, capsys: Any) -> None:
@@ -119,9 +116,8 @@ def test_it_is_submitted_once_with_what_it_needs(run: Path, capsys: Any) -> None
     (directory,) = EvaluationLauncher.launched
     assert directory.parent == run / "evaluations"
     request = Request.read(directory)
-    assert (request.step, request.follow, request.overrides) == ("all", True, ("eval.batches=1",))
+    assert (request.step, request.overrides) == ("all", ("eval.batches=1",))
     assert request.config["eval"]["batches"] == 1
-    assert kept(run / "checkpoints") == {2, 4, 6}  # from now on, and not from when the job starts
     EvaluationLauncher.queued[directory] = JobInfo("12", "pending")
     assert evaluate(*words) == 0
     assert "job 12 is pending: 0 checkpoints are evaluated" in capsys.readouterr().out
@@ -150,7 +146,7 @@ def test_nothing_is_submitted_where_there_is_nothing_to_do(run: Path, capsys: An
     assert not list((run / "evaluations").glob("evaluate-*"))
 
 
-def test_a_refused_submission_is_one_line_and_keeps_no_checkpoint(run: Path, capsys: Any) -> None:
+def test_a_refused_submission_is_one_line(run: Path, capsys: Any) -> None:
     EvaluationLauncher.errors.append("launcher.partition=x: no such partition")
     assert evaluate(*SUBMIT) == 2
     assert capsys.readouterr().err == "error: launcher.partition=x: no such partition\n"
@@ -161,19 +157,6 @@ def test_a_refused_submission_is_one_line_and_keeps_no_checkpoint(run: Path, cap
     finally:
         EvaluationLauncher.answers = True
     assert "was not submitted (squeue does not answer)" in capsys.readouterr().err
-    assert kept(run / "checkpoints") == set()
-
-
-def test_given_up_it_keeps_nothing_and_its_job_finds_no_request(run: Path, capsys: Any) -> None:
-    assert evaluate(*SUBMIT) == 0
-    (directory,) = EvaluationLauncher.launched
-    assert evaluate("run", "--step", "all", "--follow", "--forget") == 0
-    assert "given up: evaluate-all-" in capsys.readouterr().out
-    assert kept(run / "checkpoints") == set()
-    with pytest.raises(UserError, match="was given up"):
-        Request.read(directory)
-    assert evaluate("run", "--step", "all", "--follow", "--forget") == 0
-    assert "nothing to give up: evaluate-all-" in capsys.readouterr().out
 
 
 def test_a_run_with_an_evaluation_in_the_queue_is_not_moved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,5 +164,8 @@ def test_a_run_with_an_evaluation_in_the_queue_is_not_moved(run: Path, monkeypat
     (directory,) = EvaluationLauncher.launched
     (directory / "job.json").write_text(json.dumps({"job_id": "12", "launcher": "launch.local.LocalLauncher"}))
     monkeypatch.setattr("launch.local.LocalLauncher.jobs", lambda self, paths: {directory: JobInfo("12", "pending")})
-    with pytest.raises(UserError, match=r"has job 12 in the queue \(pending\): cancel that first"), custody(run):
+    with (
+        pytest.raises(UserError, match=r"has job 12 in the queue \(pending\): cancel that first"),
+        custody(RunDir(run)),
+    ):
         pass

@@ -1,4 +1,4 @@
-"""`runner fork`: what it starts, what waits for a trunk, what is refused in one line, and that then nothing is left."""
+"""`runner fork`: what it starts, what is refused in one line, and that then nothing is left."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +14,15 @@ from branches import hashes
 from checkpoints import train
 from fake_launcher import Command, FakeLauncher
 
-from runner.checkpoint import pins as pins_of
 from runner.checkpoint.adoption import adopt
 from runner.checkpoint.directory import Fence
-from runner.cli import start
-from runner.cli.housekeeping import hidden
 from runner.config.composition import compose
-from runner.contracts import JobInfo
-from runner.errors import UserError
-from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 from runner.training.branch import take_over
 
 STEPS = 6
 WORDS = ["experiment=smoke", "data=mixture", "sampler=elastic", "logger=none", f"train.steps={STEPS}"]
-
-
-@dataclass
-class Waiting(FakeLauncher):
-    """What starts branches after their trunk."""
-
-    trunk: Path
-    status: int = 0
-    started: list[Path] = field(default_factory=list)
-
-    def launch(self, run_dirs: list[Path], attempt: str, guards: Any = ()) -> int:
-        self.started.extend(run_dirs)
-        if self.status == 0:
-            for path in run_dirs:
-                RunDir(path).job.write_text(json.dumps({"job_id": "8", "launcher": "fake_launcher.FakeLauncher"}))
-        return self.status
-
-    def preview(self, run_dirs: list[Path]) -> str:
-        return f"after {self.trunk.name}: {' '.join(path.name for path in run_dirs)}"
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +45,8 @@ def trunk(template: Path, run: Command) -> Path:
     return made
 
 
-@pytest.fixture
-def waiting(trunk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
-    launcher = Waiting(trunk)
-    monkeypatch.setattr(FakeLauncher, "after", lambda self, run_dir: launcher if run_dir == trunk else None)
-    return launcher  # type: ignore[return-value]
-
-
 def branches(trunk: Path) -> list[Path]:
     return sorted(path for path in trunk.parent.iterdir() if path != trunk)
-
-
-def pins(trunk: Path) -> list[str]:
-    return sorted(path.name for path in (trunk / "checkpoints").glob("*.pinned"))
 
 
 def test_a_branch_has_the_checkpoint_before_it_is_launched(trunk: Path, command: Command) -> None:
@@ -96,7 +58,6 @@ def test_a_branch_has_the_checkpoint_before_it_is_launched(trunk: Path, command:
     assert RunDir(branch).checkpoint_steps() == [2]
     assert (branch / "metrics.jsonl").read_text().count("\n") == 2
     assert hashes(trunk) == before
-    assert pins(trunk) == []
     assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
     assert branches(trunk) == [branch]
 
@@ -125,144 +86,6 @@ def test_each_value_of_a_sweep_is_a_branch(trunk: Path, command: Command, capsys
     assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2") == 0
     assert command("-m", "fork=o/trunk@1,o/trunk@2", "seed=1,2") == 0
     assert len(branches(trunk)) == 4
-
-
-@pytest.mark.slow
-def test_a_branch_of_the_future_waits_and_its_checkpoint_is_pinned(
-    trunk: Path, waiting: Waiting, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two of one step wait together; the pin comes before the jobs."""
-    assert command("fork", "-m", "o/trunk", "--step", "5", "seed=1,2", "-n") == 0
-    assert "after trunk: trunk-at5-seed1" in capsys.readouterr().out
-    assert pins(trunk) == []
-    assert command("fork", "-m", "o/trunk", "--step", "5", "seed=1,2") == 0
-    assert "a branch of o/trunk at step 5, which it waits for" in capsys.readouterr().out
-    assert waiting.started == branches(trunk)
-    assert len(waiting.started) == 2
-    assert FakeLauncher.launched == []
-    assert pins(trunk) == ["step_00000005.pinned"]
-
-
-@pytest.mark.slow
-def test_a_waiting_branch_that_left_the_queue_waits_again(trunk: Path, waiting: Waiting, command: Command) -> None:
-    assert command("fork", "o/trunk", "--step", "5") == 0
-    (branch,) = waiting.started
-    FakeLauncher.queued = {branch: JobInfo("8", "pending", reason="Dependency")}
-    assert command("fork", "o/trunk", "--step", "5") == 0
-    assert waiting.started == [branch]
-    FakeLauncher.queued = {}
-    assert command("resume", str(branch)) == 0
-    assert waiting.started == [branch, branch]
-    train(trunk / "checkpoints", 5, keep_last=1)
-    assert command("fork", "o/trunk", "--step", "5") == 0
-    assert waiting.started == [branch, branch]
-    assert FakeLauncher.launched == [branch]
-    assert RunDir(branch).checkpoint_steps() == [5]
-
-
-@pytest.mark.slow
-def test_of_a_refused_submission_nothing_remains(trunk: Path, waiting: Waiting, command: Command) -> None:
-    """Neither a directory that has a checkpoint already, nor a pin; one that is pinned by hand stays so."""
-    before = hashes(trunk)
-    waiting.status = 2
-    assert command("fork", "o/trunk", "--step", "5") == 2
-    assert command("-m", "fork=o/trunk@2,o/trunk@5") == 2
-    assert [path.name for path in branches(trunk)] == []
-    assert pins(trunk) == []
-    (trunk / "checkpoints" / "step_00000005.pinned").touch()
-    assert command("fork", "o/trunk", "--step", "5") == 2
-    assert pins(trunk) == ["step_00000005.pinned"]
-    assert hashes(trunk) == before
-
-
-def test_what_the_disk_refuses_to_remove_of_a_refused_submission_is_named(
-    trunk: Path,
-    waiting: Waiting,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def refuse(path: Path) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    waiting.status = 2
-    monkeypatch.setattr(files, "remove_tree", refuse)
-    assert command("fork", "o/trunk", "--step", "5") == 2
-    (left,) = branches(trunk)
-    warning = f"warning: o/{left.name} of the refused run cannot be removed (Disk quota exceeded): remove it by hand\n"
-    assert warning in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.slow
-def test_a_refused_run_that_may_be_used_keeps_its_name(
-    trunk: Path,
-    waiting: Waiting,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    again: bool,
-) -> None:
-    """The disk does not tell whether somebody uses it. Where that name was taken meanwhile, the hidden one is told."""
-    used = start._is_used
-
-    def look(run: RunDir, *others: Any) -> bool:
-        if not run.path.name.startswith("."):
-            return used(run, *others)
-        if again:
-            name = run.path.name.removeprefix(".").partition(".refused-")[0]
-            (run.path.parent / name / "logs").mkdir(parents=True)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    waiting.status = 2
-    monkeypatch.setattr(start, "_is_used", look)
-    assert command("fork", "o/trunk", "--step", "5") == 2
-    left = [path.name for path in branches(trunk)]
-    assert [name.startswith(".") for name in left] == ([True, False] if again else [False])
-    told = f"warning: o/{left[0]} cannot be given its name o/{left[-1]} back" in capsys.readouterr().err
-    assert told == again
-
-
-@pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.slow
-def test_a_run_that_a_command_was_killed_in_refusing_gets_its_name_back(
-    trunk: Path, waiting: Waiting, command: Command, capsys: pytest.CaptureFixture[str], taken: bool
-) -> None:
-    """By the command that makes it, which finds its job then; `rm` takes it for nothing to delete."""
-    words = ("fork", "o/trunk", "--step", "5")
-    assert command(*words) == 0
-    (branch,) = waiting.started
-    aside = branch.rename(hidden(branch, "refused"))
-    assert command("rm", str(branch), "--yes") == 2
-    if taken:
-        (branch / "logs").mkdir(parents=True)
-    FakeLauncher.queued = {branch: JobInfo("8", "pending", reason="Dependency")}
-    assert command(*words, "-n") == 0
-    assert aside.is_dir()
-    capsys.readouterr()
-    assert command(*words) == 0
-    assert branches(trunk) == ([aside, branch] if taken else [branch])
-    assert waiting.started == [branch]
-    named = f"warning: o/{aside.name} cannot be given its name o/{branch.name} back" in capsys.readouterr().err
-    assert named == taken
-
-
-@pytest.mark.parametrize("released", [False, True])
-def test_a_refused_run_that_another_command_is_submitting_stays(
-    run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, released: bool
-) -> None:
-    """It began before this one, which makes the attempt itself, was refused; one that is over submitted nothing."""
-
-    def refuse(lease: Lease, planned: Any) -> int:
-        run = RunDir(planned.job.run_dir)
-        holder = {**processes.this_process(), "host": "another", "released": released}
-        run.submission.mkdir()
-        (run.submission / "00000001.json").write_text(json.dumps(holder))
-        raise UserError("it does not fit")
-
-    monkeypatch.setattr(start, "_run_under", refuse)
-    assert command("experiment=smoke", "run.dir=o/new") == 2
-    assert Path("o/new").is_dir() != released
 
 
 @pytest.mark.parametrize("which", [0, 1, "config"])
@@ -305,95 +128,48 @@ def test_of_an_attempt_that_the_disk_refuses_no_directory_stays(
     assert not Path("there").exists()
 
 
-def test_who_cannot_tell_whether_a_branch_was_submitted_keeps_its_pin(
-    trunk: Path, waiting: Waiting, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And says why it was refused."""
-
-    def refuse(*arguments: Any) -> None:
-        monkeypatch.setattr(start, "_is_submitted", silent)
-        raise UserError("a full disk, say")
-
-    def silent(run: RunDir) -> bool:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(start, "_freeze", refuse)
-    assert command("fork", "o/trunk", "--step", "5") == 2
-    assert "a full disk, say" in capsys.readouterr().err
-    assert pins(trunk) == ["step_00000005.pinned"]
-    assert waiting.started == []
-
-
-@pytest.mark.parametrize("step", [2, 5])
-def test_a_branch_whose_checkpoint_is_deleted_meanwhile_is_not_submitted(
-    trunk: Path,
-    waiting: Waiting,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    step: int,
-) -> None:
-    """One that is there when the command looks, and one that is saved and deleted before it is pinned."""
-    monkeypatch.setattr(pins_of, "PAUSE_S", 0.001)
-    reserve = start._reserve
-
-    def late(*arguments: Any) -> None:
-        if step == 5:
-            train(trunk / "checkpoints", 6, keep_last=1)
-        else:
-            shutil.rmtree(RunDir(trunk).checkpoint(step))
-        reserve(*arguments)
-
-    monkeypatch.setattr(start, "_reserve", late)
-    assert command("fork", "o/trunk", "--step", str(step)) != 0
-    assert (
-        "was saved and deleted meanwhile: fork another step\n" if step == 5 else "has no checkpoint of step 2"
-    ) in capsys.readouterr().err
-    assert waiting.started == FakeLauncher.launched == []
-    assert branches(trunk) == []
-    assert pins(trunk) == []
-
-
-def test_a_refused_submission_leaves_the_pin_of_a_branch_that_was_submitted_meanwhile(
-    trunk: Path, waiting: Waiting, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two commands fork the same step to come, and the one that pinned it first is refused then."""
-    freeze = start._freeze
-    submitted: list[int] = []
-
-    def frozen(*arguments: Any) -> None:
-        if not submitted:
-            submitted.append(0)
-            submitted[0] = command("fork", "o/trunk", "--step", "5", "seed=2")
-            raise UserError("a full disk, say")
-        freeze(*arguments)
-
-    monkeypatch.setattr(start, "_freeze", frozen)
-    assert command("fork", "o/trunk", "--step", "5", "seed=1") == 2
-    assert submitted == [0]
-    assert waiting.started == branches(trunk)
-    assert len(waiting.started) == 1
-    assert pins(trunk) == ["step_00000005.pinned"]
-
-
-@pytest.mark.usefixtures("waiting")
-def test_a_trunk_that_is_moved_meanwhile_is_not_made_anew(
-    trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Neither by the pin of what the branch waits for, nor does a branch remain that could never begin."""
-    monkeypatch.setattr(start, "_show", lambda planned: trunk.rename("o/elsewhere"))
-    assert command("fork", "o/trunk", "--step", "5") == 2
-    assert "o/trunk was moved or removed meanwhile" in capsys.readouterr().err
-    assert [path.name for path in Path("o").iterdir()] == ["elsewhere"]
-    assert pins(Path("o/elsewhere")) == []
-
-
 def test_a_launcher_that_refuses_leaves_no_checkpoint(
     trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = hashes(trunk)
     monkeypatch.setattr(FakeLauncher, "launch", lambda self, run_dirs, attempt, guards=(): 2)
-    assert command("fork", "o/trunk", "--step", "2") == 2
+    assert command("fork", "-m", "o/trunk", "--step", "2", "seed=1,2") == 2
     assert branches(trunk) == []
+    assert hashes(trunk) == before
+
+
+@pytest.mark.parametrize("what", ["job", "holder", "records", "files"])
+def test_a_refused_run_that_somebody_else_uses_stays(
+    trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Another command submits it, trains it or has trained it; or its directory was there before, with files in it."""
+    branch = Path("o/b").absolute()
+    if what == "files":
+        branch.mkdir()
+        (branch / "notes").write_text("precious")
+
+    def refuse(launcher: FakeLauncher, run_dirs: list[Path], attempt: str, guards: Any = ()) -> int:
+        run = RunDir(branch)
+        if what == "job":
+            run.job.write_text("{}")
+        elif what == "holder":
+            run.lease.mkdir(exist_ok=True)
+            (run.lease / "00000001.json").write_text(json.dumps({**processes.this_process(), "released": True}))
+        elif what == "records":
+            run.metrics.write_text('{"step": 3, "loss": 1.0}\n')
+        return 2
+
+    monkeypatch.setattr(FakeLauncher, "launch", refuse)
+    assert command("fork", "o/trunk", "--step", "2", "run.dir=o/b") == 2
+    assert RunDir(branch).config.is_file()
+
+
+def test_a_trunk_that_is_a_job_can_be_waited_for_by_another_job(
+    trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trunk / "job.json").write_text('{"job_id": "99"}')
+    assert command("fork", "o/trunk", "--step", "5") == 2
+    assert "let a job wait for it: sbatch --dependency=afterok:99 --wrap='THIS COMMAND'" in capsys.readouterr().err
 
 
 def test_a_branch_that_another_machine_has_just_trained_keeps_its_records(
@@ -455,15 +231,15 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["o/trunk", "--step", "4"], "o/trunk has not saved step 4 yet: fork it once it has"),
+        (["o/trunk", "--step", "4"], "every 1 steps and at its end: rerun this command once step 4 is saved"),
         (
             ["o/trunk", "--step", "7", "train.steps=9"],
-            "o/trunk ends at step 6: fork a step up to it",
+            "it ends at step 6: fork a step up to that",
         ),
         (["o/trunk", "--step", "x"], "fork=o/trunk@x must be RUN@STEP"),
         (["o/none", "--step", "2"], "o/none is not a run directory; if it was removed, runner resume continues"),
         (["--step", "2"], "pass one run directory, and settings as key=value"),
-        (["-m", "o/trunk", "--step", "7", "train.steps=9", "seed=1,2"], "o/trunk ends at step 6"),
+        (["-m", "o/trunk", "--step", "7", "train.steps=9", "seed=1,2"], "it ends at step 6"),
         (["o/trunk", "--step", "2", "seed"], "seed: pass one run directory, and settings as key=value"),
         (["o/trunk", "--step", "2", "fork=null"], "fork=null: RUN and --step say what it is a branch of"),
         (["o/trunk", "--step", "2", "seedd=1"], "seedd"),
@@ -492,7 +268,7 @@ def test_a_step_between_checkpoints_is_refused_with_those_there_are(
     text = (trunk / "config.yaml").read_text()
     (trunk / "config.yaml").write_text(text.replace("every_steps: 1\n", "every_steps: 3\n", 1))
     assert command("fork", "o/trunk", "--step", "5") == 2
-    expected = "is at step 3 and will not save step 5: it saves every 3 steps and at its end; fork one of those"
+    expected = "it is at step 3 of 6, and saves every 3 steps and at its end: fork one of those steps"
     assert expected in capsys.readouterr().err
     (trunk / "finished.json").write_text('{"steps": 6}')
     assert command("fork", "o/trunk", "--step", "6", "train.steps=9") == 2

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -30,15 +29,14 @@ from runner.__main__ import run as runner
 from runner.checkpoint import directory as checkpoint_dir
 from runner.cli import archive as archive_command
 from runner.cli import plan, start
-from runner.cli.housekeeping import hidden
 from runner.errors import ExitStatus
 from runner.rundir import custody, evaluations, lease, provenance
 from runner.rundir.custody import Custody
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, processes
 
-LEASES = ("lease", "submission", "evaluation")
+LEASES = ("lease", "submission")
 SOME_CHANGES = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 
 
@@ -320,60 +318,7 @@ class TestRemove:
         assert made.is_dir()
         assert (conf / "config.yaml").is_file()
 
-    def test_its_branches_are_named_and_do_not_need_it(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """One that still waits for a checkpoint does."""
-        branch = branched(made)
-        assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
-        assert f"{branch.relative_to(Path.cwd())} waits for a checkpoint of outputs/{made.name}" in error(capsys)
-        assert command("mv", str(made), "elsewhere") == ExitStatus.LOCKED
-        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.LOCKED
-        capsys.readouterr()
-        train(branch / "checkpoints", 1)
-        assert command("rm", str(made), "--dry-run") == 0
-        assert f"its branches outputs/{branch.name} need nothing of it" in capsys.readouterr().out
-        assert command("rm", str(made), "--yes") == 0
-        assert run_dirs() == [branch]
-
-    @pytest.mark.parametrize("refused_look", ["read_regular", "list_dir", "look_anew"])
-    def test_a_run_whose_branches_the_disk_does_not_tell_stays(
-        self,
-        made: Path,
-        command: Command,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-        refused_look: str,
-    ) -> None:
-        """One that waits for it may be among them."""
-        branch, before = branched(made), contents(made)
-        really: Callable[..., Any] = getattr(files, refused_look)
-
-        def look(path: Path, **options: Any) -> Any:
-            if Path(path) in (branch / "config.yaml", made.parent):
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-            return really(path, **options)
-
-        monkeypatch.setattr(files, refused_look, look)
-        for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")):
-            assert command(word, str(made), *rest) == ExitStatus.FAILED
-            assert "Input/output error" in error(capsys)
-            assert contents(made) == before
-
-    def test_a_branch_that_another_machine_has_just_made_is_seen(
-        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A listing of a network file system may be some seconds old, until this machine changes something there."""
-        branch, anew, really = branched(made), set[str](), files.list_dir
-
-        def list_dir(path: Path) -> list[str]:
-            return [name for name in really(path) if name != branch.name or str(path) in anew]
-
-        monkeypatch.setattr(files, "look_anew", lambda path: anew.add(str(path)))
-        monkeypatch.setattr(files, "list_dir", list_dir)
-        assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
-
-    @pytest.mark.parametrize("words", [("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")])
+    @pytest.mark.parametrize("words", [("rm", "--yes"), ("mv", "elsewhere")])
     def test_a_run_whose_new_name_cannot_be_synced_is_where_the_message_says(
         self,
         made: Path,
@@ -411,63 +356,12 @@ class TestRemove:
         assert "Input/output error" in error(capsys)
         assert made.is_dir()
 
-    def test_what_a_killed_removal_of_a_waiting_branch_has_left_waits_for_nothing(
-        self, made: Path, command: Command
-    ) -> None:
-        branch = branched(made)
-        branch.rename(hidden(branch, "removed"))
-        assert command("mv", str(made), "elsewhere") == 0
-        assert command("rm", str(branch), "--yes") == 0
-        assert not list(made.parent.iterdir())
-
-    def test_a_hidden_branch_that_waits_is_removed_as_the_message_says(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """A refused start was killed before it knew whether somebody uses the branch."""
-        branch = branched(made)
-        branch.rename(hidden(branch, "refused"))
-        assert command("mv", str(made), "elsewhere") == ExitStatus.LOCKED
-        (words,) = re.findall(r"or remove it \(`python -m runner (.*)`\)", error(capsys))
-        assert command(*shlex.split(words), "--yes") == 0
-        assert command("mv", str(made), "elsewhere") == 0
-
-    def test_a_config_that_this_machine_had_missed_before_is_read(
-        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A client of a network file system believes that for some seconds, unless it lists the directory."""
-        branch, really, list_dir, listed = branched(made), files.read_regular, files.list_dir, list[Path]()
-
-        def listing(path: Path) -> list[str]:
-            listed.append(Path(path))
-            return list_dir(path)
-
-        def read(path: Path, **options: Any) -> Any:
-            missed = Path(path) == branch / "config.yaml" and branch not in listed
-            return refused(errno.ENOENT)() if missed else really(path, **options)
-
-        monkeypatch.setattr(files, "list_dir", listing)
-        monkeypatch.setattr(files, "read_regular", read)
-        assert command("rm", str(made), "--yes") == ExitStatus.LOCKED
-
-    @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EREMOTEIO])
-    def test_only_what_the_file_system_tells_excludes_a_branch_that_waits(
-        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch, code: int
-    ) -> None:
-        branch, really = branched(made), files.read_regular
-
-        def read(path: Path, **options: Any) -> Any:
-            return refused(code)() if Path(path) == branch / "config.yaml" else really(path, **options)
-
-        monkeypatch.setattr(files, "read_regular", read)
-        assert command("rm", str(made), "--yes") == ExitStatus.FAILED
-        assert made.is_dir()
-
     def test_a_run_with_a_job_that_nobody_may_have_recorded_stays(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Its command was killed after sbatch had accepted the job, say."""
         RunDir(made).submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
-        for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar", "--remove")):
+        for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar")):
             assert command(word, str(made), *rest) == ExitStatus.LOCKED
             assert "rerun its command, which finds out" in error(capsys)
         assert made.is_dir()
@@ -483,8 +377,8 @@ class TestRemove:
         run.submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
         known = {"job_id": "8", "launcher": "launch.local.LocalLauncher", "submission": "0" * 32}
         run.status.write_text(json.dumps({"state": "finished", **known}))
-        run.evaluation_work.mkdir(exist_ok=True)
-        (run.evaluation_work / f"{evaluations.PREFIX}notes").write_text("")
+        run.evaluations.mkdir(exist_ok=True)
+        (run.evaluations / f"{evaluations.PREFIX}notes").write_text("")
         assert command("rm", str(made), "--yes") == 0
 
     @SOME_CHANGES
@@ -503,9 +397,8 @@ class TestRemove:
             assert list(source.parent.iterdir()) == [], number
         assert states == {True, False}
 
-    @pytest.mark.parametrize("words", [("rm", "--yes"), ("archive", "x.tar", "--remove")])
     def test_the_name_of_what_a_killed_one_has_left_is_durable_before_that_is_deleted(
-        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It was killed after it had renamed the run: a power loss would undo that, but not the deletions."""
         done: list[str] = []
@@ -519,11 +412,10 @@ class TestRemove:
             done.append("removed")
             remove(path)
 
-        assert command("archive", str(made), "x.tar") == 0
-        made.rename(hidden(made, "archived"))
+        made.rename(made.with_name(f".{made.name}.removed-{processes.tag()}"))
         monkeypatch.setattr(files, "fsync_dir", synced)
         monkeypatch.setattr(files, "remove_tree", removed)
-        assert command(words[0], str(made), *words[1:]) == 0
+        assert command("rm", str(made), "--yes") == 0
         assert done == ["synced", "removed"]
         assert run_dirs() == []
 
@@ -536,18 +428,6 @@ class TestRemove:
         assert "the rest of the run is there; rerun the command" in error(capsys)
         assert command("rm", str(made), "--yes") == 0
         assert run_dirs() == []
-
-
-def branched(trunk: Path) -> Path:
-    """A branch that waits for its trunk: it has a config, and no checkpoint."""
-    path = trunk.with_name("branch-22222222")
-    path.mkdir()
-    text = RunDir(trunk).config.read_text()
-    head, _, tail = text.partition("fork:\n  run: null\n")
-    assert tail
-    RunDir(path).config.write_text(f"{head}fork:\n  run: {trunk}\n{tail}")
-    RunDir(path).code.write_text("{}")
-    return path
 
 
 # ---- archive
@@ -589,121 +469,18 @@ class TestArchive:
         assert command("archive", str(made), "best.tar", "--checkpoints", "best") == ExitStatus.USAGE
         assert not Path("best.tar").exists()
 
-    def test_a_pin_that_is_set_while_it_packs_is_not_lost(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pack = archive_command._pack
-
-        def pinned_meanwhile(*arguments: Any) -> Any:
-            assert command("pin", str(made), "--step", "1") == 0
-            return pack(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(archive_command, "_pack", pinned_meanwhile)
-            words = (str(made), "x.tar", "--checkpoints", "last", "--remove")
-            assert command("archive", *words) == ExitStatus.USAGE
-        assert "step 1 of" in error(capsys)
-        assert not Path("x.tar").exists()
-        assert command("archive", *words) == 0
-        assert RunDir(unpacked(Path("x.tar"), Path("there"))).checkpoint_steps() == [1, 3]
-
     def test_a_pinned_checkpoint_that_a_killed_deletion_had_moved_aside_is_packed(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert command("pin", str(made), "--step", "1") == 0
         path = RunDir(made).checkpoint(1)
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_dir, "is_kept", refused(errno.EINTR))  # killed before it saw the pin
+            patch.setattr(checkpoint_dir, "is_pinned", refused(errno.EINTR))  # killed before it saw the pin
             with pytest.raises(OSError, match="Interrupted"):
                 checkpoint_dir.delete(path, checkpoint_dir.Fence())
         assert not path.exists()
-        rename = files.rename
-
-        def refuse(source: Path, target: Path) -> None:
-            return refused(errno.EIO)() if target == path else rename(source, target)  # type: ignore[return-value]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "rename", refuse)
-            words = (str(made), "x.tar", "--checkpoints", "last", "--remove")
-            assert command("archive", *words) == ExitStatus.USAGE
-        assert command("archive", *words) == 0
+        assert command("archive", str(made), "x.tar", "--checkpoints", "last") == 0
         assert RunDir(unpacked(Path("x.tar"), Path("there"))).checkpoint_steps() == [1, 3]
-
-    def test_the_name_that_a_killed_command_gave_is_durable_before_the_run_is_removed(
-        self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It was killed after it had named the file, and before it synced that."""
-        done: list[str] = []
-        sync, rename = files.fsync_dir, files.rename
-
-        def synced(directory: Path) -> None:
-            done.extend(["synced"] * (Path(directory) == Path.cwd()))
-            sync(directory)
-
-        def renamed(source: Path, target: Path) -> None:
-            done.extend(["removed"] * (Path(source) == made))
-            rename(source, target)
-
-        assert command("archive", str(made), "x.tar") == 0
-        monkeypatch.setattr(files, "fsync_dir", synced)
-        monkeypatch.setattr(files, "rename", renamed)
-        assert command("archive", str(made), "x.tar", "--remove") == 0
-        assert done[:2] == ["synced", "removed"]
-
-    @pytest.mark.parametrize("way", ["removed", "archived"])
-    def test_only_what_this_archive_holds_is_deleted_as_its_rest(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], way: str
-    ) -> None:
-        """Not what a killed `rm` has left of a run that trained on since, nor what is in another file."""
-        other = Path(shutil.copytree(made, made.with_name("other-33333333")))
-        assert command("archive", str(other if way == "archived" else made), "x.tar") == 0
-        rest = made.rename(hidden(made, way))
-        capsys.readouterr()
-        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
-        assert ("rm outputs/" if way == "archived" else "is not a run directory") in error(capsys)
-        assert rest.is_dir()
-
-    @pytest.mark.parametrize("changed", ["code.json", "step_00000001"])
-    def test_an_older_archive_does_not_hold_a_run_that_has_changed_since(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], changed: str
-    ) -> None:
-        """It was packed into another file, and that command was killed while it removed the run."""
-        words = (str(made), "old.tar", "--checkpoints", "last")
-        assert command("archive", *words) == 0
-        if changed == "code.json":
-            RunDir(made).code.write_text("{}")
-        else:
-            assert command("pin", str(made), "--step", "1") == 0
-        rest = made.rename(hidden(made, "archived"))
-        before = contents(rest)
-        capsys.readouterr()
-        assert command("archive", *words, "--remove") == ExitStatus.USAGE
-        assert re.search(rf"{changed}\S* differs.* remove what is left of it with", error(capsys))
-        assert contents(rest) == before
-        assert command("rm", str(made), "--yes") == 0
-        assert not list(made.parent.iterdir())
-
-    def test_the_rest_may_have_what_was_not_to_be_packed(self, made: Path, command: Command) -> None:
-        """Other checkpoints, a pin that was set since, leases, and what a superseded process has begun to save."""
-        words = (str(made), "x.tar", "--checkpoints", "last")
-        assert command("archive", *words) == 0
-        rest = RunDir(made.rename(hidden(made, "archived")))
-        (rest.checkpoints / "step_00000003.pinned").touch()
-        (rest.checkpoints / "step_00000004.tmp-1-101").mkdir()
-        (rest.checkpoints / "step_00000004.tmp-1-101" / "weights").write_text("some")
-        assert command("archive", *words, "--remove") == 0
-        assert not list(made.parent.iterdir())
-
-    def test_a_rest_that_cannot_be_read_stays(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert command("archive", str(made), "x.tar") == 0
-        rest = made.rename(hidden(made, "archived"))
-        capsys.readouterr()
-        monkeypatch.setattr(archive_command, "_content_at", lambda path: refused(errno.EIO)())
-        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.FAILED
-        assert "Input/output error; nothing was removed" in error(capsys)
-        assert rest.is_dir()
 
     def test_a_file_that_has_its_name_is_not_looked_at_again(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -726,23 +503,21 @@ class TestArchive:
             return refused(errno.EIO)() if ".x.tar.tmp-" in str(path) else remove(path)  # type: ignore[return-value]
 
         monkeypatch.setattr(files, "remove", refuse)
-        assert command("archive", str(made), "x.tar", "--remove") == 0
+        assert command("archive", str(made), "x.tar") == 0
         assert "cannot be removed (Input/output error)" in capsys.readouterr().err
-        assert not list(made.parent.iterdir())
 
-    def test_removed_only_after_it_was_verified(
+    def test_it_gets_its_name_only_after_it_was_verified(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = contents(made)
         real = archive_command._content
         with monkeypatch.context() as patch:  # a disk that returns something else than was written
             patch.setattr(archive_command, "_content", lambda tar, entry: real(tar, entry)[::-1])
-            assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.FAILED
+            assert command("archive", str(made), "x.tar") == ExitStatus.FAILED
         assert "what was written reads back differently" in error(capsys)
         assert contents(made) == before
         assert not list(Path().glob("*.tar")) + list(Path().glob(".*.tmp-*"))
-        assert command("archive", str(made), "x.tar", "--remove") == 0
-        assert run_dirs() == []
+        assert command("archive", str(made), "x.tar") == 0
         assert contents(unpacked(Path("x.tar"), Path("there"))) == before
 
     @pytest.mark.parametrize(
@@ -757,9 +532,9 @@ class TestArchive:
     def test_a_file_that_cannot_be_made(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], file: str, words: str
     ) -> None:
-        """Inside of the run it would be removed with it."""
+        """Inside of the run it would be removed with that."""
         Path("there.tar").write_text("precious")
-        assert command("archive", str(made), file.format(run=made.name), "--remove") in (1, 2)
+        assert command("archive", str(made), file.format(run=made.name)) in (1, 2)
         assert words in error(capsys)
         assert made.is_dir()
         assert Path("there.tar").read_text() == "precious"
@@ -770,6 +545,7 @@ class TestArchive:
 
         before = contents(made)
         target = tmp_path / "x.tar"
+        assert archive_command.main([str(made), str(tmp_path / "first.tar")]) == 0  # the leases have directories now
         with intercepted() as trace:
             assert archive_command.main([str(made), str(target)]) == 0
         target.unlink()
@@ -777,45 +553,29 @@ class TestArchive:
         assert len(mine) > 20
         for number in [*mine[:: len(mine) // 8], *mine[-3:]]:
             with intercepted(failing(number, errno.ENOSPC)), pytest.raises(UserError, match="No space"):
-                archive_command.main([str(made), str(target), "--remove"])
+                archive_command.main([str(made), str(target)])
             assert contents(made) == before, trace.calls[number]
             assert list(tmp_path.glob(".x.tar*")) == [], trace.calls[number]
             target.unlink(missing_ok=True)  # if the directory could not be synced: then it is whole
 
     @pytest.mark.slow
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
-        """At every moment the whole run is in its directory or the archive; the same command continues from there."""
+        """The archive is whole or absent, and the run as it was; if absent, the same command makes it."""
         before = contents(made)
         source, _ = scene(made, tmp_path, "-count")
         with intercepted() as trace:
-            assert archive_command.main([str(source), str(source.parent / "x.tar"), "--remove"]) == 0
+            assert archive_command.main([str(source), str(source.parent / "x.tar")]) == 0
         for number in range(trace.count):
             source, _ = scene(made, tmp_path, number)
             file = source.parent / "x.tar"
-            words = [str(source), str(file), "--remove"]
+            words = [str(source), str(file)]
             kill_at(number, lambda words=words: archive_command.main(words))  # type: ignore[misc]
-            assert source.exists() or file.exists(), number
-            if file.exists():
-                assert contents(unpacked(file, source.parent / "there")) == before, number
-            if source.exists():
-                assert contents(source) == before, number
+            assert contents(source) == before, number
+            if not file.exists():
                 assert archive_command.main(words) == 0
-                assert [path.name for path in source.parent.iterdir() if path.name != "there"] == ["x.tar"]
+                assert sorted(path.name for path in source.parent.iterdir()) == [source.name, "x.tar"]
+            assert contents(unpacked(file, source.parent / "there")) == before, number
             shutil.rmtree(source.parent)
-
-    def test_killed_while_it_removes_the_same_command_removes_the_rest(
-        self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(archive_command, "remove_rest", lambda aside: None)
-            assert command("archive", str(made), "x.tar", "--remove") == 0
-        assert len(list(made.parent.iterdir())) == 1
-        packed = Path("x.tar").read_bytes()
-        assert command("archive", str(made), "x.tar", "--remove") == 0
-        assert "x.tar holds the run; removed outputs/." in capsys.readouterr().out
-        assert list(made.parent.iterdir()) == []
-        assert Path("x.tar").read_bytes() == packed
-        assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
 
     def test_two_at_once_do_not_replace_each_others_file(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -833,7 +593,7 @@ class TestArchive:
             with monkeypatch.context() as patch:
                 if not links:
                     patch.setattr(files, "link", refused(errno.EPERM))
-                assert command("archive", str(made), "x.tar", "--remove") == ExitStatus.USAGE
+                assert command("archive", str(made), "x.tar") == ExitStatus.USAGE
             assert "x.tar exists" in error(capsys)
             assert Path("x.tar").read_text() == "of another command"
             assert made.is_dir()
@@ -871,7 +631,6 @@ def test_pins_are_set_listed_and_removed(made: Path, command: Command, capsys: p
 def test_a_pin_of_what_is_not_there(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], words: list[str], answer: str
 ) -> None:
-    import re
 
     assert command("pin", str(made), *words) == ExitStatus.USAGE
     assert re.search(answer, error(capsys))
@@ -889,7 +648,7 @@ def test_what_is_no_run_is_called_that_and_nothing_in_it_is_judged(
 # ---- against others who are at the run
 
 
-COMMANDS = [["mv", "{run}", "elsewhere"], ["rm", "{run}", "--yes"], ["archive", "{run}", "x.tar", "--remove"]]
+COMMANDS = [["mv", "{run}", "elsewhere"], ["rm", "{run}", "--yes"], ["archive", "{run}", "x.tar"]]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
@@ -908,7 +667,7 @@ def test_a_live_run_is_left_alone(
     assert command(*(word.format(run=made) for word in words)) == 0
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, ["archive", "{run}", "x.tar"]], ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_who_was_superseded_meanwhile_changes_nothing(
     made: Path,
     command: Command,
@@ -919,11 +678,11 @@ def test_who_was_superseded_meanwhile_changes_nothing(
     """The machine was suspended for a while, and another process has resumed the run."""
     before, taken = contents(made), list[int]()
 
-    def held(run: RunDir, leases: list[Lease]) -> Custody:
+    def held(run: RunDir, *leases: Lease) -> Custody:
         number, _ = lease.read_holder(run.lease) or (0, {})
         taken.append(number + 1)
         (run.lease / f"{number + 1:08d}.json").write_text('{"host": "elsewhere", "pid": 7}')
-        return Custody(run, leases)
+        return Custody(run, *leases)
 
     monkeypatch.setattr(custody, "Custody", held)
     assert command(*(word.format(run=made) for word in words)) == ExitStatus.SUPERSEDED
@@ -934,26 +693,23 @@ def test_who_was_superseded_meanwhile_changes_nothing(
     assert not {name for name in left if name in ("elsewhere", "x.tar") or ".removed-" in name or ".tmp-" in name}
 
 
-@pytest.mark.parametrize(("words", "last_look"), [([], "_refuse_new_pins"), (["--remove"], "_holds")])
 def test_an_archive_gets_no_name_once_the_run_was_taken_over(
     made: Path,
     command: Command,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    last_look: str,
 ) -> None:
     """The machine was suspended after all other looks: whoever took the run over has changed what was packed."""
-    real = getattr(archive_command, last_look)
+    real = archive_command._pack
 
-    def look(*arguments: object) -> object:
+    def pack(*arguments: Any) -> Any:
         found, holder = real(*arguments), lease.read_holder(RunDir(made).lease)
         assert holder is not None
         (RunDir(made).lease / f"{holder[0] + 1:08d}.json").write_text('{"host": "elsewhere", "pid": 7}')
         return found
 
-    monkeypatch.setattr(archive_command, last_look, look)
-    assert command("archive", str(made), "x.tar", *words) == ExitStatus.SUPERSEDED
+    monkeypatch.setattr(archive_command, "_pack", pack)
+    assert command("archive", str(made), "x.tar") == ExitStatus.SUPERSEDED
     assert "is now held by process 7 on elsewhere" in error(capsys)
     assert [path.name for path in Path.cwd().iterdir() if "x.tar" in path.name] == []
 
@@ -1065,8 +821,8 @@ def test_a_killed_run_continues_bit_for_bit_from_an_archive_and_under_another_na
     os.waitpid(process, 0)
 
     archive = tmp_path / "packed.tar.gz"
-    assert runner(["archive", str(first.path), str(archive), "--remove"]) == 0
-    assert not first.path.exists()
+    assert runner(["archive", str(first.path), str(archive)]) == 0
+    assert runner(["rm", str(first.path), "--yes"]) == 0
     there = unpacked(archive, tmp_path / "other")
     assert runner(["mv", str(there), str(tmp_path / "renamed")]) == 0
     renamed = Run(tmp_path / "renamed-11111111", words)

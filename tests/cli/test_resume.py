@@ -12,7 +12,6 @@ import pytest
 from fake_launcher import Command, FakeLauncher, finish, run_dirs
 from runs import PACED, ROOT, TINY, Run, assert_same_run
 
-from runner.cli.housekeeping import hidden
 from runner.config.frozen import load, load_plain
 from runner.errors import ExitStatus
 from runner.rundir.lease import Lease
@@ -53,14 +52,6 @@ def test_a_run_is_resumed_from_its_frozen_config(started: Path, command: Command
     assert load_plain(started) == before
     overrides = json.loads(RunDir(started).code.read_text())["overrides"]
     assert overrides == ["launcher=here", "train.steps=10"]  # those of the first command
-
-
-def test_a_run_that_a_command_was_killed_in_refusing_gets_its_name_back(started: Path, command: Command) -> None:
-    aside = started.rename(hidden(started, "refused"))
-    assert command("resume", str(started), "-n") == 2
-    assert aside.is_dir()
-    assert command("resume", str(started.relative_to(Path.cwd()))) == 0
-    assert FakeLauncher.launched == [started]
 
 
 def test_a_finished_run_is_reported(started: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from runs import ROOT, TINY
 from launch import requeue
 from launch.slurm import SlurmLauncher
 from runner.config.composition import compose
-from runner.rundir.attempt_log import ended_attempts, finished_at
+from runner.rundir.attempt_log import Finish, ended_attempts
 from runner.rundir.paths import RunDir
 
 __all__ = ["slurm"]
@@ -77,6 +77,6 @@ def test_a_job_that_returns_to_a_full_disk_is_requeued_and_continues_once_there_
 
     ballast.unlink()
     assert not start_job(slurm, run, 9)
-    assert finished_at(run) == 2
+    assert Finish.of(run).steps == 2
     assert [line["cause"] for line in ended_attempts(run)] == ["finished"]
     assert not requeue_starts.exists()

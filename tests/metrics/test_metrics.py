@@ -26,6 +26,7 @@ from runner.metrics.mlflow import MLflow
 from runner.metrics.progress import ProgressBar, duration, quantity
 from runner.metrics.tensorboard import TensorBoard
 from runner.metrics.wandb import WandB
+from runner.rundir import evaluations
 from runner.rundir.paths import RunDir
 from runner.system import files
 from runner.system.files import read_lines
@@ -727,7 +728,8 @@ def test_the_best_value_is_that_of_the_metric_s_own_direction(run: RunDir) -> No
         for step, accuracy in enumerate((0.5, 0.9, 0.7), start=1):
             writer.write({"step": step, "loss": 1.0})
             writer.write({"step": step, "eval_loss": 1 - accuracy, "accuracy": accuracy, "other": 2.0})
-    run.evaluations.write_text('{"step": 3, "eval_loss": 0.25}\n')
+    evaluations.add(run, {"step": 3, "eval_loss": 0.25, "digest": "0f"})
+    evaluations.add(run, {"step": 1, "eval_loss": 0.5, "digest": "0f"})
     summary = Summary(run, 3, {"accuracy": "max"}).values()
     assert summary == pytest.approx(
         {

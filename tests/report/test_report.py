@@ -239,7 +239,9 @@ def test_evaluations_made_later_are_part_of_the_run(tmp_path: Path, report: Repo
         {"step": 2, "eval_loss": 7.0},
         {"step": 1, "settings": "ab12", "eval_loss": 5.0, "eval_loss_by_source": {"a": 6.0}},
     ]
-    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    (run / "evaluations" / "evaluate-all-ab12").mkdir(parents=True)
+    for line, name in zip([*map(json.dumps, lines), '{"step"'], ("2-cd34", "1-ab12", "3-ab12"), strict=True):
+        (run / "evaluations" / f"step_0000000{name}.json").write_text(line)
     (one,) = as_json(report, tmp_path)["runs"]
     assert one["metrics"]["eval_loss"] == {"last": 2.0, "best": 2.0, "best_step": 2}  # the run's own
     assert one["metrics"]["eval_loss@ab12"]["last"] == 5.0

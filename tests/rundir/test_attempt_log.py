@@ -18,7 +18,7 @@ from composing import compose
 from tiny_attempts import TinyJob
 
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
-from runner.rundir.attempt_log import AttemptLog, ended_attempts, is_finished, last_record, status_of
+from runner.rundir.attempt_log import AttemptLog, Finish, ended_attempts, last_record, status_of
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
@@ -171,7 +171,7 @@ def test_a_run_is_finished_at_its_steps_or_its_epochs(
     """A run that is to train longer is resumed, and one that is finished is not trained again."""
     run = RunDir(tmp_path)
     run.finished.write_text(json.dumps(content))
-    assert is_finished(run, steps, epochs) == finished
+    assert Finish.of(run).covers(steps, epochs) == finished
 
 
 @pytest.mark.parametrize(("saved", "stops"), [(7, True), (8, False)])

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -15,9 +15,9 @@ import pytest
 from disk import tree_of
 
 from runner.contracts import JobInfo
-from runner.errors import LockedError, RunDirError, UserError
+from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import custody as module
-from runner.rundir import evaluations, submitted_jobs
+from runner.rundir import submitted_jobs
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
@@ -47,9 +47,9 @@ def made(path: Path) -> RunDir:
     return run
 
 
-@pytest.fixture(params=["lease", "submission", "evaluation"])
+@pytest.fixture(params=["lease", "submission"])
 def holder(request: pytest.FixtureRequest, run: RunDir) -> Iterator[subprocess.Popen[str]]:
-    """Another process that trains, submits or evaluates the run."""
+    """Another process that trains or submits the run."""
     command = [sys.executable, "-c", HOLD, str(run.path / request.param)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -64,11 +64,11 @@ def test_a_live_run_is_left_alone_until_its_process_has_ended(run: RunDir, holde
     with pytest.raises(LockedError, match=f"in use by process {holder.pid}"):
         check_idle(run)
     assert sorted(path for path in tree_of(run.path) if not path.endswith(".beat")) == before
-    with pytest.raises(LockedError, match=f"in use by process {holder.pid}"), custody(run.path):
+    with pytest.raises(LockedError, match=f"in use by process {holder.pid}"), custody(run):
         pytest.fail("custody of a live run")
     holder.kill()
     holder.wait()
-    with custody(run.path) as held:
+    with custody(run) as held:
         assert held.run.path == run.path
 
 
@@ -80,7 +80,7 @@ def test_a_holder_of_another_machine_is_waited_for(run: RunDir, monkeypatch: pyt
     (run.lease / "00000004.json").write_text(json.dumps(stale))
     reported: list[str] = []
     check_idle(run)  # it cannot tell, and does not wait
-    with custody(run.path, reported.append):
+    with custody(run, reported.append):
         found = read_holder(run.lease)
         assert found is not None
         assert found[0] == 5
@@ -89,11 +89,11 @@ def test_a_holder_of_another_machine_is_waited_for(run: RunDir, monkeypatch: pyt
 
 def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
     """Neither an attempt nor a command that submits the run."""
-    with custody(run.path):
+    with custody(run):
         for lease in (run.lease, run.submission):
             with pytest.raises(LockedError):
                 Lease.acquire(lease)
-        with pytest.raises(LockedError), custody(run.path):
+        with pytest.raises(LockedError), custody(run):
             pytest.fail("two at once")
     for lease in (run.lease, run.submission):
         Lease.acquire(lease).release()
@@ -105,36 +105,23 @@ def test_a_run_that_is_moved_while_its_leases_are_waited_for_is_not_made_again(
     """Or two commands would both report success, and one of them would have moved an empty directory."""
     elsewhere = run.path.with_name("b-12345678")
 
-    def walk(*arguments: object) -> list[object]:
-        run.path.rename(elsewhere)  # after the look whether it is a run
-        return []
+    def look(found: RunDir, is_run: Callable[[RunDir], bool] = module.is_run) -> bool:
+        there = is_run(found)
+        if there:
+            run.path.rename(elsewhere)  # after the look whether it is a run
+        return there
 
-    monkeypatch.setattr(files, "walk", walk)
-    with pytest.raises(RunDirError, match="was moved or removed meanwhile"), custody(run.path):
+    monkeypatch.setattr(module, "is_run", look)
+    with pytest.raises(RunDirError, match="was moved or removed meanwhile"), custody(run):
         pytest.fail("custody of nothing")
     assert not run.path.exists()
     assert RunDir(elsewhere).config.exists()
 
 
-def test_an_evaluation_that_begins_while_the_run_is_moved_waits_for_that(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By settings that nobody has used before, so that their lease is none of those that custody holds."""
-    monkeypatch.setattr(evaluations, "ADDING_S", 0.0)
-    directory = evaluations.work_lease(run, "0f0f")
-    with custody(run.path):
-        with pytest.raises(LockedError):
-            evaluations.make_work(run, directory, None, 5.0)
-        assert not directory.exists()
-    evaluations.make_work(run, directory, None, 5.0)
-    with Lease.acquire(directory, within=run.path), pytest.raises(LockedError), custody(run.path):
-        pytest.fail("it is being evaluated")
-
-
 def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
     """So that the next attempt, perhaps on another machine, need not wait for a heartbeat."""
     target = run.path.with_name("b-12345678")
-    with custody(run.path) as held:
+    with custody(run) as held:
         held.move(target)
         assert held.run.path == target
         assert not run.path.exists()
@@ -148,18 +135,40 @@ def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
 
 
 def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its new name cannot be synced, and by then somebody else has taken it over."""
+    """Its new name cannot be synced, and the disk does not rename it back."""
     target = run.path.with_name("b-12345678")
 
-    def taken_over(directory: Path) -> None:
-        (RunDir(target).lease / "00000009.json").write_text("{}")
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+    def refuse(*paths: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
 
-    with custody(run.path) as held:
-        monkeypatch.setattr(files, "fsync_dir", taken_over)
-        with pytest.raises(OSError, match=f"Input/output error; it is {target} now"):
+    def unsynced(directory: Path) -> None:
+        monkeypatch.setattr(files, "rename", refuse)
+        refuse(directory)
+
+    with custody(run) as held:
+        monkeypatch.setattr(files, "fsync_dir", unsynced)
+        with pytest.raises(OSError, match=f"Input/output error.*; it is {target} now"):
             held.move(target)
+        monkeypatch.undo()
     assert not run.path.exists()
+
+
+def test_a_run_that_was_taken_over_while_it_was_renamed_has_its_name_back(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process was suspended after its last look."""
+    rename = files.rename
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(files, "rename", rename)
+        (run.lease / "00000009.json").write_text("{}")
+        rename(source, target)
+
+    with custody(run) as held:
+        monkeypatch.setattr(files, "rename", late)
+        with pytest.raises(SupersededError):
+            held.move(run.path.with_name("b-12345678"))
+    assert run.config.exists()
 
 
 class TestQueue:
@@ -183,7 +192,7 @@ class TestQueue:
         self, submitted: RunDir, state: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(self.Slurm, "state", state)
-        with pytest.raises(LockedError, match=f"has job 12 in the queue .{state}"), custody(submitted.path):
+        with pytest.raises(LockedError, match=f"has job 12 in the queue .{state}"), custody(submitted):
             pytest.fail("custody of a queued run")
         with pytest.raises(LockedError, match="scancel"):
             check_idle(submitted)
@@ -191,7 +200,7 @@ class TestQueue:
     def test_a_job_that_is_over_hinders_nobody(self, submitted: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(self.Slurm, "state", "completed")
         check_idle(submitted)
-        with custody(submitted.path):
+        with custody(submitted):
             pass
 
     def test_a_scheduler_that_is_silent_decides_nothing(
@@ -209,8 +218,8 @@ class TestWhatIsNoRun:
         (conf / "model").mkdir(parents=True)
         (conf / "config.yaml").write_text("defaults: [model]\n")
         before = tree_of(conf)
-        with pytest.raises(RunDirError, match="is not a run directory"), custody(conf):
-            pytest.fail("custody of a config directory")
+        with pytest.raises(RunDirError, match="is not a run directory"):
+            run_at(conf)
         assert tree_of(conf) == before
 
     def test_a_directory_of_runs_nothing_and_a_file(self, run: RunDir) -> None:

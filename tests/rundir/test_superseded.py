@@ -15,7 +15,7 @@ import pytest
 from tiny_attempts import STEPS, attempt, contents, tiny_attempts, training_to
 
 from runner.errors import ExitStatus
-from runner.rundir.attempt_log import finished_at
+from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
 
 
@@ -111,7 +111,7 @@ def changes_after(
             if not older.run_until_stopped():  # the status is written every other second: this one made fewer calls
                 continue
             held = (path / "lease" / f"{number:08d}.json").exists()
-            finished = finished_at(RunDir(path)) >= STEPS * number
+            finished = Finish.of(RunDir(path)).steps >= STEPS * number
             succeed(path)
             before = contents(path)
             older.wake()

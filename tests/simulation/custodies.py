@@ -21,20 +21,18 @@ from runner.__main__ import run as run_command
 from runner.checkpoint import choice, pins
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate, Fence, Retention
-from runner.cli import archive, checkpoints, edits, housekeeping, mv, plan, rm, start
+from runner.cli import checkpoints, edits, housekeeping, plan, start
 from runner.contracts import JobInfo
 from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl
 from runner.rundir import custody, evaluations, provenance, submitted_jobs
 from runner.rundir import lease as leases
-from runner.rundir.attempt_log import is_finished, last_step
+from runner.rundir.attempt_log import Finish, last_step
 from runner.rundir.lease import Lease, acquire_for_job
 from runner.rundir.paths import RunDir
-from runner.rundir.trunk import find
 from runner.system import clock, files
 from runner.system.distributed import World as Ranks
 from runner.training import attempt as attempts
-from runner.training import branch
 from runner.training.evaluate import Work
 from simulation.disk import ROOT, Node
 from simulation.engine import Process, World
@@ -52,7 +50,7 @@ EVERY, KEPT, TOTAL = 2, 2, 10
 """The trunk saves every second step, keeps the two newest checkpoints, and ends after ten steps."""
 BEGUN = 4
 """What it has saved when a story begins."""
-LEASES = ("lease", "submission", "evaluation", "evaluations")
+LEASES = ("lease", "submission")
 MOMENTS = ("commits", "deletes", "removes", "packs", "moves", "submits", "holds")
 """In the midst of what somebody may be interrupted, see `Custodies._moment_of`."""
 STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
@@ -60,10 +58,9 @@ STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
 INTERRUPTED_S = (3.0, 20.0, 90.0)
 APPENDED = ("metrics.jsonl", "timings.jsonl")
 """The records of a run that are appended to."""
-MADE_BY_OTHERS = re.compile(r".*\.(pinned(-\d+-\d+)?|awaits)|evaluations\.jsonl")
+MADE_BY_OTHERS = re.compile(r".*\.pinned|evaluations/.*")
 """What may be added to a run by processes that hold no lease of it."""
-LEFT = re.compile(r"\.tmp-|\.(removed|archived|refused)-")
-REFUSED = re.compile(r".*/(?P<name>\.branch[^/]+\.(removed|refused)-(?P<pid>\d+)-[0-9a-f]{8})(/.*)?")
+LEFT = re.compile(r"\.tmp-|\.removed-")
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,6 @@ class Job:
     number: int
     run_dir: Path
     submitter: Process
-    after: Path | None = None
-    submitted: float = 0.0
     state: str = "pending"
     process: Process | None = None
     auto_restarts = True
@@ -159,19 +154,14 @@ class Queue:
     in_process = dry_run = wait = False
     retry_failed = True
 
-    def __init__(self, scenario: Custodies, behind: Path | None = None) -> None:
+    def __init__(self, scenario: Custodies) -> None:
         self._scenario = scenario
-        self._behind = behind
-
-    def after(self, run_dir: Path) -> Queue | None:
-        """This queue for jobs that wait for a run."""
-        return Queue(self._scenario, run_dir)
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Submit the runs."""
         for run_dir, guard in zip(run_dirs, guards, strict=True):
             try:
-                self._scenario.submit(run_dir, guard, self._behind)
+                self._scenario.submit(run_dir, guard)
             except OSError as error:
                 self._scenario.not_submitted(run_dir, error)
                 return int(ExitStatus.USAGE)
@@ -215,15 +205,12 @@ class Custodies(Scenario):
         self._acquired: dict[str, int] = {}  # the highest number that began to train, by run
         self._committed: dict[str, set[int]] = {"a": set()}  # whose commit has returned
         self._pinned: set[int] = set()  # of the trunk, as the command has reported
-        self._promised: set[int] = set()  # steps of the trunk that branches wait for
         self._movers: set[Process] = set()
-        self._looked: dict[Process, float] = {}  # when a command began to look for branches that wait
         self._frozen_looking: set[Process] = set()  # in its last look at the leases
         self._traps: list[Trap] = []
         self._blackout = False
         self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
         self._to_remove = False  # somebody was told to remove the trunk
-        self._to_discard = False  # and not to pack it before
         self._packed: dict[str, bytes] | None = None
         self._reported = False  # an archive was reported as done
         self._finished: dict[str, bytes] | None = None
@@ -247,8 +234,6 @@ class Custodies(Scenario):
             (leases, "MIN_INTERVAL_S"): TIMEOUT_S / 6,  # the heart of a young process would make a third of all calls
             (attempts, "attempt"): self._attempt_under,
         }
-        for module in (mv, rm, archive):
-            stand_ins[module, "refuse_waited_for"] = partial(self._look_for_waiting, module.refuse_waited_for)
         check = custody.Custody.check
         stand_ins[custody.Custody, "check"] = lambda held: self._look_at_leases(check, held)
         made = [mock.patch.object(module, name, value) for (module, name), value in stand_ins.items()]
@@ -294,7 +279,7 @@ class Custodies(Scenario):
             self.random.choice(
                 (
                     *(self._move, self._move, self._move_into, self._remove, self._remove, self._archive),
-                    *(self._archive_and_remove, self._fork, self._fork_later, self._pin, self._prune, self._resume),
+                    *(self._archive, self._fork, self._fork, self._pin, self._prune, self._resume),
                     *(self._submit, self._evaluate, self._evaluate),
                 )
             ),
@@ -330,8 +315,8 @@ class Custodies(Scenario):
         self.world.tell(f"prints: {text}", process.name)
         self.must("malformed" not in text, f"{process.name} took sound records for malformed ones: {text}")
         self._reported |= status == 0 and words[0] == "archive"
-        if status == 0 and (words[0] in ("mv", "rm") or "--remove" in words):
-            moved = process in self._movers or ".removed-" in text or ".archived-" in text
+        if status == 0 and words[0] in ("mv", "rm"):
+            moved = process in self._movers or ".removed-" in text
             self.must(moved or not self._places("a"), f"{process.name} reports success and has moved nothing: {text}")
         return int(status)
 
@@ -367,7 +352,7 @@ class Custodies(Scenario):
         if what == "link":
             return "packs" if to == str(ARCHIVE) else None
         if what == "create":  # the first and the last of the leases that one needs who moves, packs or removes a run
-            return "holds" if re.fullmatch(r".*/(submission|evaluation)/\d+\.json", path) else None
+            return "holds" if re.fullmatch(r".*/(submission|lease)/\d+\.json", path) else None
         if what != "rename":
             return None
         if re.fullmatch(r".*/checkpoints/step_\d+", to):
@@ -434,7 +419,6 @@ class Custodies(Scenario):
         for job in self.queue.values():
             if job.process is process:
                 job.state = "completed"
-                self._release_waiting(job)
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
 
     def _own(self) -> Process:
@@ -466,10 +450,6 @@ class Custodies(Scenario):
 
     # ---- the commands
 
-    def _look_for_waiting(self, look: Callable[[RunDir], None], run: RunDir) -> None:
-        self._looked[self._own()] = self.world.now
-        look(run)
-
     def _look_at_leases(self, check: Callable[[custody.Custody], None], held: custody.Custody) -> None:
         process = self._own()
         freezes = process.freezes
@@ -485,15 +465,11 @@ class Custodies(Scenario):
         return self._carry_out("mv", str(self._place()), f"{ELSEWHERE}/")
 
     def _remove(self) -> int:
-        self._to_remove = self._to_discard = True
+        self._to_remove = True
         return self._carry_out("rm", str(self._place()), "--yes", *(["--force"] if self.random.random() < 0.5 else []))
 
     def _archive(self) -> int:
         return self._carry_out("archive", str(self._place()), str(ARCHIVE))
-
-    def _archive_and_remove(self) -> int:
-        self._to_remove = True
-        return self._carry_out("archive", str(self._place()), str(ARCHIVE), "--remove")
 
     def _prune(self) -> int:
         return self._carry_out("checkpoints", str(self._place()), "--prune", "--keep-last", str(KEPT))
@@ -533,10 +509,6 @@ class Custodies(Scenario):
         step = choice.choose(checkpoints.checkpoints_of(trunk), "last").step
         return self._branch(trunk, step)
 
-    def _fork_later(self) -> int:
-        """A branch that waits for a checkpoint, which the trunk would delete again."""
-        return self._branch(self._place(), TOTAL - EVERY * KEPT)
-
     def _branch(self, trunk: Path, step: int) -> int:
         if not files.is_file(RunDir(trunk).config):
             raise UserError(f"{trunk} is not a run directory")
@@ -545,9 +517,7 @@ class Custodies(Scenario):
 
     def _start(self, made: Any) -> int:
         queue: Any = Queue(self)
-        start.put_back([made.run_dir])
         planned = plan.plan_runs([made], queue, False)
-        start._waiting(planned, queue)
         if not planned[0].starts:
             return 0
         return int(start._start_all(planned, queue, False))
@@ -561,13 +531,12 @@ class Custodies(Scenario):
         request = evaluations.Request(digest, self.random.choice(("all", "last")))
         evaluator: Any = SimpleNamespace(results=partial(self._results, run))
         config: Any = settings(frozen_of(run.path))
-        work = Work(run, request, config, Ranks(), lambda: False, _evaluator=evaluator, say=_quiet, show=_quiet)
+        work = Work(run, request, config, Ranks(), lambda: False, _evaluator=evaluator, say=_quiet)
         work.do()
         return 0
 
     def _results(self, run: RunDir, chosen: Candidate, stop: Callable[[], bool]) -> dict[str, float]:
-        with self._at_work("evaluates", "a"):
-            clock.sleep(self.random.uniform(0.2, 2.0))
+        clock.sleep(self.random.uniform(0.2, 2.0))
         return {"eval_loss": float(chosen.step)}
 
     @contextmanager
@@ -582,18 +551,14 @@ class Custodies(Scenario):
 
     # ---- jobs
 
-    def submit(self, run_dir: Path, guard: files.Guard, after: Path | None) -> None:
+    def submit(self, run_dir: Path, guard: files.Guard) -> None:
         """Put a run into the queue, as a launcher does."""
         self._numbers += 1
         number, process = self._numbers, self._own()
         files.write_json(RunDir(run_dir).job, {"launcher": LAUNCHER, "job_id": number}, guard=guard)
-        job = self.queue[number] = Job(number, run_dir, process, after, self.world.now)
-        if after is not None and process not in self._troubled:
-            with self.world.outside():
-                self._promised.add(int(frozen(run_dir)["fork"]["step"]))
+        job = self.queue[number] = Job(number, run_dir, process)
         self.world.tell(f"submits {run_dir.name} as job {number}", process.name)
-        if after is None or self._is_over(after):
-            self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
+        self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
 
     def not_submitted(self, run_dir: Path, error: OSError) -> None:
         """A launcher reports what the file system has refused: an injected error, or the directory of a run is gone.
@@ -604,15 +569,6 @@ class Custodies(Scenario):
         moved = isinstance(error, FileNotFoundError) and not self._is_run(str(run_dir))
         self.must(moved or process in self._troubled or self.disk.full, f"{process.name} cannot submit: {error}")
         self.world.tell(f"cannot submit {run_dir.name}: {error}", process.name)
-
-    def _is_over(self, run_dir: Path) -> bool:
-        with self.world.outside():
-            return is_finished(RunDir(run_dir), TOTAL, None)
-
-    def _release_waiting(self, ended: Job) -> None:
-        for job in self.queue.values():
-            if job.state == "pending" and job.after == ended.run_dir and self._is_over(ended.run_dir):
-                self.world.at(1.0, partial(self._begin_job, job))
 
     def _begin_job(self, job: Job) -> None:
         if job.state != "pending":
@@ -643,13 +599,11 @@ class Custodies(Scenario):
     def _train(self, run: RunDir, name: str, wanted: Settings, lease: Lease) -> None:
         process, fence = self._own(), Fence(lease.fence, lease.check_fence)
         with self._at_work("trains", name):
-            if is_finished(run, wanted.known_steps, None):
+            if Finish.of(run).covers(wanted.known_steps, None):
                 lease.check_fence()
                 return
             self._fences[process] = lease.fence
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
-            if wanted.fork.run is not None:
-                branch.take_over(run, find(wanted.fork.run, run.path), wanted.fork.step, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
             if process not in self._troubled:  # from here on no older attempt can, unless the disk refused to sweep
                 self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
@@ -686,7 +640,7 @@ class Custodies(Scenario):
             self.world.tell(f"cannot save step {step}: {error}", self._own().name)
         try:
             found = checkpoint_dir.candidates(run.checkpoints)
-            for each in Retention(KEPT).to_delete(found, pins.kept(run.checkpoints)):
+            for each in Retention(KEPT).to_delete(found, pins.pinned(run.checkpoints)):
                 checkpoint_dir.delete(each.path, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
         except (OSError, CheckpointError) as error:
@@ -731,14 +685,8 @@ class Custodies(Scenario):
         for job in self.queue.values():
             if job.live and job.run_dir == source and job.submitter not in self._troubled:
                 self._may_not(process, f"moved {source.name}, which has job {job.number} in the queue")
-            if job.state == "pending" and job.after == source and job.run_dir.parent == source.parent:
-                waits = job.submitted < self._looked.get(process, 0.0) and job.submitter not in self._troubled
-                waits = waits and self._is_run(str(job.run_dir)) and not self._saved(job.run_dir)
-                self.must(not waits, f"{process.name} moved {source.name}, for which job {job.number} waits")
         if target.name.startswith("."):
             self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
-            if process.name.startswith("archive"):
-                self.must(self._packed is not None, f"{process.name} removes {source.name} before it was packed")
 
     def _may_not(self, process: Process, what: str) -> None:
         """Somebody did what he may not: who was frozen in his last look at the leases, or in that very call, may."""
@@ -818,31 +766,21 @@ class Custodies(Scenario):
         left = [name for name in _names(self.disk.root, ROOT) if LEFT.search(name)]
         if not self._places("a"):
             begun.append(f"{ARCHIVE.with_name('.' + ARCHIVE.name)}.tmp-")  # the next archive of this name removes it
-        left = [name for name in left if not name.startswith(tuple(begun)) and not self._is_told(name)]
+        # What was refused or removed goes with the run that has its name now, and a result with the next of its step.
+        begun += [f"{path.parent}/.{path.name}.removed-" for path in self._directories(self.disk.root, Path(ROOT))]
+        left = [name for name in left if not name.startswith(tuple(begun)) and "/evaluations/step_" not in name]
         self.must(not left, f"these are left behind: {left}")
-
-    def _is_told(self, name: str) -> bool:
-        """Whether it is of a refused branch, and its command was killed in deleting it or has said that it cannot."""
-        if not (found := REFUSED.fullmatch(name)):
-            return False
-        said_so = ("of the refused run cannot be removed", "cannot be given its name")
-        warnings = [f"{found['name']} {said}" for said in said_so]
-        makers = [each for each in self.world.processes if each.pid == int(found["pid"])]
-        return any(each.killed_by or any(said in line for said in warnings for line in each.output) for each in makers)
 
     def _tidy(self) -> None:
         """What people do at last: give the commands that were killed again, and continue each run for some steps."""
         for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
             with self.world.outside():
                 names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
-            start.put_back(folder / found["name"] for name in names if (found := start._REFUSED.fullmatch(name)))
-            removed = {found["name"]: None for name in names if (found := housekeeping.REMOVED.fullmatch(name))}
+            removed = {found["name"]: None for name in names if (found := housekeeping._REMOVED.fullmatch(name))}
             for name in removed:
                 if name not in names:
                     self._carry_out("rm", str(folder / name), "--yes")
         self.must(files.exists(ARCHIVE) or not self._reported, "an archive that was reported as done is gone")
-        there = files.exists(ARCHIVE) or self._places("a") or self._to_discard
-        self.must(bool(there), "the run was removed, and the archive that it was packed into is gone")
         if self._packed is not None and files.exists(ARCHIVE):
             self._check_archive()
             files.remove(ARCHIVE)
@@ -853,9 +791,8 @@ class Custodies(Scenario):
     def _continue(self, place: Path, name: str) -> None:
         """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
         run = RunDir(place)
-        with custody.custody(place) as held:
-            (lease,) = (lease for lease in held._leases if lease.directory == run.lease)
-            checkpoint_dir.sweep(run.checkpoints, Fence(lease.fence, lease.check_fence))
+        with custody.custody(run) as held:
+            checkpoint_dir.sweep(run.checkpoints, Fence(held.lease.fence, held.lease.check_fence))
         if name == "a" and any(".tmp-" in entry for entry in self.disk.root.entries):
             self._carry_out(
                 "archive", str(place), str(ARCHIVE)
@@ -897,8 +834,9 @@ class Custodies(Scenario):
             }
             # A save whose last sync fails is reported as failed, but may be there, and then retention counts it.
             whole = {step for step, corruption in found.items() if corruption is None}
-            kept = set(sorted(self._committed["a"] | whole)[-KEPT:]) | (self._promised & self._committed["a"])
-            kept |= self._pinned & pins.pinned(run.checkpoints)
+            kept = set(sorted(self._committed["a"] | whole)[-KEPT:])
+            names = files.list_dir(run.checkpoints)
+            kept |= {step for step in self._pinned if f"step_{step:08d}.pinned" in names}
             lost = sorted(step for step in kept if found.get(step, "it is gone"))
             self.must(not lost, f"checkpoints {lost} are lost; there are {sorted(found)}")
             if self._finished is not None:

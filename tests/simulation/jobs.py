@@ -32,7 +32,7 @@ from runner.config.composition import Composed, Composer
 from runner.contracts import is_same_job
 from runner.errors import ExitStatus, UserError
 from runner.rundir import lease, provenance
-from runner.rundir.attempt_log import ended_attempts, finished_at, status_of
+from runner.rundir.attempt_log import Finish, ended_attempts, status_of
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
@@ -216,7 +216,7 @@ class Jobs(Scenario):
         """The job that job.json names, if it is queued or running."""
         with self.world.outside():
             recorded = files.read_object(RunDir(run).job)
-            done = finished_at(RunDir(run))
+            done = Finish.of(RunDir(run)).steps
         if done:
             return "finished"
         job = self.slurm.jobs.get(str(recorded.get("job_id")))
@@ -586,13 +586,13 @@ class Jobs(Scenario):
         for run in self.runs:
             self._judge(run)
         for _ in range(4):
-            if all(finished_at(run) == STEPS for run in self.runs):
+            if all(Finish.of(run).steps == STEPS for run in self.runs):
                 break
             self._command(retry_failed=True)
             self.world.run()
             self._must_be_quiet()
         for run in self.runs:
-            self.must(finished_at(run) == STEPS, f"{run.path.name} cannot be finished: {status_of(run)}")
+            self.must(Finish.of(run).steps == STEPS, f"{run.path.name} cannot be finished: {status_of(run)}")
         before = len(self.slurm.all_jobs)
         self._command()
         self.world.run()
@@ -613,7 +613,7 @@ class Jobs(Scenario):
 
     def _judge(self, run: RunDir) -> None:
         """A run that is not finished, and has no job, says why."""
-        if finished_at(run) == STEPS:
+        if Finish.of(run).steps == STEPS:
             return
         jobs = [job for job in self.slurm.all_jobs if self._run_of(job) == run.path and not job.withdrawn]
         if not jobs:

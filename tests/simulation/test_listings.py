@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint import directory
 from runner.cli import archive
-from runner.cli.housekeeping import branches
 from runner.rundir.custody import custody
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -18,11 +16,10 @@ from simulation.scenario import Scenario, play
 from simulation.schedule import Schedule
 
 RUN = RunDir(Path(ROOT) / "run")
-BEGUN = ("logs/1/old.log", "checkpoints/step_00000001/weights.bin", "evaluations/0f0f/00000001.json")
-BRANCH = RunDir(Path(ROOT) / "branch")
+BEGUN = ("logs/1/old.log", "checkpoints/step_00000001/weights.bin", "evaluations/step_00000001-0f0f.json")
 NEW = (
     *("finished.json", "logs/1/new.log", "checkpoints/step_00000002/weights.bin", "checkpoints/step_00000001.pinned"),
-    "evaluations/a1a1/00000001.json",
+    "evaluations/step_00000002-0f0f.json",
 )
 
 
@@ -41,14 +38,13 @@ class _Adding(Scenario):
 
     def _add(self, name: str) -> None:
         files.make_dirs((RUN.path / name).parent)
-        files.write_atomic(RUN.path / name, '{"released": true}' if name.startswith("evaluations") else "{}")
+        files.write_atomic(RUN.path / name, "{}")
 
     def _take(self) -> None:
         for _ in files.walk(RUN.path):
             pass
         clock.sleep(1.0)
-        with custody(RUN.path) as held:
-            self.leases = sorted(lease.directory.name for lease in held._leases)
+        with custody(RUN) as held:
             self.members = [str(member) for member in archive._members(held.run, None)]
 
     def _write(self) -> None:
@@ -57,39 +53,13 @@ class _Adding(Scenario):
             self._add(name)
 
     def finish(self) -> None:
-        self.must(self.leases == ["0f0f", "a1a1", "evaluation", "lease", "submission"], f"leases: {self.leases}")
-        packed = {*BEGUN[:2], *NEW[:-1]}
+        packed = {*BEGUN, *NEW}
         self.must(packed <= set(self.members), f"not packed: {sorted(packed - set(self.members))}")
 
 
 def test_what_another_machine_has_just_made_is_packed_and_taken_into_custody() -> None:
-    """An archive without it may be all that is left of the run, and an evaluation would lose its run."""
+    """An archive without it may be all that is left of the run."""
     assert play(_Adding, Schedule("1", ())).broken is None
-
-
-class _Branching(_Adding):
-    """One machine lists the runs before the other one makes a branch, and a moment later takes custody of the trunk."""
-
-    begun = ()
-
-    def _take(self) -> None:
-        files.list_dir(RUN.path.parent)
-        clock.sleep(1.0)
-        with custody(RUN.path) as held:
-            self.waiting = branches(held.run)[1]
-
-    def _write(self) -> None:
-        clock.sleep(0.5)
-        files.make_dir(BRANCH.path)
-        files.write_atomic(BRANCH.config, json.dumps({"fork": {"run": str(RUN.path)}}))
-
-    def finish(self) -> None:
-        self.must(self.waiting == [BRANCH.path], f"branches that wait: {self.waiting}")
-
-
-def test_a_branch_that_another_machine_has_just_submitted_is_waited_for() -> None:
-    """A trunk that is moved or removed in spite of it leaves the branch without a beginning."""
-    assert play(_Branching, Schedule("1", ())).broken is None
 
 
 class _Saving(Scenario):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from runner.config.frozen import load
-from runner.contracts import Finding, JobInfo, Launcher, RankCounts
+from runner.contracts import Finding, JobInfo, RankCounts
 from runner.rundir.evaluations import Request
 from runner.rundir.paths import RunDir
 from runner.system import files
@@ -51,9 +51,6 @@ class FakeLauncher:
         if not self.answers:
             raise OSError("squeue does not answer")
         return {path: job for path, job in self.queued.items() if path in run_dirs}
-
-    def after(self, run_dir: Path) -> Launcher | None:
-        return None
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         assert attempt == "runner.training.attempt:attempt"
@@ -110,7 +107,7 @@ class EvaluationLauncher(FakeLauncher):
     """Submits evaluations to nowhere."""
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
-        assert attempt == "runner.training.evaluate_attempt:attempt"
+        assert attempt == "runner.training.evaluate:attempt"
         assert len(guards) == len(run_dirs)
         for path in run_dirs:
             Request.read(path)

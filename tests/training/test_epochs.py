@@ -14,7 +14,7 @@ from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.data.order.batch_shape import BatchShape
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import ExitStatus, UserError
-from runner.rundir.attempt_log import is_finished
+from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
 from runner.samplers import SamplerKind
 from runner.training.data.order import with_steps
@@ -88,10 +88,10 @@ def test_a_mark_of_epochs_answers_for_epochs(tmp_path: Path) -> None:
         ({}, 1, False),
     ):
         run.finished.write_text(json.dumps(mark))
-        assert is_finished(run, None, epochs) is finished
+        assert Finish.of(run).covers(None, epochs) is finished
     run.finished.write_text('{"steps": 12, "epochs": 2.0}')
-    assert is_finished(run, 12, None)
-    assert not is_finished(run, 13, None)
+    assert Finish.of(run).covers(12, None)
+    assert not Finish.of(run).covers(13, None)
 
 
 @pytest.mark.slow

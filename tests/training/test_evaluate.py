@@ -1,4 +1,4 @@
-"""Evaluations of saved checkpoints: the bits that the run itself records, each once, also while it trains."""
+"""Evaluations of saved checkpoints: the bits that the run itself records, each once."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import here
 import pytest
-from checkpoints import Toy, manager, names
 from fake_job import FakeJob
 from runs import PACED, PATIENCE_S, ROOT, Run
 
 from runner.checkpoint import reading
-from runner.checkpoint.pins import await_evaluation, evaluation_done, kept
 from runner.cli.status import find_runs
 from runner.config.composition import Composer
 from runner.config.identity import evaluation_digest
 from runner.rundir import evaluations
-from runner.rundir.evaluations import Following, Request, request_file
+from runner.rundir.evaluations import Request
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files
-from runner.system.distributed import World
-from runner.training import evaluate as module
-from runner.training.evaluate import Work
-from runner.training.evaluate_attempt import attempt
+from runner.training.evaluate import Work, attempt
 
 HELD_OUT = [
     "data=mixture",
@@ -77,9 +71,14 @@ def own(run: Path) -> dict[int, dict[str, Any]]:
     return {each["step"]: each for each in lines(run / "metrics.jsonl") if any("eval" in key for key in each)}
 
 
+def results(run: Path) -> list[dict[str, Any]]:
+    """What `runner evaluate` has added, in the order of the steps."""
+    return [json.loads(file.read_text()) for file in sorted((run / "evaluations").glob("step_*.json"))]
+
+
 def added(run: Path) -> dict[int, dict[str, Any]]:
-    """What `runner evaluate` has added by the run's own settings, by step; each step once."""
-    found = [each for each in lines(run / "evaluations.jsonl") if "settings" not in each]
+    """What it has added by the run's own settings, by step; each step once."""
+    found = [each for each in results(run) if "settings" not in each]
     assert len({each["step"] for each in found}) == len(found)
     return {each.pop("step"): each for each in found}
 
@@ -108,7 +107,7 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
     request = requested(run.path)
     code = (
         "import sys\nsys.path.insert(0, 'tests/support')\nfrom fake_job import FakeJob\n"
-        "from runner.training.evaluate_attempt import attempt\n"
+        "from runner.training.evaluate import attempt\n"
         f"sys.exit(attempt({str(request.directory(RunDir(run.path)))!r}, FakeJob()))"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
@@ -124,8 +123,9 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
     assert without_step(added(run.path)) == without_step(own(run.path))
     assert set(added(run.path)) == {2, 4, 6}
 
-    # The disk of one machine refuses a checkpoint: all ranks put it off, and evaluate the others.
-    (run.path / "evaluations.jsonl").unlink()
+    # The disk of one machine refuses a checkpoint: all ranks leave it, and evaluate the others.
+    for file in (run.path / "evaluations").glob("step_*.json"):
+        file.unlink()
     refuses = (
         "import errno, os\nfrom runner.system import files\nreal = files.stat\n"
         "def stat(path, *rest, **more):\n"
@@ -148,10 +148,10 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
     assert "PeerError" not in done.stderr
 
 
-def requested(run: Path, *overrides: str, step: str = "all", follow: bool = False) -> Request:
+def requested(run: Path, *overrides: str, step: str = "all") -> Request:
     """A submitted evaluation, without its job."""
     plain = Composer().recompose(run, overrides).plain
-    request = Request(evaluation_digest(plain), step, follow, 10, overrides, plain)
+    request = Request(evaluation_digest(plain), step, overrides, plain)
     directory = request.directory(RunDir(run))
     directory.mkdir(parents=True)
     with Lease.acquire(RunDir(directory).submission) as lease:
@@ -169,10 +169,10 @@ def test_a_checkpoint_is_evaluated_once_and_other_settings_are_others(run: Path,
     ):
         assert here.command("evaluate", run, *words) == 0
         assert f"{now} evaluated now, {before} before" in capsys.readouterr().out
-    assert [(each["step"], each.get("overrides")) for each in lines(run / "evaluations.jsonl")] == [
-        (4, None),
-        (2, None),
-        (6, None),
+    assert sorted((each["step"], each.get("overrides", [])) for each in results(run)) == [
+        (2, []),
+        (4, []),
+        (6, []),
         (6, ["eval.batches=1"]),
     ]
 
@@ -182,7 +182,7 @@ def test_a_run_that_is_resumed_with_other_evaluations_keeps_both(run: Path) -> N
     assert here.command("evaluate", run, "--step", "6") == 0
     assert here.command("resume", run, "eval.batches=1", "train.steps=8") == 0
     assert here.command("evaluate", run, "--step", "6") == 0
-    assert [each["step"] for each in lines(run / "evaluations.jsonl")] == [6, 6]
+    assert [each["step"] for each in results(run)] == [6, 6]
 
 
 def evaluating(run: Path, *words: str, **env: str) -> subprocess.Popen[str]:
@@ -218,91 +218,16 @@ def test_stopped_in_the_middle_the_same_command_continues(run: Path, signum: int
     process = evaluating(run, "--step", "all", **held(run, 2))
     wait(Run(run, []).idles, process)
     assert list(added(run)) == [2]
-    before = (run / "evaluations.jsonl").read_bytes()
+    before = here.contents(run / "evaluations")
     process.send_signal(signum)
     Run(run, []).release()
     _, err = process.communicate(timeout=PATIENCE_S)
     if signum != signal.SIGKILL:
         assert process.returncode == 75, err
-        assert "interrupted after 1 checkpoints of 3: rerun the command for the others" in err
+        assert "interrupted after 1 of 3 checkpoints: rerun the command for the others" in err
     assert here.command("evaluate", run, "--step", "all") == 0
-    assert (run / "evaluations.jsonl").read_bytes().startswith(before)
+    assert before.items() <= here.contents(run / "evaluations").items()
     assert without_step(added(run)) == without_step(own(run))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_commands_at_once_share_the_work(run: Path) -> None:
-    """The second waits while the first is at its first checkpoint; each is evaluated by one of them."""
-    first = evaluating(run, "--step", "all", **held(run, 1))
-    wait(Run(run, []).idles, first)
-    second = evaluating(run, "--step", "all")
-    wait(lambda: "waiting" in str(second.stderr and second.stderr.readline()), None)
-    Run(run, []).release()
-    for process in (first, second):
-        out, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-        assert [line.split()[0] for line in out.splitlines()[1:4]] == ["2", "4", "6"]
-    assert without_step(added(run)) == without_step(own(run))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_followed_while_it_trains_every_checkpoint_is_evaluated_and_the_run_is_untouched(
-    run: Path, tmp_path: Path
-) -> None:
-    """Although the run itself keeps one checkpoint only, and the evaluation is slower than the run."""
-    words = [*here.SHORT, PACED, "checkpoint.keep_last=1"]
-    live = Run(tmp_path / "live", words)
-    live.hold_at(3, HELD_S="1000")
-    live.start()
-    assert live.wait_until(Run.idles)
-    live_hold = live.hold_file
-    follower = Path(f"{live.path}.follower")
-    process = evaluating(live.path, "--step", "all", "--follow", **held(follower, 0))  # from its first batch on
-    wait(Run(follower, []).idles, process)
-    live_hold.unlink()
-    status, output = live.wait()
-    assert status == 0, output
-    assert [path.name for path in live.checkpoints()] == ["step_00000002", "step_00000004", "step_00000006"]
-    Run(follower, []).release()
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
-    assert out.startswith("step 2: eval_loss")
-    assert without_step(added(live.path)) == without_step(own(live.path)) == without_step(own(run))
-    assert not list((live.path / "checkpoints").glob("*.awaits"))
-    assert (live.path / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
-
-
-def stopped(run: Path, state: str) -> None:
-    (run / "finished.json").unlink()
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "state": state}))
-
-
-@pytest.mark.parametrize(
-    ("state", "shown"), [("failed", "failed"), ("cancelled", "cancelled"), ("interrupted", "interrupted")]
-)
-def test_following_ends_with_a_run_that_has_stopped(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, state: str, shown: str
-) -> None:
-    monkeypatch.setattr(evaluations, "RETURN_S", 0.0)
-    monkeypatch.setattr(module, "POLL_S", 0.0)
-    stopped(run, state)
-    assert here.command("evaluate", run, "--step", "all", "--follow") == 1
-    assert f"has stopped ({shown}): rerun the command once it trains again" in capsys.readouterr().err
-    assert set(added(run)) == {2, 4, 6}
-    assert not list((run / "checkpoints").glob("*.awaits"))
-
-
-def test_a_run_that_may_come_back_is_waited_for(run: Path) -> None:
-    times = iter((0.0, 0.0, 29.0, 31.0, 40.0, 40.0))
-    stopped(run, "interrupted")
-    following = Following(RunDir(run), 6, None, lambda: next(times))
-    assert [following.over() for _ in range(3)] == [None, None, "interrupted"]
-    with Lease.acquire(RunDir(run).lease):
-        assert following.over() is None
-    assert following.over() is None  # from now on anew
 
 
 def test_a_preempted_job_continues_after_its_requeue(run: Path, capsys: Any) -> None:
@@ -317,17 +242,7 @@ def test_a_preempted_job_continues_after_its_requeue(run: Path, capsys: Any) -> 
     assert job.starts == 4  # after each checkpoint, and once there was none left
     assert without_step(added(run)) == without_step(own(run))
     assert at(directory, FakeJob(restart_count=2)) == 0
-    assert len(lines(run / "evaluations.jsonl")) == 3
-
-
-def test_a_module_that_cannot_be_imported_fails_no_evaluation_for_good(run: Path, monkeypatch: Any) -> None:
-    """The environment may be on a file system that works again at the next start."""
-    job, told = FakeJob(), Mock(return_value=True)
-    monkeypatch.setattr(job, "yield_verdict", told)
-    monkeypatch.setitem(sys.modules, "runner.training.evaluate", None)
-    assert at(requested(run).directory(RunDir(run)), job) == 1
-    ((reason,),) = [call.args for call in told.call_args_list]
-    assert reason.startswith("ModuleNotFoundError: import of runner.training.evaluate halted")
+    assert len(results(run)) == 3
 
 
 def at(directory: Path, job: FakeJob) -> int:
@@ -343,41 +258,15 @@ def at(directory: Path, job: FakeJob) -> int:
             signal.signal(signum, handler)
 
 
-def test_a_job_that_was_killed_holds_nothing_up(run: Path) -> None:
-    """The lease of the attempt before it, on another node, is that of the same job."""
-    request = requested(run)
-    lease = Lease.acquire(evaluations.work_lease(RunDir(run), request.settings), FakeJob(0).identity())
-    lease._stop.set()
-    began = time.monotonic()
-    assert at(request.directory(RunDir(run)), FakeJob(1)) == 0
-    assert time.monotonic() - began < 30
-    assert set(added(run)) == {2, 4, 6}
-
-
 def test_a_request_that_is_gone_or_malformed_ends_its_job(run: Path, capsys: Any) -> None:
     directory = requested(run).directory(RunDir(run))
-    request_file(directory).write_text('{"settings": 3}')
+    (directory / "request.json").write_text('{"settings": 3}')
     assert at(directory, FakeJob()) == 2
     assert "request.json is malformed: rerun the command, which writes it" in capsys.readouterr().err
-    request_file(directory).unlink()
+    (directory / "request.json").unlink()
     assert at(directory, FakeJob()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "was given up (--forget)" in line
+    assert "request.json is malformed" in capsys.readouterr().err
     assert not added(run)
-
-
-def test_given_up_in_the_middle_it_ends_after_the_checkpoint(run: Path) -> None:
-    request = requested(run, follow=True)
-    directory = request.directory(RunDir(run))
-    plain = Composer().recompose(run, []).config
-    done: list[int] = []
-    work = Work(
-        RunDir(run), request, plain, World(), stop=lambda: False,
-        on_progress=lambda: done.append(1), given_up=lambda: bool(done),
-    )  # fmt: skip
-    assert work.do() == "given up"
-    assert set(added(run)) == {2}
-    assert directory.is_dir()
 
 
 def test_a_corrupt_checkpoint_is_left_out_of_all_and_an_error_by_itself(run: Path, capsys: Any) -> None:
@@ -410,27 +299,24 @@ def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int, whole: bo
         patch.setattr(files, "read_regular", read)
         patch.setattr(files, "stat", stat)
         patch.setattr(reading, "PAUSES_S", (0.0, 0.0))
-        patch.setattr(module, "POLL_S", 0.0)
         yield
 
 
-@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 def test_an_error_of_the_disk_leaves_no_checkpoint_out(
-    run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, follow: bool
+    run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """It is tried again after the others; if the disk refuses it then, too, retention keeps it for the next command."""
-    words = ["evaluate", run, "--step", "all", *(["--follow"] if follow else [])]
-    with unreadable(run, monkeypatch, 1000, whole=follow):
+    """The others are evaluated, the command fails, and the same command completes it."""
+    words = ["evaluate", run, "--step", "all"]
+    with unreadable(run, monkeypatch, 1000, whole=whole):
         assert here.command(*words) == 1
     error = capsys.readouterr().err
-    assert error.count("warning: step 4 is tried again at the end: ") == 2
+    assert error.count("warning: step 4 is left for the next time: ") == 1
     assert "manifest.json cannot be read (Input/output error, EIO; tried 3 times)" in error.splitlines()[-1]
     assert set(added(run)) == {2, 6}
-    assert bool(list((run / "checkpoints").glob("*.awaits"))) == follow
-    with unreadable(run, monkeypatch, 4):  # by now only once more
+    with unreadable(run, monkeypatch, 2):
         assert here.command(*words) == 0
     assert without_step(added(run)) == without_step(own(run))
-    assert not list((run / "checkpoints").glob("*.awaits"))
 
 
 def test_a_job_to_which_the_disk_refuses_a_checkpoint_is_started_again(
@@ -468,17 +354,17 @@ def test_on_a_full_disk_one_line_says_so_and_the_same_command_continues(
     real, room = files.write_atomic, [1]
 
     def write(path: Path, *arguments: Any, **more: Any) -> None:
-        if path.name == "evaluations.jsonl" and not room:
+        if path.parent.name == "evaluations" and not room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        if path.name == "evaluations.jsonl":
+        if path.parent.name == "evaluations":
             room.pop()
         real(path, *arguments, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_atomic", write)
         assert here.command("evaluate", run, "--step", "all") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "evaluations.jsonl cannot be written (No space left on device)" in line
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "evaluations cannot be written (No space left on device)" in line
     assert set(added(run)) == {2}
     assert here.command("evaluate", run, "--step", "all") == 0
     assert "2 evaluated now, 1 before" in capsys.readouterr().out
@@ -492,7 +378,7 @@ def test_what_another_command_has_evaluated_meanwhile_is_not_counted_as_its_own(
 
     def evaluate(work: Work, step: int) -> bool:
         if step == 2:
-            evaluations.add(work.run, {"step": 4, "eval_loss": 1.0, "digest": work.request.settings}, {}, 1.0)
+            evaluations.add(work.run, {"step": 4, "eval_loss": 1.0, "digest": work.request.settings})
         return original(work, step)
 
     monkeypatch.setattr(Work, "_evaluate", evaluate)
@@ -512,39 +398,6 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_left_out(run: Path, mo
     assert set(added(run)) == {2, 6}
 
 
-def test_retention_keeps_what_an_evaluation_waits_for_but_not_without_bound(tmp_path: Path) -> None:
-    toy, saving = Toy(), manager(tmp_path, keep_last=1)
-    toy.train()
-    toy.save(saving)
-    await_evaluation(tmp_path, "one", [], 3)
-    for _ in range(5):
-        toy.train()
-        toy.save(saving)
-    awaited = [f"step_{step:08d}" for step in (4, 5, 6)]
-    assert names(tmp_path) == ["evaluation-one.awaits", *awaited]
-    await_evaluation(tmp_path, "one", [1, 4, 5], 3)
-    assert json.loads((tmp_path / "evaluation-one.awaits").read_text())["evaluated"] == [4, 5]
-    await_evaluation(tmp_path, "other", [5], 2)
-    assert kept(tmp_path) == {4, 6}
-    toy.train()
-    toy.save(saving)
-    assert names(tmp_path)[2:] == [f"step_{step:08d}" for step in (6, 7)]  # `other` keeps two
-    for name in ("one", "other"):
-        (tmp_path / f"evaluation-{name}.awaits.tmp-12-34").write_text("")  # a process was killed while it wrote
-    for name in ("one", "other", "other"):
-        evaluation_done(tmp_path, name)
-    toy.train()
-    toy.save(saving)
-    assert names(tmp_path) == ["step_00000008"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"evaluated": 3, "keep": "x"}', '{"evaluated": [], "keep": -1}'])
-def test_a_registration_that_is_not_ours_keeps_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / "evaluation-x.awaits").write_text(text)
-    (tmp_path / "step_00000001").mkdir()
-    assert kept(tmp_path) == set()
-
-
 def test_the_records_of_the_run_stay_those_of_one_run(run: Path, capsys: Any) -> None:
     """Neither status nor report take an evaluation for a run, and a report has its results."""
     requested(run)
@@ -554,8 +407,7 @@ def test_the_records_of_the_run_stay_those_of_one_run(run: Path, capsys: Any) ->
     capsys.readouterr()
     assert here.command("report", run.parent, "--json") == 0
     (row,) = json.loads(capsys.readouterr().out)["runs"]
-    settings = next(each["settings"] for each in lines(run / "evaluations.jsonl"))
+    settings = next(each["settings"] for each in results(run))
     assert row["metrics"]["eval_loss"]["last"] == own(run)[6]["eval_loss"]
     assert f"eval_loss@{settings}" in row["metrics"]
     assert not any("digest" in name for name in row["metrics"])
-    assert os.path.lexists(run / "evaluations")

@@ -46,17 +46,17 @@ def test_the_last_evaluation_is_recorded_beside_those_of_evaluate(
     run = here.trained(tmp_path / "run", "train.steps=5")  # evaluations at 2 and 4
     metrics = (run / "metrics.jsonl").read_text()
     assert [line["step"] for line in map(json.loads, metrics.splitlines()) if "eval_loss" in line] == [2, 4]
-    (last,) = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
+    (file,) = (run / "evaluations").iterdir()
+    last = json.loads(file.read_text())
     assert last["step"] == 5
     capsys.readouterr()
     assert here.command("evaluate", run) == 0
     assert "0 evaluated now, 1 before" in capsys.readouterr().out
-    (run / "evaluations.jsonl").unlink()
+    file.unlink()
     assert here.command("evaluate", run) == 0
-    (again,) = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
-    assert again == last
+    assert json.loads(file.read_text()) == last
     without = here.trained(tmp_path / "without", "train.steps=5", "eval.at_end=false")
-    assert not (without / "evaluations.jsonl").exists()
+    assert not (without / "evaluations").exists()
     assert (without / "metrics.jsonl").read_text() == metrics
 
 

@@ -29,12 +29,16 @@ class Balanced(Sampler[int]):
     def __init__(self, points: Points, ranges: int) -> None:
         within = (points.x[:, 0] * ranges).long().clamp(max=ranges - 1)
         self.weights = 1 / within.bincount(minlength=ranges)[within]
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(epoch)
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.multinomial(self.weights, len(self), replacement=True).tolist())
+        return iter(torch.multinomial(self.weights, len(self), replacement=True, generator=self.generator).tolist())
 
 
 def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import pins
-from runner.cli import archive, housekeeping, mv, rm, start
+from runner.cli import archive, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
-from runner.system import files, processes
-from simulation import custodies
+from runner.rundir.paths import RunDir
+from runner.system import files
 from simulation.brought_back.fault import Fault
 
 
 def _held_by_nobody(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def taken(path: Path, report: object = None) -> Iterator[custody.Custody]:
-        yield custody.Custody(custody.run_at(path), [])
+    def taken(run: RunDir, report: object = None) -> Iterator[custody.Custody]:
+        free: Any = SimpleNamespace(fence=0, check_fence=lambda: None, moved=lambda path: None)
+        yield custody.Custody(run, free, free)
 
     for module in (mv, rm, archive):
         patch.setattr(module, "custody", taken)
@@ -45,39 +45,15 @@ def _never_looked_at_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_place(patch: pytest.MonkeyPatch) -> None:
-    def remove(held: custody.Custody, way: str = "removed") -> Path:
+    def remove(held: custody.Custody) -> Path:
         files.remove_tree(held.run.path)
         return held.run.path
 
     patch.setattr(rm, "remove", remove)
-    patch.setattr(archive, "remove", remove)
-
-
-def _removed_first(patch: pytest.MonkeyPatch) -> None:
-    real_name, real_remove, removing = archive._name, housekeeping.remove, WeakSet[Any]()
-
-    def name(temporary: Path, target: Path) -> None:
-        if threading.current_thread() not in removing:
-            real_name(temporary, target)
-
-    def remove(held: custody.Custody, way: str = "removed") -> Path:
-        aside = real_remove(held, way)
-        target = custodies.ARCHIVE
-        real_name(target.with_name(f".{target.name}.tmp-{processes.tag()}"), target)
-        return aside
-
-    patch.setattr(archive, "refuse_waited_for", lambda run: removing.add(threading.current_thread()))
-    patch.setattr(archive, "_name", name)
-    patch.setattr(archive, "remove", remove)
 
 
 def _unsynced_archive(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(archive, "files", _Other(files, fsync_fd=lambda fd: None))
-
-
-def _unsynced_name(patch: pytest.MonkeyPatch) -> None:
-    """As it was: a killed command has named the file, and the next one removes the run before that name is durable."""
-    patch.setattr(archive, "_sync", lambda target: None)
 
 
 class _Other:
@@ -90,17 +66,13 @@ class _Other:
         return self._others.get(name) or getattr(self._module, name)
 
 
-def _unpinned_fork(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(start, "reserve", lambda checkpoint: checkpoint.with_name("no pin"))
-
-
 def _pins_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pins, "kept", lambda directory: set())
-    patch.setattr(checkpoint_dir, "is_kept", lambda checkpoint: False)
+    patch.setattr(pins, "pinned", lambda directory: set())
+    patch.setattr(checkpoint_dir, "is_pinned", lambda checkpoint: False)
 
 
 def _pin_not_looked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint_dir, "is_kept", lambda checkpoint: False)
+    patch.setattr(checkpoint_dir, "is_pinned", lambda checkpoint: False)
 
 
 def _taken_stays_away(patch: pytest.MonkeyPatch) -> None:
@@ -135,22 +107,12 @@ def _queue_not_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(custody, "_check_queue", lambda run: None)
 
 
-def _evaluations_before(patch: pytest.MonkeyPatch) -> None:
-    """As it was: an evaluation by other settings that begins meanwhile is overlooked."""
-    patch.setattr("runner.training.evaluate.make_work", lambda *arguments: None)
-
-
 def _as_listed_before(patch: pytest.MonkeyPatch) -> None:
     """As it was: job.json is looked at before it is opened, and no directory is looked at anew."""
     real = submitted_jobs.launcher_of
     patch.setattr(submitted_jobs, "launcher_of", lambda run: real(run) if files.exists(run.job) else None)
     for module in (custody, archive):
         patch.setattr(module, "files", _Other(files, look_anew=lambda directory: None))
-
-
-def _waiting_branch(patch: pytest.MonkeyPatch) -> None:
-    for module in (mv, rm, archive, housekeeping):
-        patch.setattr(module, "refuse_waited_for", lambda run: None)
 
 
 FAULTS = tuple(
@@ -171,24 +133,11 @@ FAULTS = tuple(
         ),
         ("removed-in-place", "`rm` deletes a run under its name", "`housekeeping.remove`", _in_place),
         (
-            "removed-before-packed",
-            "`archive --remove` removes before the file has its name",
-            "docs/housekeeping.md",
-            _removed_first,
-        ),
-        (
             "archive-not-synced",
             "an archive gets its name before it is on the disk",
             "`archive._pack`",
             _unsynced_archive,
         ),
-        (
-            "archive-name-not-synced",
-            "`archive --remove` relies on the name that a killed one gave the file, which may not be on the disk",
-            "`archive._sync`",
-            _unsynced_name,
-        ),
-        ("fork-without-pin", "a branch that waits does not pin what it waits for", "docs/forks.md", _unpinned_fork),
         ("pins-ignored", "retention deletes what is pinned", "`pins`", _pins_ignored),
         ("pin-overlooked", "a deletion does not look for a pin again", "`directory.delete`", _pin_not_looked_for_again),
         ("taken-for-deleted", "a sweep does not put back what was pinned", "`directory.sweep`", _taken_stays_away),
@@ -206,17 +155,10 @@ FAULTS = tuple(
         ),
         ("queue-not-asked", "a run with a job in the queue is moved", "docs/housekeeping.md", _queue_not_asked),
         (
-            "evaluation-overlooked",
-            "a run is moved while an evaluation by new settings begins",
-            "`evaluations.make_work`",
-            _evaluations_before,
-        ),
-        (
             "job-remembered-missing",
             "what another machine has just made in a run is overlooked",
             "`custody`, `launcher_of`",
             _as_listed_before,
         ),
-        ("trunk-not-kept", "a trunk is removed that a branch waits for", "docs/housekeeping.md", _waiting_branch),
     )
 )

@@ -1,0 +1,210 @@
+"""What a run is doing, by one look at its records, its lease and its job: the answer that every command reads.
+
+A look neither waits nor writes. The records may be written by anybody: look within `trust.reading`. Clocks of different
+machines are never compared. Nothing here imports torch, hydra or numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.contracts import JobInfo
+from runner.rundir.attempt_log import Finish, ended_attempts, last_record, status_of
+from runner.rundir.lease import LeaseWatcher, describe_holder, liveness, read_holder
+from runner.rundir.paths import RunDir
+from runner.system import files, processes
+
+IN_QUEUE = ("pending", "requeued", "suspended", "ending")
+"""Words for a run whose job will go on by itself, beside `running`."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run was doing when somebody looked.
+
+    Attributes:
+        run: its directory.
+        word: `finished`, `running`, one of `IN_QUEUE`; or what has ended it: `interrupted`, `cancelled`, `killed`,
+            `failed`, `crash loop`, `stuck`; or `not started`.
+        holder: the process that certainly trains it now, for messages; None if there is none, or nobody can tell here.
+        job: its job, as far as the scheduler knows more about it than the records.
+        status: see `attempt_log.status_of`.
+        attempts: those that have ended.
+        newest: the record of the last step.
+        finish: how far it has finished.
+    """
+
+    run: RunDir
+    word: str
+    holder: str | None
+    job: JobInfo | None
+    status: dict[str, Any]
+    attempts: list[dict[str, Any]]
+    newest: dict[str, Any]
+    finish: Finish
+
+    @property
+    def step(self) -> int:
+        """The last step that was recorded; the status may be some seconds older."""
+        return max(entry(self.newest, "step", int) or 0, entry(self.status, "step", int) or 0)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run failed, or why its job waits."""
+        recorded: str | None = entry(self.status, "reason", str)
+        if self.job is None:
+            return recorded
+        if self.word == "failed":
+            return self.job.reason or f"job {self.job.job_id} ended without recording why: see its logs"
+        return self.job.reason if self.word in (self.job.state, "requeued") else recorded
+
+    @property
+    def cause(self) -> str | None:
+        """Why its last attempt ended, or why there was none."""
+        if self.word in ("killed", "failed", "cancelled") and not self.status:
+            return "ended before it started training: see its logs" if _has_log(self.run) else "left the queue"
+        recorded: str | None = entry(self.status, "cause", str)
+        return recorded
+
+
+def look(
+    run: RunDir, job: JobInfo | None = None, unanswered: bool = False, watcher: LeaseWatcher | None = None
+) -> State:
+    """What a run is doing now.
+
+    Args:
+        run: its directory, which may be missing.
+        job: what the scheduler reports, None if it knows of no job.
+        unanswered: the scheduler could not be asked, so there may be a job although `job` is None.
+        watcher: tells by heartbeats, too, whether the process that holds the lease is alive.
+
+    Raises:
+        OSError: a record cannot be read.
+        ValueError: a record has a value of the wrong type.
+    """
+    if not files.is_dir(run.path):
+        return State(run, "not started", None, None, {}, [], {}, Finish())
+    holder = holder_of(run.lease)
+    alive = holder is not None if watcher is None else watcher.is_alive(run.lease)
+    status, attempts = status_of(run), ended_attempts(run)
+    finish = Finish.of(run)
+    if job is not None and not job.live and not _knows_better(job, run, status, attempts, alive):
+        job = None
+    word = _word(run, status, finish, alive, job, unanswered)
+    return State(run, word, holder, job, status, attempts, last_record(run), finish)
+
+
+def holder_of(lease: Path) -> str | None:
+    """Who holds a lease, if that process is certainly alive; in doubt, whoever acquires it finds out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = read_holder(lease)
+    if found is None or "pid" not in found[1] or liveness(found[1], processes.this_process()) != "alive":
+        return None
+    return describe_holder(found[1])
+
+
+def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
+    """The entry `name` of a record, None if there is none.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    value = record.get(name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"{name} is {value!r:.60}, not of type {kind.__name__}")
+    return value
+
+
+def submitted_job(run: RunDir) -> str | None:
+    """The id of the job that was submitted last."""
+    job_id: str | None = entry(files.read_object(run.job), "job_id", str)
+    return job_id
+
+
+def _word(
+    run: RunDir,
+    status: Mapping[str, Any],
+    finish: Finish,
+    alive: bool,
+    job: JobInfo | None,
+    unanswered: bool,
+) -> str:
+    recorded = entry(status, "state", str) or ""
+    own = job is not None and job.job_id == status.get("job_id")
+    if recorded == "finished" and own and job is not None and job.live and finish.steps:
+        return "finished"  # before its job has left the queue
+    if job is not None and job.state != "ending":
+        return job.state
+    if job is not None and own and job.restarts > (status.get("restart_count") or 0):
+        return "requeued"  # already, while it is releasing its node
+    if recorded == "running" and alive:
+        return "running"
+    if job is not None:  # it is releasing its node; what the attempt recorded about being requeued still holds
+        return recorded if recorded not in ("", "running", "failed") else "ending"  # a failed job may be requeued
+    if recorded == "running":
+        total = entry(status, "total", int)
+        # The completion mark is written last of all; only the status after it may be missing.
+        return "finished" if total and finish.steps >= total else "killed"
+    if recorded == "requeued" and not unanswered:
+        return "cancelled"  # it waited in the queue and has left it
+    return recorded or _before_start(run, unanswered)
+
+
+def _before_start(run: RunDir, unanswered: bool) -> str:
+    """The word for a run without any attempt and without a job in the queue."""
+    if not files.exists(run.job):
+        return "not started"
+    if unanswered:
+        return "pending"
+    return "failed" if _has_log(run) else "cancelled"
+
+
+def _has_log(run: RunDir) -> bool:
+    """Whether the submitted job has written to its log."""
+    names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
+    return any(name.startswith(f"{submitted_job(run)}_") and name.endswith("_log.out") for name in names)
+
+
+def _knows_better(
+    job: JobInfo, run: RunDir, status: Mapping[str, Any], attempts: list[dict[str, Any]], alive: bool
+) -> bool:
+    """Whether a job that is over ended in a way that the run could not record."""
+    if job.state == "completed":
+        return False
+    if job.state == "failed" and job.reason is not None:
+        # Given up: no attempt of it could begin, or record anything. The run may have been started elsewhere since.
+        return not alive and not _has_gone_on(job, run, status)
+    recorded = status.get("state")
+    if recorded == "running":  # killed; whether by scancel, only the scheduler knows
+        return bool(job.state == "cancelled" and job.job_id == status.get("job_id"))
+    if recorded in (None, "requeued"):
+        return True
+    known = (status, files.read_object(run.attempt), *attempts)
+    return job.job_id not in [each.get("job_id") for each in known]  # it never started an attempt
+
+
+def _has_gone_on(job: JobInfo, run: RunDir, status: Mapping[str, Any]) -> bool:
+    """Whether the run has finished, or made an attempt that was not of this job, since it was submitted.
+
+    By the times of the files: one clock, that of the file system, set all of them.
+    """
+    submitted = modified(run.job) or 0.0
+    foreign = [run.status, run.attempt, run.attempts] if status.get("job_id") != job.job_id else []
+    return any((modified(path) or -math.inf) >= submitted for path in (run.finished, *foreign))
+
+
+def modified(path: Path) -> float | None:
+    """When a file was changed, by the clock of the file system; None if it is missing."""
+    with suppress(FileNotFoundError):
+        return files.lstat(path).st_mtime
+    return None
