@@ -140,42 +140,39 @@ class Trainer:
         """
         self.account.saving(self.step)
         with self.account.doing("save"):
-            return self._save(wait)
-
-    def _save(self, wait: bool) -> bool:
-        if not self.world.run_on_main(self.recorder.before_save):
-            return False
-        task = self.train_step.forward.task.state
-        kept = replace(
-            self.run_state,
-            order=self.consumption.state_dict(),
-            evaluated=self.evaluated,
-            samples_seen=self.samples_seen,
-            task=self.world.gather_on_main(task.state_dict()) if task else [],
-        )
-        kept = self.callbacks.keep(kept)
-        model, optimizers = self.train_step.forward.model, self.train_step.optimizers
-        loader = self.consumption.loader
-        loader = StateOfMain(self.world, loader) if self.train_step.fixed else loader
-        state = build_train_state(self.step, self.tokens_seen, optimizers, loader, kept.to_extra())
-        self._learn_cost()
-        average = self.train_step.average
-        # A step that a task takes, and a callback, may change the weights at any time.
-        later = self.train_step.forward.task.take_step is None and not self.callbacks.has("on_save")
-        saved = self.manager.save(
-            self.step,
-            model,
-            optimizers,
-            state,
-            averaged=average.averaged if average else None,
-            metric=self._metric if self.evaluated else None,
-            wait=wait,
-            copy_later=later,
-        )
-        self.cadence.saved(self.step, clock.monotonic())
-        if saved:
-            self.callbacks.saved(self.step)
-        return saved
+            if not self.world.run_on_main(self.recorder.before_save):
+                return False
+            task = self.train_step.forward.task.state
+            kept = replace(
+                self.run_state,
+                order=self.consumption.state_dict(),
+                evaluated=self.evaluated,
+                samples_seen=self.samples_seen,
+                task=self.world.gather_on_main(task.state_dict()) if task else [],
+            )
+            kept = self.callbacks.keep(kept)
+            model, optimizers = self.train_step.forward.model, self.train_step.optimizers
+            loader = self.consumption.loader
+            loader = StateOfMain(self.world, loader) if self.train_step.fixed else loader
+            state = build_train_state(self.step, self.tokens_seen, optimizers, loader, kept.to_extra())
+            self._learn_cost()
+            average = self.train_step.average
+            # A step that a task takes, and a callback, may change the weights at any time.
+            later = self.train_step.forward.task.take_step is None and not self.callbacks.has("on_save")
+            saved = self.manager.save(
+                self.step,
+                model,
+                optimizers,
+                state,
+                averaged=average.averaged if average else None,
+                metric=self._metric if self.evaluated else None,
+                wait=wait,
+                copy_later=later,
+            )
+            self.cadence.saved(self.step, clock.monotonic())
+            if saved:
+                self.callbacks.saved(self.step)
+            return saved
 
     def _finish_copy(self) -> None:
         """Before an update: wait until the state that is being saved is copied."""

@@ -217,6 +217,8 @@ class SeededConsumption(TrackedConsumption):
     def verify(self, state: dict[str, Any]) -> None:
         """Only within the current epoch: the lists of earlier ones would have to be drawn again."""
         self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
+        if not hasattr(self.sampler, "indices_at"):  # a user's, which cannot look up the order of an epoch
+            return
         names, starts = np.array(self.ledger.names), self._ends - self.ledger.sizes
 
         def locate(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -234,9 +236,3 @@ class OwnConsumption(SeededConsumption):
     def positions(self, record: BatchRecord) -> np.ndarray:
         by_position = hasattr(self.sampler, "state_dict_at") and record.positions is not None
         return record.positions if by_position else super().positions(record)  # type: ignore[return-value]
-
-    def verify(self, state: dict[str, Any]) -> None:
-        """Only where the sampler can look up the order of an epoch."""
-        if hasattr(self.sampler, "indices_at"):
-            super().verify(state)
-        self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
