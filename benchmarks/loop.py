@@ -23,8 +23,9 @@ from runner.models.loss import next_token_loss
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system.distributed import World
-from runner.training import build
+from runner.training.data.sources import open_sources
 from runner.training.job import LocalJob
+from runner.training.model import build
 from runner.training.session import Session
 
 TURNS, STEPS = 21, 10
@@ -37,7 +38,7 @@ def by_hand(config: Config, device: torch.device = CPU, **options: Any) -> Calla
     Args:
         options: further ones of AdamW.
     """
-    dataset = next(iter(build.sources(config).values()))
+    dataset = next(iter(open_sources(config).values()))
     sampler = DistributedSampler(dataset, 1, 0, seed=config.seed)
     loader = torch.utils.data.DataLoader(
         dataset,

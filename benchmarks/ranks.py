@@ -29,11 +29,11 @@ from runner.data.order.batch_shape import BatchShape
 from runner.models.gpt import GPT
 from runner.models.loss import next_token_loss
 from runner.system.distributed import World
-from runner.training.counting import NONE_STATED
-from runner.training.invariant import FixedMicroBatches
-from runner.training.optimizers import Optimizers
-from runner.training.step import Drawn, Forward, TrainStep
-from runner.training.tasks import Batch, Task
+from runner.training.model.optimizers import Optimizers
+from runner.training.step.counting import NONE_STATED
+from runner.training.step.invariant import FixedMicroBatches
+from runner.training.step.step import Drawn, Forward, TrainStep
+from runner.training.step.tasks import Batch, Task
 
 Messages = list[tuple[int, torch.Tensor]]
 CPU = torch.device("cpu")

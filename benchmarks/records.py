@@ -33,7 +33,7 @@ from runner.rundir.attempt_log import AttemptLog, last_step
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files
-from runner.training.consumption import TrackedConsumption
+from runner.training.data.consumption import TrackedConsumption
 
 BATCH, SIZE = 16, 10_000
 STEPS, TURNS = 500, 15

@@ -41,8 +41,8 @@ from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger
 from runner.system import files
 from runner.system.distributed import World
-from runner.training.peer_watch import MAX_INTERVAL_S, PeerWatch
-from runner.training.peers import connect
+from runner.training.ranks.peer_watch import MAX_INTERVAL_S, PeerWatch
+from runner.training.ranks.peers import connect
 
 dist: Any = distributed  # its stores are not typed
 SAMPLES, EACH = 10**12, 8

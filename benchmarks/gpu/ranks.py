@@ -24,10 +24,10 @@ from runner.config.schema import Config, TrainConfig
 from runner.models.loss import next_token_loss
 from runner.system.distributed import World
 from runner.training.exactness import make_exact
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import sharded
-from runner.training.step import Drawn, Forward, TrainStep
-from runner.training.tasks import Task
+from runner.training.model.optimizers import Optimizers
+from runner.training.ranks.parallel import sharded
+from runner.training.step.step import Drawn, Forward, TrainStep
+from runner.training.step.tasks import Task
 
 SAVED, STEPS = 3, 6
 BACKEND = "cpu:gloo,cuda:nccl" if sizes.ON_GPU else "gloo"

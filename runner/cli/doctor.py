@@ -197,7 +197,7 @@ def measure_save(config: Config, folder: Path) -> Saved:
 
     from runner.checkpoint import TrainStateManager, build_train_state
     from runner.system.distributed import World
-    from runner.training import build
+    from runner.training.model import build
 
     model = build.model(config)
     average = build.average(config, model, World(), torch.device("cpu"))

@@ -97,13 +97,13 @@ def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace)
         raise UserError(f"{run.path}: with sampler=own only --step and --sample work: the shares are its class's own")
     check_trusted(run)
     from runner.config.frozen import load
-    from runner.training.build import own_sampler
+    from runner.training.data.order import make_own_sampler
 
     config = load(run.path)
 
     def make(num_replicas: int, rank: int) -> Any:
         try:
-            return own_sampler(config, range(sum(record.sizes.values())), record.sizes, num_replicas, rank)
+            return make_own_sampler(config, range(sum(record.sizes.values())), record.sizes, num_replicas, rank)
         except UserError:
             raise
         except Exception as error:

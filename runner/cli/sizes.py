@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from runner.config.schema import Config
-    from runner.training.footprint import Footprint
+    from runner.training.model.footprint import Footprint
 
 MOST_ROWS = 16  # more sizes are thinned out: each is twice the one before
 
@@ -68,7 +68,7 @@ def _thinned(counts: range) -> Iterator[int]:
 
 
 def _footprint(config: Config) -> tuple[Footprint | None, list[Finding]]:
-    from runner.training.footprint import footprint
+    from runner.training.model.footprint import footprint
 
     try:
         return footprint(config), []

@@ -1,7 +1,7 @@
 """The options of optimizers: `optimizer`, or several under `optimizers`, and the groups of parameters in them.
 
 Whether a pattern matches a parameter, and which options an optimizer has, is known only once there is a model: see
-`runner.training.parameters`.
+`runner.training.model.parameters`.
 """
 
 from __future__ import annotations

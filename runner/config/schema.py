@@ -194,6 +194,14 @@ class ForkConfig:
     was: dict[str, Any] = field(default_factory=dict)
     trunk: dict[str, Any] = field(default_factory=dict)
 
+    def begins_at(self, step: int) -> bool:
+        """Whether a branch begins at `step`, with the checkpoint of its trunk, and its changes take effect."""
+        return self.run is not None and step == self.step
+
+    def seed_at(self, step: int) -> int | None:
+        """The seed that a branch begins with at `step`, if that is another one than its trunk's."""
+        return self.seed if self.begins_at(step) and "seed" in self.was else None
+
 
 @dataclass
 class Config:

@@ -81,8 +81,8 @@ class World:
         if not 0 <= rank < size:
             raise UserError(f"RANK={rank} must be between 0 and WORLD_SIZE - 1 = {size - 1}")
         if size > 1:
-            # DDP's advice to turn off the search for unused parameters, which `runner.training.parallel` has a reason
-            # to ignore, comes from C++ and can only be silenced before torch is imported.
+            # DDP's advice to turn off the search for unused parameters, which `runner.training.ranks.parallel` has a
+            # reason to ignore, comes from C++ and can only be silenced before torch is imported.
             processes.environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return World(rank, size, local_rank)
 

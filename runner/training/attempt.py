@@ -18,15 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from runner.contracts import Job
-from runner.errors import (
-    CrashLoopError,
-    ExitStatus,
-    FileError,
-    PeerError,
-    SupersededError,
-    TimeoutsError,
-    UserError,
-)
+from runner.errors import CrashLoopError, ExitStatus, FileError, PeerError, SupersededError, TimeoutsError, UserError
 from runner.rundir.attempt_log import TIME_LIMIT, TIMEOUTS, AttemptLog, Finish, check_latest, incomplete_records, insist
 from runner.rundir.lease import Lease, acquire_for_job, is_continued
 from runner.rundir.origin import search_modules, working_in
@@ -39,10 +31,10 @@ from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.system.terminal import flush_output, outlive_terminal, printable_lines
 from runner.training import signalled
-from runner.training.hang_watch import Hang, HangWatch
 from runner.training.job import LocalJob
-from runner.training.peer_watch import LOOKS, MAX_INTERVAL_S, PeerWatch
-from runner.training.peers import LEAVE_S, STOPPED, leave_ranks, report_failure, report_stop, reported_failure
+from runner.training.ranks.hang_watch import Hang, HangWatch
+from runner.training.ranks.peer_watch import LOOKS, MAX_INTERVAL_S, PeerWatch
+from runner.training.ranks.peers import LEAVE_S, STOPPED, leave_ranks, report_failure, report_stop, reported_failure
 
 if TYPE_CHECKING:
     from runner.config.schema import Config
@@ -212,7 +204,7 @@ class _Attempt:
         if self.world.size == 1:
             return
         with beginning(self.job):
-            from runner.training.build import choose_device
+            from runner.training.model.build import choose_device
 
         try:
             self.world.start(choose_device(self.config.train.device, self.world))

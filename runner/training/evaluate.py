@@ -25,16 +25,17 @@ from runner.rundir.trust import check_trusted
 from runner.system import files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
-from runner.training import build, signalled
+from runner.training import signalled
 from runner.training.attempt import beginning, carry_out
-from runner.training.eval_metrics import build_metrics
-from runner.training.evaluation import Evaluation
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.evaluation.held_out import evaluation_sets
+from runner.training.evaluation.metrics import build_metrics
 from runner.training.exactness import make_exact
-from runner.training.held_out import evaluation_sets
 from runner.training.load import restore, train_state
-from runner.training.run_state import RunState
-from runner.training.step import Forward
-from runner.training.tasks import build_task
+from runner.training.model import build
+from runner.training.records.run_state import RunState
+from runner.training.step.step import Forward
+from runner.training.step.tasks import build_task
 
 Say = Callable[[str], None]
 

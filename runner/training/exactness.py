@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from runner.config.schema import Config
-from runner.data.order.batch_shape import BatchShape
 from runner.system import processes
+from runner.training.records.run_state import RunState
 
 
 def make_exact(config: Config, device: torch.device) -> None:
@@ -42,35 +42,29 @@ def _choose_vector_kernels() -> None:
     torch.ones(1).sqrt()  # too small to be split
 
 
-def inexact(
-    config: Config,
-    device: torch.device,
-    threads_before: int | None = None,
-    shape: BatchShape | None = None,
-    shape_before: BatchShape | None = None,
-) -> list[str]:
+def inexact(config: Config, device: torch.device, now: RunState, before: RunState | None) -> list[str]:
     """Why this run may not repeat bit for bit, one line each with the remedy; empty if nothing is known.
 
     Args:
         config: that of the run.
         device: that of this rank.
-        threads_before: with how many CPU threads the run was trained before; None: it begins.
-        shape: how steps are split.
-        shape_before: how they were; None: the run begins.
+        now: of this attempt.
+        before: of the checkpoint that it resumes; None: the run begins.
     """
-    found, threads = [], config.run.threads
+    found = []
     if device.type == "cuda" and not config.train.deterministic:
         found.append(
             "this GPU adds in an order that differs from run to run, so a resumed run may differ in the last bits: "
             "set train.deterministic=true for one that is exact, and slower"
         )
-    if threads_before is not None and threads != threads_before:
-        found.append(
-            f"run.threads={threads} adds in another order than the {threads_before} threads that this run was trained "
-            f"with, so it may differ in the last bits: set run.threads={threads_before}"
-        )
-    if shape is None or shape_before is None:
+    if before is None:
         return found
+    shape, shape_before = now.batch_shapes[-1], before.batch_shapes[-1]
+    if now.threads != before.threads:
+        found.append(
+            f"run.threads={now.threads} adds in another order than the {before.threads} threads that this run was "
+            f"trained with, so it may differ in the last bits: set run.threads={before.threads}"
+        )
     if bool(shape.micro_batches) != bool(shape_before.micro_batches):
         found.append(
             "this run was rank-invariant so far, and is not without train.global_batch_size: set "

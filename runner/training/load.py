@@ -26,7 +26,7 @@ from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
 from runner.system import files, generators
-from runner.training import build
+from runner.training.model import build
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +57,7 @@ def _skipped(bad: Candidate, why: str) -> None:
 
 
 def load(
-    run: str | os.PathLike[str],
-    step: int | str | None = None,
-    device: str | torch.device = "cpu",
-    *,
-    raw: bool = False,
+    run: str | os.PathLike[str], step: int | str | None = None, device: str | torch.device = "cpu", *, raw: bool = False
 ) -> Loaded:
     """The model of a run, with the weights of a checkpoint that was verified.
 

@@ -4,100 +4,53 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runner.checkpoint import TrainStateManager, restore_train_state
-from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.checkpoint.reading import newest_step
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
-from runner.config.plain_yaml import read_plain
-from runner.config.schedule import unreached_phases
-from runner.config.schema import Config, NonFinite, Strategy, phase_schedule, profiled_steps
-from runner.config.targets import instantiate
-from runner.data import StatefulDataLoader
-from runner.data.order.batch_shape import BatchShape, append_shape
-from runner.data.order.ledger import DataLedger
+from runner.config.schema import Config, NonFinite
+from runner.data.order.batch_shape import BatchShape
 from runner.errors import MismatchError, UserError
-from runner.metrics import resume_records
-from runner.metrics.lineage import FINISHED, STOPPED, Fork, Lineage
-from runner.metrics.progress import ProgressBar
-from runner.rundir.attempt_log import AttemptLog, insist
+from runner.metrics.lineage import FINISHED, STOPPED
+from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.evaluations import add
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.rundir.time_account import TimeAccount, lived_s
-from runner.system import clock, files, generators, processes
+from runner.rundir.time_account import TimeAccount
+from runner.system import generators
 from runner.system.distributed import World
 from runner.system.signals import STOP
-from runner.training import build
-from runner.training.average import Average
 from runner.training.branch import restarts_optimizers, trunk_of
-from runner.training.callbacks import Callbacks
-from runner.training.consumption import (
-    ElasticConsumption,
-    OwnConsumption,
-    SeededConsumption,
-    TrackedConsumption,
-    UntrackedConsumption,
-)
-from runner.training.counting import stated_tokens
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.data.consumption import Consumption
+from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_steps
+from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample, with_weights
+from runner.training.data.training_data import open_training_data, record_order, run_state_at
 from runner.training.effects import mixing_without_effect
-from runner.training.eval_metrics import build_metrics
-from runner.training.evaluation import Evaluation
+from runner.training.evaluation.evaluation import Evaluation
 from runner.training.exactness import inexact, make_exact
-from runner.training.held_out import evaluation_sets
-from runner.training.invariant import FixedMicroBatches, StateOfMain
-from runner.training.length import with_steps
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import place
-from runner.training.peers import peer_errors
-from runner.training.profiler import Profiler
-from runner.training.recorder import Recorder, RunRecorder
-from runner.training.resources import StepMeter
-from runner.training.run_state import RunState
-from runner.training.step import Forward, TrainStep
-from runner.training.tasks import Task, build_task
+from runner.training.model.build import choose_device, seed_everything
+from runner.training.records.profiler import Profiler
+from runner.training.records.recorder import Recorder
+from runner.training.records.resources import StepMeter
+from runner.training.records.run_state import RunState
+from runner.training.records.start import open_recorder, show_start
+from runner.training.records.warnings import WarningHandler, warnings_forwarded
+from runner.training.saving import check_beginning, fence_check, make_cadence, make_manager
+from runner.training.step.step import TrainStep
+from runner.training.step.tasks import build_task
+from runner.training.step.trained import Trained
 from runner.training.trainer import Trainer
-from runner.training.warm_start import Source, Table, fill, open_source, starts_warm
-from runner.training.weights import with_weights
-
-LEASE_CHECK_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class WarningHandler(logging.Handler):
-    """Shows what `runner`'s modules log at WARNING and above, and records it in the status."""
-
-    def __init__(self, log: AttemptLog) -> None:
-        super().__init__(logging.WARNING)
-        self.warn: Callable[[str], None] = self._before_recorder
-        self._log = log
-        self._pid = processes.own_pid()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if processes.own_pid() == self._pid:
-            self.warn(message)
-        else:  # a loader worker: the status belongs to its parent
-            _print_warning(message)
-
-    def _before_recorder(self, message: str) -> None:
-        _print_warning(message)
-        self._log.warn(message)
-
-
-def _print_warning(message: str) -> None:
-    with suppress(OSError):  # a job's log may be on the disk that is full
-        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -106,7 +59,6 @@ class Session:
 
     trainer: Trainer
     steps: int  # of the run, now that the data are open
-    recorder: Recorder
     warm_up: threading.Thread
     handler: WarningHandler | None = None
 
@@ -117,6 +69,10 @@ class Session:
     @property
     def account(self) -> TimeAccount:
         return self.trainer.account
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.trainer.recorder
 
     def train(self, steps: int | None = None) -> bool:
         """Train to `steps`, by default to the end of the run; False if a signal came before.
@@ -138,7 +94,7 @@ class Session:
         """Close the recorder and stop forwarding warnings."""
         self.recorder.close()
         if self.handler is not None:
-            logging.getLogger("runner").removeHandler(self.handler)
+            self.handler.remove()
 
     @staticmethod
     def open(run: RunDir, config: Config, world: World, log: AttemptLog | None, lease: Lease | None) -> Session:
@@ -151,23 +107,8 @@ class Session:
         Raises:
             UserError: the config, the data or the checkpoint does not fit.
         """
-        with _warnings_forwarded(log) as handler:
+        with warnings_forwarded(log) as handler:
             return _Opening(run, config, world, log, lease, handler).session()
-
-
-@contextmanager
-def _warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
-    """A handler on the logger `runner`, on the rank that has `log`; taken off again only if the block fails."""
-    if log is None:
-        yield None
-        return
-    handler = WarningHandler(log)
-    logging.getLogger("runner").addHandler(handler)
-    try:
-        yield handler
-    except BaseException:
-        logging.getLogger("runner").removeHandler(handler)
-        raise
 
 
 @dataclass(frozen=True)
@@ -175,33 +116,28 @@ class _Restored:
     """The parts of a session that a checkpoint restores, and what it says of the others.
 
     Attributes:
-        sizes: samples of each source.
-        bare: the model before it is wrapped.
-        beginning: of the optimizers, before they were restored.
+        datasets: the sources by name.
         state: the train state; empty at a fresh start.
         saved: the runner's own entries in it.
         run_state: those of this attempt.
     """
 
-    device: torch.device
     datasets: dict[str, Any]
-    sizes: list[int]
-    task: Task
-    bare: torch.nn.Module
-    model: torch.nn.Module
-    average: Average | None
-    optimizers: Optimizers
-    beginning: dict[str, Any]
+    trained: Trained
     manager: TrainStateManager
     state: Mapping[str, Any]
     step: int
     saved: RunState | None
     run_state: RunState
 
+    @property
+    def shapes(self) -> tuple[BatchShape, ...]:
+        return self.run_state.batch_shapes
+
 
 @dataclass
 class _Opening:
-    """Builds the parts of a session in their order; each method builds one of them."""
+    """Lets the parts of a session build themselves, in their order."""
 
     run: RunDir
     config: Config
@@ -210,63 +146,41 @@ class _Opening:
     lease: Lease | None
     handler: WarningHandler | None
     shapes: tuple[BatchShape, ...] = ()  # those of the checkpoint, once they are known to matter
-    _own_account: TimeAccount = field(default_factory=TimeAccount)  # on the ranks without a log
+
+    def __post_init__(self) -> None:
+        self.account = self.log.account if self.log else TimeAccount()
 
     def session(self) -> Session:
         restored = self._restored()
-        if with_steps(self.config, restored.sizes, restored.run_state.batch_shapes) != self.config:
+        if self._with_steps(restored.datasets, restored.shapes) != self.config:
             # The batch shape has changed, and so have the steps of the epochs, which the schedule follows: build anew.
-            self.shapes = restored.run_state.batch_shapes
+            self.shapes = restored.shapes
             restored = self._restored()
         return self._assembled(restored)
 
+    def _with_steps(self, datasets: dict[str, Any], shapes: tuple[BatchShape, ...]) -> Config:
+        return with_steps(self.config, [len(dataset) for dataset in datasets.values()], shapes)
+
     def _restored(self) -> _Restored:
-        """What is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
-        device = build.choose_device(self.config.train.device, self.world)
+        """Build what is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
+        device = choose_device(self.config.train.device, self.world)
         make_exact(self.config, device)
         torch.set_num_threads(self.config.run.threads)  # their number decides how sums are split
-        build.seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
-        datasets = build.sources(self.config)
-        sizes = [len(dataset) for dataset in datasets.values()]
+        seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
+        datasets = open_sources(self.config)
         self._weigh(datasets)
         task = build_task(self.config)
-        if task.take_step is not None and self.config.strategy is Strategy.fsdp:
-            raise UserError(f"{task.name} has take_step, which needs the whole model on each rank: use strategy=ddp")
-        config = self.config = with_steps(self.config, sizes, self.shapes or (self._shape_from(0),))
-        bare = build.model(config)
-        if starts_warm(config) and not newest_step(self.run):
-            self._warm_start(bare)
-        average = build.average(config, bare, self.world, device)
-        with peer_errors(self.world):
-            model = place(bare, config.strategy.value, self.world, device)
-        optimizers = build.optimizers(config, model, device)
-        beginning = optimizers.beginning()
-        build.seed_everything(config.seed, self.world.rank)
-        manager = self._manager(build.fingerprint(config, datasets))
+        config = self.config = self._with_steps(datasets, self.shapes or (batch_shape(self.config, self.world, 0),))
+        trained = Trained.build(task, config, self.run, self.world, device)
+        seed_everything(config.seed, self.world.rank)
+        manager = make_manager(config, self.run, self.lease, fingerprint(config, datasets))
         with self.account.doing("restore"), self._fits():
-            averaged = average.averaged if average else None
-            state = manager.load(model, optimizers, averaged, another_optimizer=self._restarts_optimizers) or {}
+            state = self._load(manager, trained)
         if not state:
-            self.world.run_on_main(self._check_beginning)
+            self.world.run_on_main(lambda: check_beginning(config, self.run, self.log))
         step = int(state["step"]) if state else 0
         saved = RunState.from_extra(state) if state else None
-        run_state = self._run_state(saved, step)
-        return _Restored(
-            device,
-            datasets,
-            sizes,
-            task,
-            bare,
-            model,
-            average,
-            optimizers,
-            beginning,
-            manager,
-            state,
-            step,
-            saved,
-            run_state,
-        )
+        return _Restored(datasets, trained, manager, state, step, saved, run_state_at(step, config, self.world, saved))
 
     def _weigh(self, datasets: dict[str, Any]) -> None:
         """Fill in the weights that the data decide, and warn if these leave a temperature without effect."""
@@ -276,313 +190,87 @@ class _Opening:
                 _log.warning(line)
         self.config = config
 
+    def _load(self, manager: TrainStateManager, trained: Trained) -> Mapping[str, Any]:
+        """Restore what is trained; return the train state, empty at a fresh start."""
+        averaged = trained.average.averaged if trained.average else None
+        restarts = self._restarts_optimizers
+        return manager.load(trained.model, trained.optimizers, averaged, another_optimizer=restarts) or {}
+
     def _assembled(self, of: _Restored) -> Session:
-        """The session around what is restored."""
-        config, step, saved = self.config, of.step, of.saved
-        if self.world.is_main:  # which writes the records
-            self._warn_if_inexact(of.device, of.run_state, saved)
-            self._warn_of_idle_ranks(of.run_state.batch_shapes[-1])
-        of.task.check_state()
-        loader, consumption = self._training_data(of.datasets, of.device, of.run_state, saved, step)
-        anew = self._restarts_optimizers(step)
-        with self._fits():
-            _, tokens, _ = restore_train_state(of.state, None if anew else of.optimizers, loader)
-            if anew:
-                of.optimizers.restart(of.beginning, of.state["scheduler"], step)
-        if (seed := self._new_seed(step)) is not None:
-            build.seed_everything(seed, self.world.rank, step)
+        """Build the session around what is restored."""
+        config, world, step, saved, trained = self.config, self.world, of.step, of.saved, of.trained
+        if world.is_main:  # which writes the records
+            for reason in inexact(config, trained.device, of.run_state, saved):
+                _log.warning(f"not exact: {reason}")
+            warn_of_idle_ranks(of.shapes[-1])
+        trained.task.check_state()
+        consumption = open_training_data(config, world, of.datasets, trained.device, of.run_state, saved, step)
+        tokens = self._restore_position(of, consumption)
         before = generators.states(gpus=True)
         if saved is not None:
             consumption.load_state_dict(saved.order)
-            of.task.restore(saved.task, self.world.rank)
-        if isinstance(consumption, TrackedConsumption) and self.world.is_main:
-            order = build.order_record(config, consumption.sampler, of.datasets, of.run_state.batch_shapes)
-            insist(lambda: order.write(self.run.order, self.run.guard), self.run.order)
-        callbacks = Callbacks.open(config, self.world, self.run, of.bare, of.device, saved)
-        meter = StepMeter(of.device)
-        recorder = self._recorder(step, of.run_state.evaluated, of.manager, meter)
+            trained.task.restore(saved.task, world.rank)
+        if world.is_main:
+            record_order(self.run, config, consumption, of.datasets, of.shapes)
+        callbacks = Callbacks.open(config, world, self.run, trained.bare, trained.device, saved)
+        meter = StepMeter(trained.device)
+        recorder = self._recorder(of, meter)
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
-        train_step = self._train_step(of, consumption.names)
+        stated = tokens_per_sample(of.datasets)
+        train_step = TrainStep.build(trained, config, world, of.run_state, consumption.names, stated)
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
-        build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
-        forward = train_step.forward
-        evaluation = self._evaluation(replace(forward, model=of.average.module) if of.average else forward)
+        evaluation = Evaluation.open(config, train_step.forward, trained.average)
         generators.put_back(before)  # whatever was created since may have drawn
         trainer = Trainer(
-            world=self.world,
             train_step=train_step,
-            loader=StateOfMain(self.world, loader) if of.run_state.batch_shapes[-1].micro_batches else loader,
             consumption=consumption,
             evaluation=evaluation,
             manager=of.manager,
-            cadence=self._cadence(step),
-            best_metric=config.checkpoint.best.metric,
-            needs_best=config.checkpoint.keep_best > 0,
-            evaluates_end=config.eval.at_end and config.evaluates_every_set,
+            cadence=make_cadence(config, self.log, step),
             recorder=recorder,
             run_state=of.run_state,
             stop=lambda: bool(STOP),
-            check_fence=self._fence_check(),
+            check_fence=fence_check(self.lease),
             skip_nonfinite=config.train.on_nonfinite is NonFinite.skip,
             step=step,
-            samples_seen=of.run_state.samples_seen,
             tokens_seen=tokens,
             after_first_step=warm_up.start,
             callbacks=callbacks,
             account=self.account,
             meter=meter,
-            profiler=self._profiler(step, of.device),
+            profiler=Profiler.open(config, self.run, world, self.log, step, trained.device),
         )
-        return Session(trainer, config.steps, recorder, warm_up, self.handler)
+        return Session(trainer, config.steps, warm_up, self.handler)
 
-    def _train_step(self, of: _Restored, sources: Sequence[str]) -> TrainStep:
-        """What makes the steps of this attempt.
+    def _restore_position(self, of: _Restored, consumption: Consumption) -> int:
+        """Restore loader, schedules and random generators; return the tokens seen so far."""
+        anew, optimizers = self._restarts_optimizers(of.step), of.trained.optimizers
+        with self._fits():
+            _, tokens, _ = restore_train_state(of.state, None if anew else optimizers, consumption.loader)
+            if anew:
+                optimizers.restart(of.state["scheduler"], of.step)
+        if (seed := self.config.fork.seed_at(of.step)) is not None:
+            seed_everything(seed, self.world.rank, of.step)
+        return tokens
 
-        Raises:
-            UserError: the task cannot be trained on so many ranks.
-        """
-        config = self.config
-        compiled = build.compiled(of.model, of.device) if config.train.compile else of.model
-        forward = Forward(self.world, of.device, compiled, of.task, build.autocast(config, of.device))
-        shape, division = of.run_state.batch_shapes[-1], None
-        if shape.micro_batches:
-            with peer_errors(self.world):
-                division = FixedMicroBatches(
-                    self.world, of.bare, of.task, of.optimizers, shape, of.run_state.seed, of.device
-                )
-        return TrainStep(
-            forward,
-            of.optimizers,
-            sources,
-            shape.grad_accum_steps,
-            config.train.clip_norm,
-            stated_tokens(sources, build.tokens_per_sample(of.datasets)),
-            of.average,
-            division,
-        )
-
-    @property
-    def account(self) -> TimeAccount:
-        return self.log.account if self.log else self._own_account
-
-    def _warm_start(self, model: torch.nn.Module) -> None:
-        """Fill a new run's model with the weights that it is to begin with: after a kill with the same ones."""
-        options, opened = self.config.init_from, list[Source]()
-
-        def choose() -> dict[str, Any]:
-            opened.append(open_source(options, self.run, files.read_object(self.run.init)))
-            return opened[0].record()
-
-        # On rank 0 first: what is the newest or the best may change before another rank looks.
-        chosen = self.world.run_on_main(choose)
-
-        def load() -> Table:
-            return fill(model, opened[0] if opened else open_source(options, self.run, chosen), options)
-
-        table = self.world.run_on_all(load)
-        if self.world.is_main:
-            record = {**chosen, **asdict(table)}
-            insist(lambda: files.write_json(self.run.init, record, guard=self.run.guard), self.run.init)
-            lines = [f"initial weights from {chosen['source']}:", *(f"  {each}" for each in table.lines())]
-            print("\n".join(lines), flush=True)
-
-    def _begins_branch(self, step: int) -> bool:
-        """Whether what was restored is the trunk's, and what the branch changes takes effect now."""
-        return self.config.fork.run is not None and step == self.config.fork.step
-
-    def _restarts_optimizers(self, step: int) -> bool:
-        """Whether optimizers and schedules begin anew at `step`."""
-        return restarts_optimizers(self.config) and self._begins_branch(step)
-
-    @contextmanager
-    def _fits(self) -> Iterator[None]:
-        """What the checkpoint of a trunk does not fit is an error in the command that begins the branch.
-
-        Raises:
-            UserError: in place of a MismatchError.
-        """
-        try:
-            yield
-        except MismatchError as error:
-            if not self._begins_branch(newest_step(self.run)):
-                raise
-            # Without its remedy, which is for a run of its own.
-            fork, reason = self.config.fork, re.split(r"; |: (?=restore|set|use)", str(error))[0]
-            raise UserError(
-                f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "
-                f"the trunk has it, or begin a new run with the weights that fit (init_from={fork.run}@{fork.step} "
-                "init_from.strict=false)"
-            ) from None
-
-    def _check_beginning(self) -> None:
-        """A run whose checkpoints were all removed starts again, but not silently.
-
-        Raises:
-            UserError: a branch, which begins with a checkpoint of its trunk: the command takes that over.
-        """
-        if self.config.fork.run is not None:
-            raise UserError(
-                f"{self.run.path} has lost its checkpoints: rerun the command that began this branch of "
-                f"{self.config.fork.run}, which takes that of step {self.config.fork.step} over again"
-            )
-        earlier = self.log.earlier if self.log else []
-        saved = max((attempt.get("checkpoint_step") or 0 for attempt in earlier), default=0)
-        if saved:
-            _log.warning(
-                f"the checkpoint of step {saved} is gone from {self.run.checkpoints}: starting again at step 0"
-            )
-
-    def _warn_if_inexact(self, device: torch.device, run_state: RunState, saved: RunState | None) -> None:
-        shape = run_state.batch_shapes[-1]
-        before = saved.batch_shapes[-1] if saved else None
-        for reason in inexact(self.config, device, saved.threads if saved else None, shape, before):
-            _log.warning(f"not exact: {reason}")
-
-    def _warn_of_idle_ranks(self, shape: BatchShape) -> None:
-        if 0 < shape.micro_batches < shape.world_size:
-            _log.warning(
-                f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step has "
-                f"{shape.micro_batches} micro-batches; lower train.batch_size={shape.batch_size}, or use fewer ranks"
-            )
-
-    def _run_state(self, saved: RunState | None, step: int) -> RunState:
-        """The state of this attempt, resumed at `step`."""
-        return RunState(
-            order={},
-            evaluated=saved.evaluated if saved else False,
-            threads=self.config.run.threads,
-            batch_shapes=append_shape(saved.batch_shapes if saved else (), self._shape_from(step)),
-            data_plan=build.data_plan(self.config),
-            samples_seen=saved.samples_seen if saved else 0,
-            seed=self._seed(saved, step),
-        )
-
-    def _seed(self, saved: RunState | None, step: int) -> int:
-        """Of the random numbers from `step` on."""
-        changed = self._new_seed(step)
-        return (saved.seed if saved else self.config.seed) if changed is None else changed
-
-    def _new_seed(self, step: int) -> int | None:
-        """The seed that a branch begins with at `step`, if that is another one than its trunk's."""
-        fork = self.config.fork
-        return fork.seed if self._begins_branch(step) and "seed" in fork.was else None
-
-    def _shape_from(self, step: int) -> BatchShape:
-        """How the steps from `step` on are split."""
-        return build.batch_shape(self.config, self.world, step)
-
-    def _training_data(
-        self,
-        datasets: dict[str, Any],
-        device: torch.device,
-        run_state: RunState,
-        saved: RunState | None,
-        step: int,
-    ) -> tuple[Any, TrackedConsumption | UntrackedConsumption]:
-        """The training loader, not restored yet, and its order as the training loop sees it."""
-        config, world = self.config, self.world
-        if config.data.loader:
-            loader = instantiate("data.loader", config.data.loader)
-            return loader, UntrackedConsumption(loader)
-        collate = build.collate(config)
-        dataset = build.join(datasets, collate)
-        # The same plan at other positions: only the batch shape changed.
-        same_plan = saved is not None and saved.data_plan == run_state.data_plan
-        allow = config.run.allow_data_change or same_plan or self._begins_branch(step)
-        sampler = build.sampler(config, dataset, datasets, world, run_state.batch_shapes, allow)
-        pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
-        options = replace(config.data, pin_memory=pin)
-        build.check_epoch(config, sampler)
-        loader = StatefulDataLoader(
-            dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options
-        )
-        ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
-        tokens = build.tokens_per_sample(datasets)
-        if config.sampler.kind.value.elastic:
-            return loader, ElasticConsumption(loader, sampler, ledger, tokens)
-        kind = OwnConsumption if config.sampler.kind.value.is_own else SeededConsumption
-        consumption = kind(
-            loader,
-            sampler,
-            ledger,
-            tokens,
-            phases=phase_schedule(config) if config.sampler.kind.value.mixes else None,
-            num_replicas=world.size,
-            rank=world.rank,
-        )
-        consumption.start_at(step)
-        return loader, consumption
-
-    def _evaluation(self, forward: Forward) -> Evaluation | None:
-        """The evaluations of held-out data, if any are configured."""
-        sets = evaluation_sets(self.config, self.world)
-        if sets:
-            forward.task.check_evaluation()
-        metrics = build_metrics(self.config, forward.device)
-        return Evaluation(forward, sets, metrics, self.config.seed) if sets else None
-
-    def _manager(self, fingerprint: dict[str, Any]) -> TrainStateManager:
-        options, lease = self.config.checkpoint, self.lease
-        return TrainStateManager(
-            self.run.checkpoints,
-            fingerprint=fingerprint,
-            keep_last=options.keep_last,
-            keep_every_steps=options.keep_every_steps,
-            keep_best=options.keep_best,
-            best_metric=options.best.metric,
-            best_mode=options.best.mode.value,
-            mode=options.mode.value,
-            check_fence=lease.check_fence if lease else None,
-            fence=lease.fence if lease else 0,
-        )
-
-    def _profiler(self, step: int, device: torch.device) -> Profiler:
-        """Of the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
-        steps = profiled_steps(self.config.train.profile or "")
-        if steps is None or steps[1] <= step:
-            return Profiler(None, self.run.profile, device)
-        attempt = self.world.broadcast(self.log.record["attempt"] if self.log else 0)
-        return Profiler(steps, self.run.profile / f"attempt{attempt}-rank{self.world.rank}.json", device)
-
-    def _recorder(
-        self, step: int, evaluated: bool, manager: TrainStateManager, meter: StepMeter | None = None
-    ) -> Recorder:
-        """Truncate the metrics to `step` and open them.
-
-        Raises:
-            FileError: the disk refuses.
-            SupersededError: a newer attempt holds the lease.
-        """
+    def _recorder(self, of: _Restored, meter: StepMeter) -> Recorder:
         if self.log is None:
             return Recorder()
-        self.log.total = self.config.steps
-        self.log.resumed(step)
-        metrics, timings = insist(lambda: resume_records(self.run, step, evaluated), self.run.metrics)
-        if metrics.reached < step:
-            _log.warning(
-                f"{self.run.metrics} ends at step {metrics.reached}, but the checkpoint is of step {step}: "
-                "the records between are lost; the run continues"
-            )
-        recorder = RunRecorder(
-            metrics=metrics,
-            timings=timings,
-            writers=[
-                instantiate(f"logger.{name}", node, self.run, step, _log.warning)
-                for name, node in self.config.logger.items()
-                if isinstance(node, dict) and node.get("_target_")
-            ],
-            bar=ProgressBar(self.config.steps),
-            log=self.log,
-            meter=meter or StepMeter(torch.device("cpu")),
-            last_save=lambda: dict(manager.last_save) if manager.last_save else None,
-            add_evaluation=self._add_evaluation,
+        recorder = open_recorder(
+            self.run,
+            self.config,
+            self.log,
+            meter,
+            of.step,
+            of.run_state.evaluated,
+            trunk_of(self.config),
+            lambda: of.manager.last_save,
+            self._add_evaluation,
         )
-        if recorder.writers:
-            recorder.about(self._lineage(self.log.record["attempt"]))
         if self.handler is not None:
             self.handler.warn = recorder.warn
-        self._show_start(recorder, step, self.log)
+        show_start(recorder, self.config, of.step, self.world.size)
         return recorder
 
     def _add_evaluation(self, record: dict[str, Any]) -> None:
@@ -593,56 +281,27 @@ class _Opening:
         """
         add(self.run, {**record, "digest": evaluation_digest(load_plain(self.run.path))})
 
-    def _lineage(self, attempt: int) -> Lineage:
-        """What loggers show of the run beside its numbers."""
-        fork, trunk, best = self.config.fork, trunk_of(self.config), self.config.checkpoint.best
-        settings: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            settings = read_plain(self.run.config)
-        origin = Fork(trunk, fork.step, fork.digest or "") if trunk is not None and fork.step is not None else None
-        return Lineage(settings, attempt, origin, {best.metric: best.mode.value} if best.metric else {})
+    def _restarts_optimizers(self, step: int) -> bool:
+        """Whether optimizers and schedules begin anew at `step`."""
+        return restarts_optimizers(self.config) and self.config.fork.begins_at(step)
 
-    def _show_start(self, recorder: RunRecorder, step: int, log: AttemptLog) -> None:
-        steps = self.config.steps
-        if self.config.train.epochs is not None:  # otherwise the command has said so
-            for message in unreached_phases(self.config.phases, steps):
-                recorder.bar.say(f"warning: {message}")
-        lost = log.earlier[-1].get("steps_lost") if log.earlier else 0
-        repeated = f" (repeating {lost} steps that were not saved)" if lost else ""
-        doing = "resuming" if step else "starting"
-        if self._begins_branch(step):
-            doing = f"branching off {self.config.fork.run}"
-        recorder.bar.say(f"{doing} at step {step} of {steps}{self._shape(log)} in {self.run.path}{repeated}")
+    @contextmanager
+    def _fits(self) -> Iterator[None]:
+        """Report what the checkpoint of a trunk does not fit as an error in the command that begins the branch.
 
-    def _shape(self, log: AttemptLog) -> str:
-        """The number of ranks, where it is more than one or has changed."""
-        ranks, before = self.world.size, log.ranks_before
-        changed = before not in (None, ranks)
-        if ranks == 1 and not changed:
-            return ""
-        return f" on {ranks} rank{'s' if ranks > 1 else ''}" + (f" ({before} before)" if changed else "")
-
-    def _cadence(self, step: int) -> Cadence:
-        options = self.config.checkpoint
-        adaptive = None
-        if options.adaptive:
-            adaptive = AdaptiveInterval(options.min_interval_s, options.max_interval_s)
-            if self.log:
-                ended = [(lived_s(line), line["cause"]) for line in self.log.earlier]
-                adaptive.observe_attempts((seconds, cause) for seconds, cause in ended if seconds is not None)
-        now = clock.monotonic()
-        return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
-
-    def _fence_check(self) -> Callable[[], None]:
-        """Notices soon, at next to no cost, that a newer attempt holds the lease; every commit asks anyway."""
-        last = clock.monotonic()
-
-        def check() -> None:
-            nonlocal last
-            now = clock.monotonic()
-            if self.lease is not None and now - last >= LEASE_CHECK_S:
-                last = now
-                with suppress(OSError):  # looked at again a second later, and by every write
-                    self.lease.check_fence()
-
-        return check
+        Raises:
+            UserError: in place of a MismatchError.
+        """
+        try:
+            yield
+        except MismatchError as error:
+            fork = self.config.fork
+            if not fork.begins_at(newest_step(self.run)):
+                raise
+            # Without its remedy, which is for a run of its own.
+            reason = re.split(r"; |: (?=restore|set|use)", str(error))[0]
+            raise UserError(
+                f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "
+                f"the trunk has it, or begin a new run with the weights that fit (init_from={fork.run}@{fork.step} "
+                "init_from.strict=false)"
+            ) from None

@@ -10,60 +10,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from runner.checkpoint import build_train_state
+from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.cadence import Cadence
-from runner.checkpoint.manifest import BEST_METRIC
 from runner.data.loading.protocols import BatchRecord
-from runner.errors import CheckpointError, TrainingError, UserError, nearest
+from runner.errors import CheckpointError, TrainingError
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
-from runner.system.distributed import World
-from runner.training.callbacks import Callbacks
-from runner.training.evaluation import Evaluation
-from runner.training.peers import all_arrive
-from runner.training.profiler import Profiler
-from runner.training.recorder import Recorder
-from runner.training.resources import StepMeter
-from runner.training.run_state import RunState
-from runner.training.step import Drawn, StepResult, TrainStep
-from runner.training.tasks import Batch
-
-
-class Consumption(Protocol):
-    """The data order as the loop sees it (see `runner.training.consumption`)."""
-
-    def enter_step(self, step: int) -> bool: ...
-
-    def batches(self) -> Iterator[tuple[Batch, BatchRecord | None]]: ...
-
-    def consume(self, record: BatchRecord | None) -> None: ...
-
-    def sources(self, record: BatchRecord | None) -> np.ndarray | None: ...
-
-    def control(self) -> np.ndarray: ...
-
-    def commit(self, vector: np.ndarray) -> None: ...
-
-    def totals(self, step: int) -> dict[str, Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.data.consumption import Consumption
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.ranks.peers import all_arrive
+from runner.training.records.profiler import Profiler
+from runner.training.records.recorder import Recorder
+from runner.training.records.resources import StepMeter
+from runner.training.records.run_state import RunState
+from runner.training.step.invariant import StateOfMain
+from runner.training.step.step import Drawn, StepResult, TrainStep
+from runner.training.step.tasks import Batch
 
 
 @dataclass
 class Trainer:
     """The loop of one attempt, and the step it is at (`step` = complete steps)."""
 
-    world: World
     train_step: TrainStep
-    loader: Any
     consumption: Consumption
     evaluation: Evaluation | None
-    manager: Any
+    manager: TrainStateManager
     cadence: Cadence
     recorder: Recorder
     run_state: RunState  # of the resumed checkpoint; what changes in it is brought up to date at a save
@@ -71,24 +49,20 @@ class Trainer:
     check_fence: Callable[[], None]
     skip_nonfinite: bool = False
     step: int = 0
-    samples_seen: int = 0
     tokens_seen: int = 0
-    best_metric: str = BEST_METRIC  # which result of an evaluation a checkpoint is judged by
-    needs_best: bool = False  # the evaluations have to give it
-    evaluates_end: bool = False  # evaluate the last step also where that is off the cadence
-    results: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
-    clock: Callable[[], float] = lambda: clock.monotonic()  # noqa: PLW0108 looked up when it is called
     after_first_step: Callable[[], None] = lambda: None
     callbacks: Callbacks = field(default_factory=Callbacks.none)
     account: TimeAccount = field(default_factory=TimeAccount)
     meter: StepMeter = field(default_factory=lambda: StepMeter(torch.device("cpu")))
     profiler: Profiler = field(default_factory=lambda: Profiler(None, Path(), torch.device("cpu")))
-    _batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
-    _stop_agreed: bool = False
-    _save_agreed: bool = False
 
     def __post_init__(self) -> None:
+        self.world = self.train_step.forward.world
+        self.samples_seen = self.run_state.samples_seen
         self.evaluated = self.run_state.evaluated
+        self._metric: float | None = None  # of the last evaluation, by which a checkpoint is judged
+        self._batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
+        self._stop_agreed = self._save_agreed = False
         self.train_step.before_update = self._finish_copy
 
     def run(self, steps: int) -> bool:
@@ -143,9 +117,9 @@ class Trainer:
         """
         if self.consumption.enter_step(self.step):
             self._batches = None
-        began = self.clock()
+        began = clock.monotonic()
         self.profiler.begin(self.step + 1)
-        result = self.train_step(self.meter.begin(self._wait_for_batch), self.step)
+        result = self.train_step(self.meter.begin(self._next_batch), self.step)
         if result.skipped and not (self.skip_nonfinite or result.overflow):
             raise TrainingError(self._nonfinite(result))
         self.step += 1
@@ -154,7 +128,7 @@ class Trainer:
         self.tokens_seen += result.tokens or 0
         self._agree()
         record = self.callbacks.step_end(self.step, self._record(result))
-        self.recorder.step(record, self.clock() - began, result.samples, result.tokens)
+        self.recorder.step(record, clock.monotonic() - began, result.samples, result.tokens)
         self.profiler.end(self.step)
         self.account.stepped()
 
@@ -166,35 +140,39 @@ class Trainer:
         """
         self.account.saving(self.step)
         with self.account.doing("save"):
-            return self._save(wait)
-
-    def _save(self, wait: bool) -> bool:
-        if not self.world.run_on_main(self.recorder.before_save):
-            return False
-        task = self.train_step.forward.task.state
-        kept = replace(
-            self.run_state,
-            order=self.consumption.state_dict(),
-            evaluated=self.evaluated,
-            samples_seen=self.samples_seen,
-            task=self.world.gather_on_main(task.state_dict()) if task else [],
-        )
-        kept = self.callbacks.keep(kept)
-        model, optimizers = self.train_step.forward.model, self.train_step.optimizers
-        state = build_train_state(self.step, self.tokens_seen, optimizers, self.loader, kept.to_extra())
-        metric = _number(self.results.get(self.best_metric)) if self.evaluated else None
-        self._learn_cost()
-        average = self.train_step.average
-        averaged = {} if average is None else {"averaged": average.averaged}
-        # A step that a task takes, and a callback, may change the weights at any time.
-        later = self.train_step.forward.task.take_step is None and not self.callbacks.has("on_save")
-        saved: bool = self.manager.save(
-            self.step, model, optimizers, state, metric=metric, wait=wait, copy_later=later, **averaged
-        )
-        self.cadence.saved(self.step, self.clock())
-        if saved:
-            self.callbacks.saved(self.step)
-        return saved
+            if not self.world.run_on_main(self.recorder.before_save):
+                return False
+            task = self.train_step.forward.task.state
+            kept = replace(
+                self.run_state,
+                order=self.consumption.state_dict(),
+                evaluated=self.evaluated,
+                samples_seen=self.samples_seen,
+                task=self.world.gather_on_main(task.state_dict()) if task else [],
+            )
+            kept = self.callbacks.keep(kept)
+            model, optimizers = self.train_step.forward.model, self.train_step.optimizers
+            loader = self.consumption.loader
+            loader = StateOfMain(self.world, loader) if self.train_step.fixed else loader
+            state = build_train_state(self.step, self.tokens_seen, optimizers, loader, kept.to_extra())
+            self._learn_cost()
+            average = self.train_step.average
+            # A step that a task takes, and a callback, may change the weights at any time.
+            later = self.train_step.forward.task.take_step is None and not self.callbacks.has("on_save")
+            saved = self.manager.save(
+                self.step,
+                model,
+                optimizers,
+                state,
+                averaged=average.averaged if average else None,
+                metric=self._metric if self.evaluated else None,
+                wait=wait,
+                copy_later=later,
+            )
+            self.cadence.saved(self.step, clock.monotonic())
+            if saved:
+                self.callbacks.saved(self.step)
+            return saved
 
     def _finish_copy(self) -> None:
         """Before an update: wait until the state that is being saved is copied."""
@@ -202,19 +180,16 @@ class Trainer:
             with self.account.doing("save"):
                 self.manager.finish_copy()
 
-    def _wait_for_batch(self) -> Drawn:
-        with self.account.doing("data_wait"):
-            return self._next_batch()
-
     def _next_batch(self) -> Drawn:
-        for _ in range(2):  # an epoch may end here, and the next one begin
-            if self._batches is None:
-                self._batches = self.consumption.batches()
-            for batch, record in self._batches:
-                self.consumption.consume(record)
-                return Drawn(batch, self.consumption.sources(record))
-            self._batches = None
-        raise self._end_of_data()
+        with self.account.doing("data_wait"):
+            for _ in range(2):  # an epoch may end here, and the next one begin
+                if self._batches is None:
+                    self._batches = self.consumption.batches()
+                for batch, record in self._batches:
+                    self.consumption.consume(record)
+                    return Drawn(batch, self.consumption.sources(record))
+                self._batches = None
+            raise self._end_of_data()
 
     def _end_of_data(self) -> TrainingError:
         """The error of this rank, whose data ended; of all ranks, if those of the others end here as well."""
@@ -249,7 +224,7 @@ class Trainer:
 
     def _agree(self) -> None:
         """Let all ranks see the same stop flag, the same decision to save, the same data ledger."""
-        due = self.step > 0 and self.world.is_main and self.cadence.should_save(self.step, self.clock())
+        due = self.step > 0 and self.world.is_main and self.cadence.should_save(self.step, clock.monotonic())
         flags = np.array([self.stop(), due], dtype=np.int64)
         vector = torch.from_numpy(np.concatenate([flags, self.consumption.control()]))
         vector = self.world.sum(vector)
@@ -261,7 +236,7 @@ class Trainer:
         results = evaluation.run(self.step, self._stop_now)
         if results is None:
             return False
-        self.results = self._judged(evaluation, results)
+        self._metric = evaluation.judge(self.step, results)
         self.recorder.evaluation(self.callbacks.evaluated(self.step, {"step": self.step, **results}))
         return True
 
@@ -270,28 +245,13 @@ class Trainer:
 
         Another length of the run has another last step, so the result is recorded beside those of `runner evaluate`.
         """
-        if not self.evaluates_end or self.evaluation is None or self.evaluation.complete(self.step):
+        if self.evaluation is None or not self.evaluation.at_end or self.evaluation.complete(self.step):
             return True
         with self.account.doing("evaluation"):
             results = self.evaluation.run(self.step, self._stop_now, every_set=True)
         if results is not None:
             self.recorder.last_evaluation({"step": self.step, **results})
         return results is not None
-
-    def _judged(self, evaluation: Evaluation, results: dict[str, Any]) -> dict[str, Any]:
-        """`results`, which have the number that the best checkpoints are judged by, if any are to be kept.
-
-        Raises:
-            UserError: it is not among them, although all that is evaluated now is all that there is.
-        """
-        name = self.best_metric
-        numbers = [key for key, value in results.items() if _number(value) is not None]
-        if self.needs_best and name not in numbers and evaluation.complete(self.step):
-            raise UserError(
-                f"checkpoint.best.metric={name}{nearest(name, numbers)} is not a number that an evaluation gives: "
-                f"choose one of {', '.join(numbers)}"
-            )
-        return results
 
     def _stop_now(self) -> bool:
         """The stop flag, agreed across ranks, in the middle of an evaluation."""
@@ -307,7 +267,7 @@ class Trainer:
         cost = self.manager.last_save
         if cost and cost["write_s"]:
             self.cadence.adaptive.observe_save(cost["stall_s"], cost["write_s"])
-            self.recorder.cadence(self.cadence.explain(self.clock()))
+            self.recorder.cadence(self.cadence.explain(clock.monotonic()))
 
     def _unsaved(self) -> str:
         reason = self.manager.last_error or "metrics could not be written"
@@ -329,7 +289,3 @@ class Trainer:
         except CheckpointError as error:  # this is half a sentence of another error
             return f"which checkpoint is kept cannot be told ({error})"
         return f"the checkpoint of step {last.step} is kept" if last else "there is no checkpoint yet"
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, float) else None

@@ -16,8 +16,8 @@ from runner.cli.launcher import idle_ranks, rank_count_errors
 from runner.cli.start import start
 from runner.config.composition import compose
 from runner.contracts import RankCounts
-from runner.training import build
-from runner.training.footprint import footprint
+from runner.training.model import build
+from runner.training.model.footprint import footprint
 
 ELASTIC = [*TINY, "sampler=elastic", "train.batch_size=2", "train.global_batch_size=16", "train.steps=3600"]
 COUNTS = RankCounts(range(2, 9, 2), "launcher.nodes=1-4", per_node=2)

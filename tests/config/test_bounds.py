@@ -20,7 +20,7 @@ from runner.config.schema import Config, config_errors
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.errors import UserError
 from runner.rundir.lease import Lease
-from runner.training.hang_watch import Judge
+from runner.training.ranks.hang_watch import Judge
 
 INTEGERS = {key for key, bound in BOUNDS.items() if key.rpartition("_")[2] != "s" and not bound.above}
 

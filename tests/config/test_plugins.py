@@ -18,8 +18,9 @@ from runner.config.composition import Composer
 from runner.config.targets import instantiate
 from runner.errors import UserError
 from runner.metrics.records import read_records
-from runner.training import build
-from runner.training.tasks import build_task
+from runner.training.data.sources import open_sources
+from runner.training.model import build
+from runner.training.step.tasks import build_task
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "plugin"
 
@@ -33,7 +34,7 @@ def composer(monkeypatch: pytest.MonkeyPatch) -> Composer:
 
 def test_a_users_dataset_model_loss_and_optimizer_are_instantiated(composer: Composer) -> None:
     config = composer.compose(["experiment=waves"]).config
-    sources = build.sources(config)
+    sources = open_sources(config)
     assert {name: len(source) for name, source in sources.items()} == {"slow": 256, "fast": 64}
     model = build.model(config)
     assert type(model).__name__ == "Perceptron"

@@ -22,8 +22,8 @@ from runner.data.loading.collation import CollationError
 from runner.data.loading.fixed import FixedBatches
 from runner.data.order.ledger import DataLedger
 from runner.errors import UserError
-from runner.training import build
-from runner.training.consumption import ElasticConsumption, UntrackedConsumption
+from runner.training.data.consumption import Consumption, ElasticConsumption
+from runner.training.data.sources import join_sources, make_collate
 
 
 def loader_of(dataset: Any, sizes: dict[str, int], workers: int = 0, **more: Any) -> Any:
@@ -53,7 +53,7 @@ def test_sources_of_different_lengths_are_padded_and_their_numbers_are_known(wor
         seen.extend(samples)
         return pad(samples)
 
-    loader = loader_of(build.join(sources, padding), sizes, workers, collate_fn=padding)
+    loader = loader_of(join_sources(sources, padding), sizes, workers, collate_fn=padding)
     sampler = loader.sampler
     consumption = ElasticConsumption(loader, sampler, DataLedger(list(sizes), list(sizes.values())), {})
     for batch, record in consumption.batches():
@@ -69,7 +69,7 @@ def test_sources_of_different_lengths_are_padded_and_their_numbers_are_known(wor
 
 def test_samples_that_are_not_dicts_stay_as_they_are_and_the_sources_are_known_from_the_record() -> None:
     sources = {"a": Pairs(6), "b": Pairs(6)}
-    loader = loader_of(build.join(sources), {"a": 6, "b": 6})
+    loader = loader_of(join_sources(sources), {"a": 6, "b": 6})
     consumption = ElasticConsumption(loader, loader.sampler, DataLedger(["a", "b"], [6, 6]), {})
     for batch, record in consumption.batches():
         values, numbers = batch
@@ -80,7 +80,7 @@ def test_samples_that_are_not_dicts_stay_as_they_are_and_the_sources_are_known_f
         assert np.array_equal(where, record.indices // 6)
         assert numbers.tolist() == (record.indices % 6).tolist()
     assert consumption.sources(None) is None
-    assert UntrackedConsumption(loader).sources(None) is None
+    assert Consumption(loader).sources(None) is None
 
 
 def test_finished_batches_are_fetched_sample_by_sample_for_a_collate_function() -> None:
@@ -90,17 +90,17 @@ def test_finished_batches_are_fetched_sample_by_sample_for_a_collate_function() 
 
     for names in (["a"], ["a", "b"]):
         sources = {name: Gathered(6) for name in names}
-        loader = loader_of(build.join(sources, count), dict.fromkeys(names, 6), collate_fn=count)
+        loader = loader_of(join_sources(sources, count), dict.fromkeys(names, 6), collate_fn=count)
         found = sorted(int(value) for batch in loader for value in batch["sums"])
         assert found == sorted([int(row.sum()) for row in Gathered(6).data] * len(names))
-    assert build.join({"a": (data := Gathered(6))}) is data
+    assert join_sources({"a": (data := Gathered(6))}) is data
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_sources_that_do_not_agree_are_one_line(workers: int) -> None:
     sources = {"narrow": Pairs(6), "wide": Pairs(6, width=5)}
     with pytest.raises(CollationError) as error:
-        list(loader_of(build.join(sources), {"narrow": 6, "wide": 6}, workers))
+        list(loader_of(join_sources(sources), {"narrow": 6, "wide": 6}, workers))
     text = str(error.value)
     assert len(text.splitlines()) == 1
     for words in (
@@ -118,7 +118,7 @@ def test_finished_batches_that_do_not_agree_name_the_remedy() -> None:
     wide = Gathered(6)
     wide.data = wide.data.reshape(3, 8)
     with pytest.raises(DataError, match=r"source 'b' gives x \(8,\) int64.*data\.collate\._target_ pads"):
-        list(loader_of(build.join({"a": Gathered(6), "b": wide}), {"a": 6, "b": 3}))
+        list(loader_of(join_sources({"a": Gathered(6), "b": wide}), {"a": 6, "b": 3}))
 
 
 def test_an_error_of_a_collate_function_names_its_samples() -> None:
@@ -126,11 +126,11 @@ def test_an_error_of_a_collate_function_names_its_samples() -> None:
         raise ValueError("no such thing")
 
     with pytest.raises(ValueError, match=r"no such thing \[while collating the samples \d+ of source 'a' \(index"):
-        list(loader_of(build.join({"a": Squares(6), "b": Squares(6)}), {"a": 6, "b": 6}, collate_fn=fails))
+        list(loader_of(join_sources({"a": Squares(6), "b": Squares(6)}), {"a": 6, "b": 6}, collate_fn=fails))
 
 
 def test_an_evaluation_draws_and_collates_the_same_every_time() -> None:
-    data = build.join({"short": Sentences(6, 5), "long": Sentences(6, 9)}, pad)
+    data = join_sources({"short": Sentences(6, 5), "long": Sentences(6, 9)}, pad)
     batches = FixedBatches(data, [[0, 7, 3], [11]], pad, seed=4)
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -156,10 +156,10 @@ def config_of(node: dict[str, Any]) -> Config:
 def test_a_function_or_a_class_is_bound_to_its_options(target: str) -> None:
     node = composed().data.collate
     assert node == {"_target_": "padded.pad", "to": 3}
-    made = build.collate(config_of({**node, "_target_": target}))
+    made = make_collate(config_of({**node, "_target_": target}))
     assert made is not None
     assert made([{"tokens": torch.arange(9)}])["labels"].tolist() == [[1, 2]]
-    assert build.collate(config_of({})) is None
+    assert make_collate(config_of({})) is None
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_function_or_a_class_is_bound_to_its_options(target: str) -> None:
 )
 def test_a_mistake_in_data_collate_is_one_line(node: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
-        build.collate(config_of(node))
+        make_collate(config_of(node))
     assert len(str(error.value).splitlines()) == 1
     assert words in str(error.value)
 

@@ -20,7 +20,7 @@ from runner.data import StatefulDataLoader
 from runner.data.datasets import DataError, MixtureDataset, TokenDataset, collate
 from runner.data.loading.randomness import sample_rng
 from runner.data.shards import TokenShards
-from runner.training.build import tokens_per_sample
+from runner.training.data.sources import tokens_per_sample
 
 
 def tokens(count: int, start: int = 0, dtype: Any = np.uint16) -> Any:

@@ -22,8 +22,8 @@ from runner.data.order.ledger import DataLedger
 from runner.data.order.weights import SamplerError, SamplerStateError
 from runner.data.own_sampler import own_sampler
 from runner.errors import UserError
-from runner.training import build
-from runner.training.consumption import OwnConsumption
+from runner.training.data.consumption import OwnConsumption
+from runner.training.data.order import check_epoch, make_own_sampler
 
 SIZES = {"a": 14, "b": 11}
 SIZE = sum(SIZES.values())
@@ -31,7 +31,7 @@ SIZE = sum(SIZES.values())
 
 def sampler_of(target: str, num_replicas: int = 1, rank: int = 0, **options: Any) -> Any:
     """As `sampler._target_` and its options make it."""
-    return build.own_sampler(config_of(target, **options), range(SIZE), SIZES, num_replicas, rank)
+    return make_own_sampler(config_of(target, **options), range(SIZE), SIZES, num_replicas, rank)
 
 
 @cache
@@ -184,7 +184,7 @@ def test_a_mistake_in_the_config_is_one_line(overrides: list[str], words: str) -
 
 def test_options_beside_the_target_are_passed_and_a_salt_is_another_run() -> None:
     composed = [compose(["sampler=own", "sampler._target_=orders.Shuffled", f"sampler.salt={salt}"]) for salt in (1, 2)]
-    found = [list(build.own_sampler(one.config, range(SIZE), SIZES, 1, 0)) for one in composed]
+    found = [list(make_own_sampler(one.config, range(SIZE), SIZES, 1, 0)) for one in composed]
     assert found[0] == np.random.default_rng([1, 0]).permutation(SIZE).tolist()
     assert found[0] != found[1]
     assert composed[0].run_dir != composed[1].run_dir
@@ -193,7 +193,7 @@ def test_options_beside_the_target_are_passed_and_a_salt_is_another_run() -> Non
 def test_fewer_samples_than_a_batch_are_one_line() -> None:
     config = config_of("orders.Tiny")
     with pytest.raises(UserError, match=r"train\.batch_size=16 is more than the 3 samples that a rank gets"):
-        build.check_epoch(config, sampler_of("orders.Tiny"))
+        check_epoch(config, sampler_of("orders.Tiny"))
 
 
 def test_the_global_generators_do_not_move() -> None:

@@ -17,7 +17,7 @@ from runner.metrics.media import Media, file_name, png, size_of
 from runner.metrics.tensorboard import TensorBoard
 from runner.rundir.paths import RunDir
 from runner.system import files
-from runner.training.recorder import RunRecorder
+from runner.training.records.recorder import RunRecorder
 
 Image = pytest.importorskip("PIL.Image")
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)

@@ -23,8 +23,8 @@ MODULES = """
     runner/data/order/*.py runner/data/sampler.py runner/data/elastic.py
     runner/data/loading/loader.py runner/data/loading/loader_state.py runner/data/loading/index_stream.py
     runner/data/loading/redistribution.py
-    runner/training/recorder.py runner/training/consumption.py runner/training/session.py runner/training/attempt.py
-    runner/training/step.py
+    runner/training/records/recorder.py runner/training/data/consumption.py runner/training/session.py
+    runner/training/attempt.py runner/training/step/step.py
     runner/metrics/jsonl.py runner/system/files.py
     launch/requeue.py launch/job.py launch/slurm.py launch/scheduler.py
     runner/cli/start.py runner/cli/plan.py

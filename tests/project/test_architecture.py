@@ -42,8 +42,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported_names(source: str) -> Iterator[str]:
-    """What code imports, in functions too, but not what is for type checkers alone.
+def imported_names(source: str, types: bool = False) -> Iterator[str]:
+    """What code imports, in functions too; with `types` also what is for type checkers alone.
 
     `from a import b` yields `a.b`; `import_module(f"a.{b}")`, of which the rest is known at run time alone, `a`.
     """
@@ -54,7 +54,7 @@ def imported_names(source: str) -> Iterator[str]:
         if isinstance(node, ast.expr) and not calls:
             continue
         match node:
-            case ast.If(test=ast.Name("TYPE_CHECKING")):
+            case ast.If(test=ast.Name("TYPE_CHECKING")) if not types:
                 continue
             case ast.Import():
                 yield from (alias.name for alias in node.names)
@@ -71,6 +71,10 @@ def imported_names(source: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> Imports:
+    return found_imports()
+
+
+def found_imports(types: bool = False) -> Imports:
     """By module: the modules of the project that it imports, and other libraries by their top name."""
     present = modules()
 
@@ -78,15 +82,15 @@ def imports() -> Imports:
         top = name.partition(".")[0]
         return (name if name in present else name.rpartition(".")[0]) if top in OWN else top
 
-    names = {module: imported_names(path.read_text()) for module, path in present.items()}
+    names = {module: imported_names(path.read_text(), types) for module, path in present.items()}
     return {module: {target(name) for name in mine} - {module} for module, mine in names.items()}
 
 
 @cache
-def layers() -> list[list[str]]:
-    """The layers of the page's picture, top to bottom: names of modules and packages below `runner`."""
+def layers(of: str = "layers") -> list[list[str]]:
+    """The layers of one of the page's pictures, top to bottom: names of modules and packages."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    (picture,) = re.findall(r"<!-- layers -->\n```text\n(.*?)```", page, re.DOTALL)
+    (picture,) = re.findall(rf"<!-- {of} -->\n```text\n(.*?)```", page, re.DOTALL)
     lines = [line.split()[1:] for line in picture.splitlines() if re.match(r"[a-z]", line)]
     return [[name for name in line if name.isidentifier()] for line in lines]
 
@@ -132,6 +136,25 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 
+def test_rooms_of_training_are_in_their_picture_and_import_downwards() -> None:
+    """Not even for types does a room import the top, or one beside or above it; and so there is no circle of rooms."""
+    prefix = "runner.training."
+    inside = {
+        module.removeprefix(prefix): [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        for module, names in found_imports(types=True).items()
+        if module.startswith(prefix)
+    }
+    level = {name: height for height, layer in enumerate(layers("rooms")) for name in layer}
+    assert level.keys() == {name.partition(".")[0] for name in inside}
+    above = {module for module in inside if level[module.partition(".")[0]] == 0}
+    assert not [module for module in above if "." in module], "a folder is a room, and not of the top"
+    edges = [(module.partition(".")[0], name.partition(".")[0]) for module in inside for name in inside[module]]
+    crossing = {(room, other) for room, other in edges if room != other and level[room] > 0}
+    assert crossing  # the rooms are found
+    assert not [f"{room} imports {other}" for room, other in crossing if level[other] <= level[room]]
+    TopologicalSorter(inside).prepare()  # no two modules import each other for types
+
+
 @pytest.mark.parametrize(
     ("module", "source", "why"),
     [
@@ -140,10 +163,10 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
         ("runner.cli.start", "import_module('launch.slurm')", "is chosen by the config, never imported"),
         ("runner.cli.start", "importlib.import_module(f'launch.{name}')", "is chosen by the config, never imported"),
         ("launch.local", "from runner.config.schema import Config", "is not shared with launch"),
-        ("runner.training.build", "__import__('omegaconf')", "belongs to runner.config."),
+        ("runner.training.model.build", "__import__('omegaconf')", "belongs to runner.config."),
         ("launch.local", "import submitit", "belongs to launch.batch"),
         ("runner.cli.start", "from runner.training import attempt", None),
-        ("runner.training.build", "import_module(name)", None),
+        ("runner.training.model.build", "import_module(name)", None),
         ("runner.data.text", "if TYPE_CHECKING:\n    from runner.cli import start", None),
         ("launch.batch", "import submitit\nimport torch\nfrom runner.system import files", None),
     ],

@@ -23,12 +23,11 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock, files
-from runner.system.distributed import World
 from runner.system.files import read_lines
 from runner.system.processes import this_process
 from runner.system.signals import STOP, STOP_SIGNALS, StopFlag
 from runner.training import attempt as training_attempt
-from runner.training.session import _Opening
+from runner.training.saving import make_cadence
 
 
 def begin(run: RunDir, guard: files.Guard | None = None) -> AttemptLog:
@@ -499,7 +498,7 @@ def test_an_attempt_without_its_times_does_not_keep_the_next_from_choosing_its_c
         run.path.mkdir()
         lines = whole, {"attempt": 2, "cause": "crash", **times}
         run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        cadence = _Opening(run, config, World(), begin(run), None, None)._cadence(0)
+        cadence = make_cadence(config, begin(run), 0)
         assert cadence.adaptive is not None
         assert cadence.adaptive._ran_s == 50.0, times
 

@@ -10,26 +10,24 @@ import torch
 from runner.metrics import Writer, resume_jsonl
 from runner.metrics.lineage import Lineage
 from runner.metrics.media import Media
+from runner.metrics.progress import ProgressBar
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
-from runner.training.recorder import RunRecorder
-from runner.training.resources import StepMeter
+from runner.training.records.recorder import RunRecorder
+from runner.training.records.resources import StepMeter
 
 
-class Bar:
-    """Keeps what was said."""
+class Bar(ProgressBar):
+    """Keeps what was said, and shows nothing."""
 
     def __init__(self) -> None:
+        super().__init__(10)
         self.said: list[str] = []
 
-    def update(
-        self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None, data_wait: float
-    ) -> None: ...
+    def update(self, *figures: Any) -> None: ...
 
     def say(self, message: str) -> None:
         self.said.append(message)
-
-    def close(self) -> None: ...
 
 
 def recorder_of(run: RunDir, *writers: Writer) -> RunRecorder:

@@ -72,7 +72,7 @@ def the_shapes() -> Shapes:
 def make(folder: Path, words: list[str], parts: list[Part]) -> list[Any]:
     import forked
 
-    from runner.training import gradient_sum
+    from runner.training.ranks import gradient_sum
 
     folder.mkdir(parents=True, exist_ok=True)
     log, metrics = folder.parent / f"{folder.name}.log", folder / "metrics.jsonl"

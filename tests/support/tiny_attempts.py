@@ -25,7 +25,9 @@ from runner.system import clock, files
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
-from runner.training.session import _Opening
+from runner.training.records.resources import StepMeter
+from runner.training.records.start import open_recorder
+from runner.training.saving import make_manager
 
 STEPS = 2
 
@@ -44,15 +46,17 @@ class TinySession:
 
     def __init__(self, run: RunDir, config: Any, world: World, log: AttemptLog, lease: Lease) -> None:
         self.account = log.account
-        opening = _Opening(run, config, world, log, lease, None)
         self._model = nn.Linear(1, 1, bias=False)
         self._scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(self._model.parameters()))
-        self._manager = opening._manager({})
+        self._manager = make_manager(config, run, lease, {})
         state = self._manager.load(self._model) or {}
         self.step = int(state.get("step", 0))
         order = {"sizes": {"code": 1}}
         insist(lambda: files.write_json(run.order, order, guard=run.guard), run.order)
-        self._recorder: Any = opening._recorder(self.step, True, self._manager)
+        meter, manager = StepMeter(torch.device("cpu")), self._manager
+        self._recorder: Any = open_recorder(
+            run, config, log, meter, self.step, True, None, lambda: manager.last_save, lambda record: None
+        )
 
     def train(self, steps: int) -> bool:
         try:

@@ -25,8 +25,8 @@ from runner.system import files, processes
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
-from runner.training import peers
-from runner.training.peer_watch import PeerWatch
+from runner.training.ranks import peers
+from runner.training.ranks.peer_watch import PeerWatch
 
 
 class Requeued(TinyJob):

@@ -16,8 +16,8 @@ from runner.checkpoint import TrainStateManager, build_train_state, restore_trai
 from runner.cli import checkpoints as command
 from runner.errors import CheckpointError, UserError
 from runner.system.distributed import World
-from runner.training.average import Average
-from runner.training.parallel import Computation, place, synchronized
+from runner.training.model.average import Average
+from runner.training.ranks.parallel import Computation, place, synchronized
 
 CPU = torch.device("cpu")
 

@@ -29,9 +29,9 @@ from runner.errors import CallbackError, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import files, generators
 from runner.system.distributed import World
-from runner.training.callbacks import Callbacks
-from runner.training.hook import Failure
-from runner.training.run_state import RunState
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.callbacks.hook import Failure
+from runner.training.records.run_state import RunState
 
 STEPS = 24
 COMMON = [

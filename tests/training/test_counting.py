@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import TINY, Run
 
-from runner.training.counting import samples_in, stated_tokens, tokens_in
+from runner.training.step.counting import samples_in, stated_tokens, tokens_in
 
 IDS = torch.zeros(3, 5, dtype=torch.int64)
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])

@@ -17,7 +17,7 @@ from runner.errors import ExitStatus, UserError
 from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
 from runner.samplers import SamplerKind
-from runner.training.length import with_steps
+from runner.training.data.order import with_steps
 
 OWN = [*TINY, PACED, "train.steps=null", "data=own", "checkpoint.every_steps=2"]
 ONE = [*OWN, "+data.sources.rows={_target_:custom.Rows,length:24}"]

@@ -19,12 +19,12 @@ from torch import nn
 from runner.config.schema import Config
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.eval_metrics import build_metrics
-from runner.training.evaluation import Evaluation
-from runner.training.held_out import HeldOut, RankBatches, StreamSource, evaluation_sets
-from runner.training.parallel import place
-from runner.training.step import Forward
-from runner.training.tasks import Task
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.evaluation.held_out import HeldOut, RankBatches, StreamSource, evaluation_sets
+from runner.training.evaluation.metrics import build_metrics
+from runner.training.ranks.parallel import place
+from runner.training.step.step import Forward
+from runner.training.step.tasks import Task
 
 CPU = torch.device("cpu")
 NOISE = 0.0

@@ -13,8 +13,13 @@ from runner.config.schema import Config
 from runner.data.order.batch_shape import BatchShape
 from runner.system import processes
 from runner.training.exactness import inexact, make_exact
+from runner.training.records.run_state import RunState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def state(threads: int, shape: BatchShape = BatchShape(0, 1, 4)) -> RunState:  # noqa: B008 it is frozen
+    return RunState({}, False, threads, (shape,), {})
 
 
 @pytest.mark.parametrize(
@@ -35,8 +40,7 @@ def test_what_is_not_exact_is_said_with_its_remedy(
     config = Config()
     config.train.deterministic = deterministic
     config.train.compile = compiled
-    config.run.threads = threads
-    found = inexact(config, device, before)
+    found = inexact(config, device, state(threads), None if before is None else state(before))
     assert len(found) == len(said)
     for reason, remedy in zip(found, said, strict=True):
         assert remedy in reason
@@ -58,7 +62,7 @@ EQUAL, DEALT = BatchShape(0, 2, 8, 3), BatchShape.dealt(0, 2, 8, 6)
 )
 def test_another_way_to_split_a_step_is_said(shape: BatchShape, before: BatchShape | None, said: list[str]) -> None:
     """Where it changes more than the ranks do anyway."""
-    found = inexact(Config(), CPU, None, shape, before)
+    found = inexact(Config(), CPU, state(1, shape), None if before is None else state(1, before))
     assert len(found) == len(said)
     assert all(words in reason for words, reason in zip(said, found, strict=True))
 

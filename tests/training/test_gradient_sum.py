@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from runner.data.order.batch_shape import share_of
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training import gradient_sum
-from runner.training.gradient_sum import GradientSum
-from runner.training.tree import TreeSum, nodes_of
+from runner.training.ranks import gradient_sum
+from runner.training.ranks.gradient_sum import GradientSum
+from runner.training.ranks.tree import TreeSum, nodes_of
 
 STEPS = 3
 Sums = list[torch.Tensor | None]

@@ -25,8 +25,8 @@ from runs import PACED, ROOT, TINY, Run, assert_same_run
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock, files, processes, stacks
 from runner.system.distributed import World
-from runner.training.hang_watch import TIMES_MEDIAN, HangWatch
-from runner.training.peer_watch import MAX_INTERVAL_S, MISSED, PeerWatch
+from runner.training.ranks.hang_watch import TIMES_MEDIAN, HangWatch
+from runner.training.ranks.peer_watch import MAX_INTERVAL_S, MISSED, PeerWatch
 
 TIMEOUT_S = 60.0
 DRILLS, FEW = 400, 20

@@ -17,7 +17,9 @@ from runner.config.schedule import LearningRate, Phase, PhaseSchedule, learning_
 from runner.errors import UserError
 from runner.models.gpt import GPT
 from runner.training import optim
-from runner.training.optim import AdamW, LearningRateScheduler, decay_groups
+from runner.training.model.parameters import decay_groups
+from runner.training.model.schedulers import LearningRateScheduler
+from runner.training.optim import AdamW
 
 KINDS = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}]
 
@@ -90,7 +92,9 @@ def test_a_training_step_does_not_import_dynamo() -> None:
         import sys, io, torch
         from runner.models.gpt import GPT
         from runner.models.loss import next_token_loss
-        from runner.training.optim import AdamW, LearningRateScheduler, decay_groups
+        from runner.training.model.parameters import decay_groups
+        from runner.training.model.schedulers import LearningRateScheduler
+        from runner.training.optim import AdamW
         model = GPT(16, 8, 1, 1, 8, dropout=0.1)
         optimizer = AdamW(decay_groups(model, 0.1), lr=1e-3)
         scheduler = LearningRateScheduler(optimizer, lambda step: 1.0)

@@ -16,8 +16,8 @@ from runner.checkpoint import build_train_state, restore_train_state
 from runner.config.schedule import Phase, SchedulerConfig
 from runner.config.schema import Config, Precision
 from runner.errors import CheckpointError, TrainingError, UserError
-from runner.training import build
-from runner.training.optimizers import Optimizers
+from runner.training.model import build
+from runner.training.model.optimizers import Optimizers
 
 ADAMW = "runner.training.optim.AdamW"
 STEP_LR = "torch.optim.lr_scheduler.StepLR"

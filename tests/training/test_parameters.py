@@ -12,7 +12,7 @@ from torch import nn
 from runner.config.optimizers import optimizer_errors
 from runner.config.schema import Config
 from runner.errors import UserError
-from runner.training import build
+from runner.training.model import build
 
 ADAMW = "runner.training.optim.AdamW"
 

@@ -17,8 +17,8 @@ from runs import PATIENCE_S, TINY, Run
 
 from runner.system import clock
 from runner.system.distributed import World
-from runner.training import peer_watch
-from runner.training.peer_watch import PeerWatch
+from runner.training.ranks import peer_watch
+from runner.training.ranks.peer_watch import PeerWatch
 
 TIMEOUT_S = 5.0
 INTERVAL_S = 0.005

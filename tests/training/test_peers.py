@@ -18,12 +18,13 @@ from torch import nn
 
 from runner.errors import PeerError
 from runner.system.distributed import World
-from runner.training.optim import AdamW, LearningRateScheduler
-from runner.training.optimizers import Optimizers
-from runner.training.parallel import place
-from runner.training.peers import report_failure, reported_failure
-from runner.training.step import Drawn, Forward, TrainStep
-from runner.training.tasks import Task
+from runner.training.model.optimizers import Optimizers
+from runner.training.model.schedulers import LearningRateScheduler
+from runner.training.optim import AdamW
+from runner.training.ranks.parallel import place
+from runner.training.ranks.peers import report_failure, reported_failure
+from runner.training.step.step import Drawn, Forward, TrainStep
+from runner.training.step.tasks import Task
 
 pytestmark = pytest.mark.slow
 

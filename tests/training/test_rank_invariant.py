@@ -21,11 +21,11 @@ from torch import nn
 from runner.data.order.batch_shape import BatchShape
 from runner.errors import UserError
 from runner.system.distributed import World
-from runner.training.invariant import FixedMicroBatches
-from runner.training.optim import LearningRateScheduler
-from runner.training.optimizers import Optimizers
-from runner.training.step import Drawn, Forward, TrainStep
-from runner.training.tasks import Task
+from runner.training.model.optimizers import Optimizers
+from runner.training.model.schedulers import LearningRateScheduler
+from runner.training.step.invariant import FixedMicroBatches
+from runner.training.step.step import Drawn, Forward, TrainStep
+from runner.training.step.tasks import Task
 
 CPU = torch.device("cpu")
 GPT = [*TINY, "data=mixture", "sampler=elastic", "model.dropout=0.1", "train.batch_size=2"]
@@ -179,7 +179,7 @@ def step_of(task: Any, model: nn.Module, world: World | None = None) -> TrainSte
     takes, computes = getattr(task, "take_step", None), getattr(task, "training_step", None)
     made = Task("task (my.Task)", computes, None, takes)
     division = FixedMicroBatches(world, model, made, optimizers, BatchShape.dealt(0, world.size, 4, 3), 0, CPU)
-    return TrainStep(Forward(world, CPU, model, made, nullcontext), optimizers, [], shared=division)
+    return TrainStep(Forward(world, CPU, model, made, nullcontext), optimizers, [], fixed=division)
 
 
 class Tokens:

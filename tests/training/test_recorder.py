@@ -13,7 +13,7 @@ from recorders import Bar, recorder_of
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 from runner.system.files import read_lines
-from runner.training.recorder import RunRecorder
+from runner.training.records.recorder import RunRecorder
 
 
 @pytest.fixture

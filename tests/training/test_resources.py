@@ -11,8 +11,8 @@ import torch
 
 from runner.config.schema import profiled_steps
 from runner.system import clock, distributed
-from runner.training.profiler import Profiler
-from runner.training.resources import StepMeter
+from runner.training.records.profiler import Profiler
+from runner.training.records.resources import StepMeter
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from resume import through_a_file
 from runner.data.order.batch_shape import BatchShape
 from runner.data.order.ledger import DataLedger
 from runner.errors import CheckpointError
-from runner.training.consumption import ElasticConsumption
-from runner.training.run_state import RunState
+from runner.training.data.consumption import ElasticConsumption
+from runner.training.records.run_state import RunState
 
 STATE = RunState(
     order={"ledger": {"digest": "0" * 32}},

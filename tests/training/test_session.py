@@ -22,7 +22,12 @@ from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system.distributed import World
 from runner.training import session
-from runner.training.run_state import RunState
+from runner.training.data.order import warn_of_idle_ranks
+from runner.training.data.training_data import open_training_data
+from runner.training.evaluation import evaluation
+from runner.training.records.profiler import Profiler
+from runner.training.records.run_state import RunState
+from runner.training.records.start import lineage, show_start
 from runner.training.session import _Opening
 
 
@@ -72,8 +77,9 @@ def test_the_first_line_states_the_number_of_ranks(tmp_path: Path, before: int |
         AttemptLog.begin(run, {"ranks": before}, 10, lambda record: "killed").end("preempted", 0)
     log = AttemptLog.begin(run, {"ranks": ranks}, 10, lambda record: "killed")
     recorder = recorder_of(run)
+    recorder.log = log
     config = compose(["train.steps=10", "eval.every_steps=0", "checkpoint.every_steps=5"]).config
-    _Opening(run, config, World(0, ranks), log, None, None)._show_start(recorder, 5, log)
+    show_start(recorder, config, 5, ranks)
     assert isinstance(recorder.bar, Bar)
     assert recorder.bar.said == [f"resuming at step 5 of 10{where} in {run.path}"]
 
@@ -95,7 +101,7 @@ def test_what_held_out_data_and_metrics_draw_when_they_are_made_is_the_same_in_e
         drawn.append(torch.rand(1).item())
         return []
 
-    monkeypatch.setattr(session, "build_metrics", draw)
+    monkeypatch.setattr(evaluation, "build_metrics", draw)
     opening = opening_of(tmp_path)
     for step in (1, 2):
         restored = opening._restored()
@@ -111,18 +117,18 @@ def test_what_held_out_data_and_metrics_draw_when_they_are_made_is_the_same_in_e
 def test_the_steps_of_a_profile_that_are_still_to_be_made_are_recorded(
     step: int, recorded: bool, tmp_path: Path
 ) -> None:
-    profiler = opening_of(tmp_path, "train.profile='3:4'")._profiler(step, torch.device("cpu"))
+    config = compose(["train.profile='3:4'"]).config
+    profiler = Profiler.open(config, RunDir(tmp_path), World(), None, step, torch.device("cpu"))
     assert ((profiler._first, profiler._last) == (3, 4)) == recorded
 
 
 @pytest.mark.parametrize("keep_best", [0, 1])
 def test_evaluations_need_the_number_of_the_best_only_if_any_are_kept(tmp_path: Path, keep_best: int) -> None:
     opening = opening_of(tmp_path, "checkpoint.best.metric=eval_mae", f"checkpoint.keep_best={keep_best}")
-    trainer = opening.session().trainer
-    assert trainer.evaluation is not None
-    trainer.step, results = 2, {"eval_loss": 1.0}
+    made = opening.session().trainer.evaluation
+    assert made is not None
     with pytest.raises(UserError, match=r"checkpoint\.best\.metric=eval_mae") if keep_best else nullcontext():
-        assert trainer._judged(trainer.evaluation, results) == results
+        assert made.judge(2, {"eval_loss": 1.0}) is None
 
 
 def test_a_task_with_steps_of_its_own_is_not_trained_in_parts_of_a_model(tmp_path: Path) -> None:
@@ -133,9 +139,11 @@ def test_a_task_with_steps_of_its_own_is_not_trained_in_parts_of_a_model(tmp_pat
 
 def test_a_branch_states_what_it_began_with(tmp_path: Path) -> None:
     """To loggers; another run states none."""
-    assert opening_of(tmp_path / "run")._lineage(1).fork is None
-    branch = opening_of(tmp_path / "branch", run=str(tmp_path / "run"), step=4, digest="d")
-    assert branch._lineage(1).fork == Fork(RunDir(tmp_path / "run"), 4, "d")
+    trunk, branch = RunDir(tmp_path / "run"), RunDir(tmp_path / "branch")
+    config = compose([]).config
+    assert lineage(trunk, config, None, 1).fork is None
+    config.fork = ForkConfig(str(trunk.path), 4, "d")
+    assert lineage(branch, config, trunk, 1).fork == Fork(trunk, 4, "d")
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -151,28 +159,24 @@ def test_what_a_branch_cannot_change_is_refused_with_its_own_remedy(
     assert isinstance(raised.value, MismatchError) != begins
 
 
-def test_data_that_are_no_batch_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    opening = _Opening(RunDir(tmp_path), compose(["train.batch_size=9"]).config, World(), None, None, None)
+def test_data_that_are_no_batch_are_refused_before_anything_is_trained() -> None:
+    config = compose(["train.batch_size=9"]).config
     data, state = {"few": range(8)}, RunState({}, False, 1, (), {})
     with pytest.raises(UserError, match=r"train\.batch_size=9 is more than the 8 samples"):
-        opening._training_data(data, torch.device("cpu"), state, None, 0)
+        open_training_data(config, World(), data, torch.device("cpu"), state, None, 0)
 
 
 @pytest.mark.parametrize(("ranks", "idle"), [(1, 0), (5, 0), (6, 0), (8, 2)])
 def test_ranks_without_work_are_reported_with_the_remedy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: int, idle: int
+    caplog: pytest.LogCaptureFixture, ranks: int, idle: int
 ) -> None:
     """And only then: a step has 6 micro-batches here."""
-    opening = _Opening(RunDir(tmp_path), compose([]).config, World(0, ranks), None, None, None)
     with caplog.at_level(logging.WARNING):
-        opening._warn_of_idle_ranks(BatchShape.dealt(0, ranks, 8, 6))
+        warn_of_idle_ranks(BatchShape.dealt(0, ranks, 8, 6))
     messages = [f"{idle} of {ranks} ranks have nothing to do: a step has 6 micro-batches; lower train.batch_size=8, "]
     assert [record.message for record in caplog.records] == [f"{text}or use fewer ranks" for text in messages if idle]
 
 
-def test_ranks_that_all_compute_as_many_micro_batches_have_work(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    opening = _Opening(RunDir(tmp_path), compose([]).config, World(0, 8), None, None, None)
-    opening._warn_of_idle_ranks(BatchShape(0, 8, 4))
+def test_ranks_that_all_compute_as_many_micro_batches_have_work(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_idle_ranks(BatchShape(0, 8, 4))
     assert caplog.records == []

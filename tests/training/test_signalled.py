@@ -24,7 +24,7 @@ from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.paths import RunDir
 from runner.system.signals import STOP
 from runner.training import attempt as training_attempt
-from runner.training import build
+from runner.training.model import build
 
 
 def compilation() -> Exception:
@@ -120,7 +120,7 @@ def test_what_finds_out_what_the_cpu_can_do_survives_a_signal(monkeypatch: pytes
 POOL = """
 import signal, time
 import psutil, torch
-from runner.training import build
+from runner.training.model import build
 if __name__ == "__main__":
     build.compiled(torch.nn.Linear(1, 1), torch.device("cuda"))  # which compiles nothing yet
     from torch._inductor.async_compile import AsyncCompile

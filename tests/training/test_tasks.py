@@ -19,10 +19,10 @@ from torch import nn
 from runner.errors import UserError
 from runner.models.tasks import Classification, NextToken
 from runner.system.distributed import World
-from runner.training.optim import LearningRateScheduler
-from runner.training.optimizers import Optimizers
-from runner.training.step import Drawn, Forward, StepResult, TrainStep
-from runner.training.tasks import Task, build_task, per_sample
+from runner.training.model.optimizers import Optimizers
+from runner.training.model.schedulers import LearningRateScheduler
+from runner.training.step.step import Drawn, Forward, StepResult, TrainStep
+from runner.training.step.tasks import Task, build_task, per_sample
 
 CPU = torch.device("cpu")
 OWN_PAIR = [

@@ -15,15 +15,15 @@ from runner.checkpoint.cadence import Cadence
 from runner.errors import TrainingError
 from runner.system import clock
 from runner.system.distributed import World
-from runner.training.callbacks import Callbacks
-from runner.training.consumption import UntrackedConsumption
-from runner.training.evaluation import Evaluation
-from runner.training.held_out import EvaluationSet, HeldOut, MapSource
-from runner.training.optimizers import Optimizers
-from runner.training.recorder import Recorder
-from runner.training.run_state import RunState
-from runner.training.step import Forward, TrainStep
-from runner.training.tasks import Task
+from runner.training.callbacks.callbacks import Callbacks
+from runner.training.data.consumption import Consumption
+from runner.training.evaluation.evaluation import Evaluation
+from runner.training.evaluation.held_out import EvaluationSet, HeldOut, MapSource
+from runner.training.model.optimizers import Optimizers
+from runner.training.records.recorder import Recorder
+from runner.training.records.run_state import RunState
+from runner.training.step.step import Forward, TrainStep
+from runner.training.step.tasks import Task
 from runner.training.trainer import Trainer
 
 BATCH = (torch.ones(2, 3), torch.ones(2, 1))
@@ -58,7 +58,7 @@ class Manager:
     def __init__(self) -> None:
         self.saved: list[tuple[int, bool]] = []
 
-    def save(self, step: int, *state: Any, metric: float | None, wait: bool, copy_later: bool) -> bool:
+    def save(self, step: int, *state: Any, copy_later: bool, wait: bool, **options: Any) -> bool:
         if self.last_error is None:
             self.saved.append((step, wait))
         return self.last_error is None
@@ -83,7 +83,8 @@ class Loader(list[Any]):
         return {}
 
 
-def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
+def trainer(batches: list[Any], eval_batches: int = 4, manager: Any = None) -> Trainer:
+    manager = manager or Manager()
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -97,15 +98,13 @@ def trainer(batches: list[Any], eval_batches: int = 4) -> Trainer:
     held_out = MapSource(HeldOut(2 * eval_batches, 2, eval_batches), batches)
     loader = Loader([BATCH] * 8)
     return Trainer(
-        world=World(),
         train_step=TrainStep(forward, Optimizers.of_one(model, optimizer, scheduler), sources=[]),
-        loader=loader,
-        consumption=UntrackedConsumption(loader),
+        consumption=Consumption(loader),
         evaluation=Evaluation(forward, [EvaluationSet("", {"a": held_out}, every_steps=4)]),
-        manager=Manager(),
+        manager=manager,
         cadence=Cadence(100, None, start_step=0, now=0.0),
         recorder=KeepingRecorder(),
-        run_state=RunState({}, False, 1, (), {}, 0),
+        run_state=RunState({}, False, 1, (), {}),
         stop=lambda: getattr(batches, "stop", False),
         check_fence=lambda: None,
     )
@@ -119,12 +118,12 @@ class Copying(Manager):
         self.lent: list[bool] = []
         self.checked = 0
 
-    def save(self, step: int, *state: Any, metric: float | None, wait: bool, copy_later: bool) -> bool:
+    def save(self, step: int, *state: Any, copy_later: bool, wait: bool, **options: Any) -> bool:
         self.lent.append(copy_later)
         self.copying = copy_later
         self.model = state[0]
         self.before = copy.deepcopy(state[0].state_dict())
-        return super().save(step, *state, metric=metric, wait=wait, copy_later=copy_later)
+        return super().save(step, *state, wait=wait, copy_later=copy_later, **options)
 
     def finish_copy(self) -> None:
         now = self.model.state_dict()
@@ -134,19 +133,20 @@ class Copying(Manager):
 
 
 def test_an_update_waits_for_the_copies_of_a_save() -> None:
-    lending = trainer([BATCH])
-    lending.evaluation, lending.manager, lending.cadence = None, Copying(), Cadence(1, None)
+    manager = Copying()
+    lending = trainer([BATCH], manager=manager)
+    lending.evaluation, lending.cadence = None, Cadence(1, None)
     before = lending.train_step.forward.model.state_dict()["weight"].clone()
     assert lending.run(4)
     assert not torch.equal(before, lending.train_step.forward.model.state_dict()["weight"])
-    assert lending.manager.lent == [True] * 4
-    assert lending.manager.checked == 3
+    assert manager.lent == [True] * 4
+    assert manager.checked == 3
 
 
 def test_a_users_loader_is_read_to_its_end_before_it_is_iterated_again() -> None:
     made, seen = trainer([BATCH]), list[float]()
     made.evaluation = None
-    made.loader[:] = [(torch.full((2, 3), float(number)), torch.ones(2, 1)) for number in range(3)]
+    made.consumption.loader[:] = [(torch.full((2, 3), float(number)), torch.ones(2, 1)) for number in range(3)]
     made.train_step.forward.model.register_forward_hook(lambda model, inputs, _: seen.append(inputs[0][0, 0].item()))
     assert made.run(5)
     assert seen == [0, 1, 2, 0, 1]
@@ -181,8 +181,9 @@ class Meddling(Callbacks):
 @pytest.mark.parametrize("who", ["task", "callback"])
 def test_a_step_or_a_callback_of_the_user_may_change_weights_at_any_time(who: str) -> None:
     """So nothing is left to be copied then."""
-    taken = trainer([BATCH])
-    taken.evaluation, taken.manager, taken.cadence = None, Copying(), Cadence(1, None)
+    manager = Copying()
+    taken = trainer([BATCH], manager=manager)
+    taken.evaluation, taken.cadence = None, Cadence(1, None)
     if who == "task":
         step = taken.train_step
         taken.train_step = TrainStep(
@@ -193,14 +194,15 @@ def test_a_step_or_a_callback_of_the_user_may_change_weights_at_any_time(who: st
     else:
         taken.callbacks = Meddling(taken.train_step.forward.model)
     assert taken.run(3)
-    assert taken.manager.lent == [False] * 3
+    assert manager.lent == [False] * 3
 
 
 def test_a_signal_in_the_last_evaluation_leaves_the_run_unfinished() -> None:
     """All steps are made and saved, but the evaluation is missing: the next attempt makes it."""
-    interrupted = trainer(Stopping([BATCH] * 4))
+    manager = Manager()
+    interrupted = trainer(Stopping([BATCH] * 4), manager=manager)
     assert interrupted.run(4) is False
-    assert interrupted.manager.saved == [(4, True)]
+    assert manager.saved == [(4, True)]
     assert not any("eval_loss" in record for record in interrupted.recorder.records)  # type: ignore[attr-defined]
     resumed = trainer([BATCH], eval_batches=1)
     resumed.step = 4

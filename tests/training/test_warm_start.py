@@ -26,7 +26,7 @@ from runner.checkpoint.reader import tensors
 from runner.config.schema import InitConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
-from runner.training.warm_start import Source, fill, open_source
+from runner.training.model.warm_start import Source, fill_model, open_source
 
 Say = pytest.CaptureFixture[str]
 
@@ -133,7 +133,7 @@ def test_the_table_says_what_became_of_each_weight() -> None:
     module = model(same=(6,), bent=(2, 3), other=(5,), missing=(4,))
     there = given(same=(6,), bent=(6,), other=(6,), extra=(6,))
     there.weights["same"].data = there.weights["same"].double()
-    table = fill(module, there, InitConfig(strict=False))
+    table = fill_model(module, there, InitConfig(strict=False))
     assert table.loaded == ["same"]
     assert table.converted == {"same": ("torch.float64", "torch.float32")}
     assert table.reshaped == {"bent": ([6], [2, 3])}
@@ -168,7 +168,7 @@ def test_the_table_says_what_became_of_each_weight() -> None:
 )
 def test_what_does_not_fit_is_one_line(module: nn.Module, options: InitConfig, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        fill(module, given(a=(6,)), options)
+        fill_model(module, given(a=(6,)), options)
     assert "\n" not in str(error.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.training.job import LocalJob
-from runner.training.session import WarningHandler
+from runner.training.records.warnings import WarningHandler
 
 MESSAGE = "step 5 could not be saved: 100% full"
 

@@ -15,7 +15,7 @@ from runner.checkpoint.manifest import Manifest
 from runner.metrics import jsonl
 from runner.rundir.lease import Lease
 from runner.system import files
-from runner.training.recorder import RunRecorder
+from runner.training.records.recorder import RunRecorder
 from simulation.brought_back.fault import Fault
 
 
@@ -172,7 +172,7 @@ FAULTS = [
         (
             "save-without-drain",
             "records that a full disk has refused are not written before the next checkpoint",
-            "runner/training/recorder.py",
+            "runner/training/records/recorder.py",
             _no_drain,
         ),
         (

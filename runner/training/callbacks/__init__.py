@@ -1,0 +1,1 @@
+"""Code of the user's own at the boundaries between steps."""

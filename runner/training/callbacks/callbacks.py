@@ -1,0 +1,333 @@
+"""Callbacks: code of the user's own at the boundaries between steps, which observes, logs and keeps a state.
+
+They run on rank 0; with strategy=fsdp on every rank, because a forward pass needs them all. They cannot move the
+training's random generators: during a call these are seeded anew, from seed, step, callback and method.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.config.schema import CallbackFailure, Config, Strategy
+from runner.config.targets import CHANGES_TRAINING
+from runner.errors import CallbackError, PeerError, SupersededError, UserError
+from runner.metrics.media import Media, file_name, png
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, generators
+from runner.system.distributed import World
+from runner.training.callbacks.hook import METHODS, Failure, Hook, failure_of, make_hook, restore_hook
+from runner.training.ranks.peers import peer_errors
+from runner.training.records.recorder import Recorder
+from runner.training.records.run_state import RunState
+from runner.training.step.tasks import RESERVED as STEP_KEYS
+
+# Keys of the runner's own records, including those of timings.jsonl and those that a record has only now and then.
+RESERVED = frozenset(
+    (
+        *STEP_KEYS,
+        *"loss loss_by_source eval_loss time callback samples_per_s tokens_per_s save".split(),
+        *"step_s data_wait_s compute_s communication_s callbacks_s memory_bytes gpu_memory_bytes".split(),
+    )
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Context:
+    """What a method of a callback is passed; valid until the method returns.
+
+    Attributes:
+        model: the module of the config, not wrapped for several ranks.
+        step: completed steps.
+        run_dir: the run directory.
+        device: of the model.
+    """
+
+    def __init__(self, owner: Callbacks, step: int, record: dict[str, Any], values: dict[str, Any]) -> None:
+        self.model: nn.Module = owner.model
+        self.step = step
+        self.run_dir: Path = owner.run.path
+        self.device: torch.device = owner.device
+        self._owner = owner
+        self._record = record
+        self._values = values
+        self._valid = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's config as plain values; a copy."""
+        return deepcopy(self._owner.config)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The record of this step or evaluation so far (elsewhere: of the last one of this attempt), read-only."""
+        return MappingProxyType(deepcopy(self._record))
+
+    def log(self, name: str, value: float) -> None:
+        """Log a number, as `name` in the record of this step or evaluation.
+
+        Raises:
+            UserError: the record has the name already, or the value is not a number that is finite or nan.
+        """
+        self._check_valid("log")
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise UserError(f"log({name!r}, …): the name must be a printable text")
+        if name in self._record or name in self._values or name in RESERVED:
+            raise UserError(f"log({name!r}, …): the record has {name!r} already: choose another name")
+        self._values[name] = _number(name, value)
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Log an image: a file in the run directory's artifacts/, and where loggers show images.
+
+        Args:
+            name: the file is called NAME-STEP.png.
+            image: see `runner.metrics.media.IMAGES`.
+
+        Raises:
+            UserError: the name or the image is not usable.
+        """
+        self._check_valid("log_image")
+        path = self._owner.run.artifacts / file_name(name, self.step, "png")
+        self._owner.recorder.media(Media(self.step, name, path, png(image)))
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text: a file in the run directory's artifacts/, and where loggers show texts.
+
+        Args:
+            name: the file is called NAME-STEP.txt.
+            text: any text.
+
+        Raises:
+            UserError: the name is not usable, or the text is none.
+        """
+        self._check_valid("log_text")
+        if not isinstance(text, str):
+            raise UserError(f"log_text({name!r}, …) is passed a {type(text).__name__}: pass a str")
+        path = self._owner.run.artifacts / file_name(name, self.step, "txt")
+        self._owner.recorder.media(Media(self.step, name, path, text))
+
+    def _check_valid(self, method: str) -> None:
+        if not self._valid:
+            raise UserError(f"{method} was called after the method of the callback had returned: call it before")
+
+
+def _number(name: str, value: Any) -> float:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"log({name!r}, …) is passed a {type(value).__name__}: pass a number")
+    with suppress(OverflowError):  # an integer that no float can hold
+        if not math.isinf(value):
+            return int(value) if isinstance(value, int) else float(value)
+    raise UserError(f"log({name!r}, …) is passed {float('inf')}: pass a number that is finite or nan")
+
+
+@dataclass
+class Callbacks:
+    """The callbacks of an attempt; without any, each method returns at once."""
+
+    run: RunDir
+    model: nn.Module
+    device: torch.device
+    config: dict[str, Any]
+    world: World = field(default_factory=World)
+    everywhere: bool = False
+    """Whether every rank calls them, and they fail together."""
+    stop: bool = False
+    """Whether one that raises ends the run; otherwise it is left out."""
+    recorder: Recorder = field(default_factory=Recorder)
+    seconds: Callable[[float], None] = lambda seconds: None
+    hooks: list[Hook] = field(default_factory=list)
+    _last: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def none() -> Callbacks:
+        """No callbacks at all."""
+        return Callbacks(RunDir(Path()), nn.Module(), torch.device("cpu"), {})
+
+    @staticmethod
+    def open(
+        config: Config, world: World, run: RunDir, model: nn.Module, device: torch.device, saved: RunState | None
+    ) -> Callbacks:
+        """Create the callbacks of the config, with the states that `saved` has of them.
+
+        Raises:
+            UserError: one cannot be created, has none of the methods or a misspelt one, or a state that cannot be kept.
+        """
+        everywhere = config.strategy is Strategy.fsdp and world.size > 1
+        stop = config.train.on_callback_error is CallbackFailure.stop
+        opened = Callbacks(run, model, device, _plain_config(config), world, everywhere, stop)
+        if everywhere or world.is_main:
+            nodes = {name: node for name, node in config.callbacks.items() if node is not None}
+            if nodes:
+                opened._create(nodes, saved)
+        return opened
+
+    def __post_init__(self) -> None:
+        self._of: dict[str, list[Hook]] = {method: [] for method in (*METHODS, "state_dict")}
+        self._modules: list[nn.Module] = []
+
+    def _create(self, nodes: dict[str, Any], saved: RunState | None) -> None:
+        self._modules = list(self.model.modules())
+        with generators.lent():
+            for name, node in nodes.items():
+                generators.seed(generators.seed_of(self.config["seed"], name), gpus=True)
+                hook = make_hook(name, node)
+                if saved is not None:
+                    restore_hook(hook, saved)
+                self.hooks.append(hook)
+                if hook.dropped and self.world.is_main:
+                    _log.warning(
+                        f"callbacks.{name} is left out: it raised in this run, and neither its code nor its options "
+                        f"have changed since; traceback in {self.run.callback_errors}"
+                    )
+                for method in hook.methods & self._of.keys() if not hook.dropped else ():
+                    self._of[method].append(hook)
+
+    def has(self, method: str) -> bool:
+        """Whether one of them has this method."""
+        return bool(self._of[method])
+
+    def start(self, step: int) -> None:
+        """Training begins, or resumes, at `step`."""
+        self._call_and_record("on_start", step)
+
+    def step_end(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
+        """After a step, in training mode; `record` with what they logged."""
+        self._last = record
+        if self._of["on_step_end"]:
+            began = clock.perf_counter()
+            self._call("on_step_end", step, record, record)
+            self.seconds(clock.perf_counter() - began)
+        return record
+
+    def evaluated(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
+        """After an evaluation; `record` with what they logged."""
+        self._call("on_evaluation", step, record, record)
+        self._last = {**self._last, **record}
+        return record
+
+    def saved(self, step: int) -> None:
+        """After a save was handed to the thread that writes it; the last one of an attempt is committed by then."""
+        self._call_and_record("on_save", step)
+
+    def end(self, step: int) -> None:
+        """The run has all its steps."""
+        self._call_and_record("on_end", step)
+
+    def keep(self, state: RunState) -> RunState:
+        """`state` with those of the callbacks."""
+        if not self.hooks:
+            return replace(state, callbacks={}, dropped_callbacks={})
+        with generators.lent():
+            for hook in list(self._of["state_dict"]):
+                self._attempt(hook, "state_dict", hook.refresh)
+        return replace(
+            state,
+            callbacks={hook.name: hook.state for hook in self.hooks if hook.keeps_state and hook.state is not None},
+            dropped_callbacks={hook.name: hook.code for hook in self.hooks if hook.dropped},
+        )
+
+    def _call_and_record(self, method: str, step: int) -> None:
+        """How often this happens depends on kills, so nothing of it is in metrics.jsonl."""
+        values: dict[str, Any] = {}
+        self._call(method, step, self._last, values)
+        if values:
+            self.recorder.callback(step, method, values)
+
+    def _call(self, method: str, step: int, record: dict[str, Any], values: dict[str, Any]) -> None:
+        hooks = self._of[method]
+        if not hooks:
+            return
+        with generators.lent():
+            for hook in list(hooks):
+                generators.seed(generators.seed_of(self.config["seed"], hook.name, method, step), gpus=True)
+                context = Context(self, step, record, values)
+                with self._observing(evaluating=method != "on_step_end"), self._unchanged(hook, method, step):
+                    self._attempt(hook, method, lambda: getattr(hook.callback, method)(context))  # noqa: B023
+                context._valid = False
+
+    @contextmanager
+    def _unchanged(self, hook: Hook, method: str, step: int) -> Iterator[None]:
+        """Warn of a callback that changes weights and does not say so: once, as far as torch counts changes."""
+        versions = [] if hook.changes_training else [parameter._version for parameter in self.model.parameters()]
+        yield
+        if versions and versions != [parameter._version for parameter in self.model.parameters()]:
+            hook.changes_training = True
+            if self.world.is_main:
+                _log.warning(
+                    f"callbacks.{hook.name}.{method} changed weights at step {step}: set {CHANGES_TRAINING} = True in "
+                    "its class, so that it belongs to what identifies the run"
+                )
+
+    @contextmanager
+    def _observing(self, evaluating: bool) -> Iterator[None]:
+        """Without gradients; afterwards each module is in the mode in which it was."""
+        modes = [module.training for module in self._modules]
+        if evaluating:
+            self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in zip(self._modules, modes, strict=True):
+                if module.training is not mode:
+                    module.training = mode
+
+    def _attempt(self, hook: Hook, method: str, action: Callable[[], None]) -> None:
+        """Do it; if it raises (on any rank that takes part), report that, and drop the callback or stop.
+
+        Raises:
+            CallbackError: it raised, and the run is to stop.
+        """
+        failure = None
+        try:
+            with peer_errors(self.world) if self.everywhere else nullcontext():
+                action()
+        except (SupersededError, PeerError):
+            raise  # these concern the attempt, not the callback
+        except (Exception, SystemExit) as error:  # noqa: BLE001 whatever a user's code raises
+            failure = failure_of(hook, method, error)
+        failures = self.world.gather(failure) if self.everywhere else [failure]
+        found = next((each for each in failures if each is not None), None)
+        if found is not None:
+            self._drop(hook, found)
+
+    def _drop(self, hook: Hook, failure: Failure) -> None:
+        if self.world.is_main:
+            with suppress(OSError):  # the report is a convenience, which decides nothing
+                self.run.check_guard()
+                with files.open_append(self.run.callback_errors) as file:
+                    file.write(f"{failure.summary}\n{failure.details}\n".encode())
+        where = f"traceback in {self.run.callback_errors}"
+        if self.stop:
+            error = CallbackError(f"{failure.summary}; train.on_callback_error=stop ends the run; {where}")
+            error.everywhere = self.everywhere
+            raise error
+        hook.dropped = True
+        for hooks in self._of.values():
+            if hook in hooks:
+                hooks.remove(hook)
+        if self.world.is_main:
+            _log.warning(f"{failure.summary}; it is left out from here on; {where}")
+
+
+def _plain_config(config: Config) -> dict[str, Any]:
+    """The config as plain values, enums by name."""
+
+    def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value.name if isinstance(value, Enum) else value for key, value in pairs}
+
+    return asdict(config, dict_factory=plain)

@@ -1,0 +1,179 @@
+"""One callback: created from its node of the config, checked, restored, and how its failures are described."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.staging import snapshot
+from runner.config.targets import CHANGES_TRAINING, instantiate
+from runner.errors import PeerError, UserError, nearest
+from runner.system import files
+from runner.training.records.run_state import RunState
+
+METHODS = ("on_start", "on_step_end", "on_evaluation", "on_save", "on_end")
+MAX_MESSAGE = 300
+
+
+@dataclass
+class Hook:
+    """One callback of the config.
+
+    Attributes:
+        code: changes with the class's file and with its options.
+        dropped: it raised, and is left out until `code` changes.
+        state: what was last saved or restored of it.
+        changes_training: whether its class says that it changes what is trained, or has been reported for doing so.
+    """
+
+    name: str
+    callback: Any
+    methods: frozenset[str]
+    code: str
+    dropped: bool = False
+    state: Any = None
+    changes_training: bool = False
+
+    @property
+    def keeps_state(self) -> bool:
+        return "state_dict" in self.methods
+
+    def refresh(self) -> None:
+        """Bring `state` up to date.
+
+        Raises:
+            CheckpointError: the callback's state holds what a checkpoint cannot hold.
+        """
+        self.state = snapshot(self.callback.state_dict(), f"callbacks.{self.name}.state_dict()")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a callback failed: one line, and the traceback. Plain texts, since ranks exchange it."""
+
+    summary: str
+    details: str
+
+
+def make_hook(name: str, node: dict[str, Any]) -> Hook:
+    """The callback of a node of the config, checked.
+
+    Raises:
+        UserError: it cannot be created, or is none.
+    """
+    key = f"callbacks.{name}"
+    try:
+        callback = instantiate(key, node)
+    except (UserError, PeerError):
+        raise
+    except Exception as error:
+        raise UserError(f"{key} ({node['_target_']}): {_one_line(error)}{_line_of(error, None)}") from error
+    what = f"{key} ({node['_target_']})"
+    for wrong in sorted(attribute for attribute in dir(callback) if attribute.startswith("on_")):
+        if wrong not in METHODS and callable(getattr(callback, wrong, None)):
+            raise UserError(
+                f"{what} has the method {wrong}, which is never called{nearest(wrong, METHODS)}: the methods are "
+                f"{', '.join(METHODS)}; rename it, so that it does not begin with on_, if it is none of them"
+            )
+    methods = frozenset(method for method in METHODS if callable(getattr(callback, method, None)))
+    if not methods:
+        raise UserError(f"{what} has none of the methods of a callback: {', '.join(METHODS)}")
+    for method in methods:
+        _check_takes_context(what, callback, method)
+    state = frozenset(each for each in ("state_dict", "load_state_dict") if callable(getattr(callback, each, None)))
+    if len(state) == 1:
+        (lack,) = {"state_dict", "load_state_dict"} - state
+        raise UserError(f"{what} has {min(state)}, but no {lack}: a state that is kept needs both")
+    hook = Hook(name, callback, methods | state, _code(callback, node))
+    hook.changes_training = bool(getattr(callback, CHANGES_TRAINING, False))
+    if state:
+        _try_state(hook)
+    return hook
+
+
+def _check_takes_context(what: str, callback: Any, method: str) -> None:
+    try:
+        inspect.signature(getattr(callback, method)).bind(None)
+    except ValueError:  # some functions written in C have none
+        return
+    except TypeError as error:
+        raise UserError(f"{what}: {method} must take one argument, the context: {error}") from None
+
+
+def _try_state(hook: Hook) -> None:
+    """At the start rather than at the first save: can this state be kept?
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        hook.refresh()
+    except UserError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:
+        raise UserError(failure_of(hook, "state_dict", error).summary) from error
+
+
+def restore_hook(hook: Hook, saved: RunState) -> None:
+    """The state of a checkpoint; a callback that it does not know starts afresh.
+
+    Raises:
+        UserError: the callback refuses it.
+    """
+    hook.dropped = saved.dropped_callbacks.get(hook.name) == hook.code
+    if not hook.keeps_state or hook.name not in saved.callbacks:
+        return
+    hook.state = saved.callbacks[hook.name]
+    try:
+        hook.callback.load_state_dict(snapshot(hook.state))
+    except Exception as error:
+        raise UserError(
+            f"{failure_of(hook, 'load_state_dict', error).summary}: the state is of an earlier version, perhaps; give "
+            "the callback another name to let it start afresh"
+        ) from error
+
+
+def _code(callback: Any, node: dict[str, Any]) -> str:
+    """A digest of the class's file and of its options."""
+    try:
+        source = files.read_bytes(Path(inspect.getfile(type(callback))))
+    except (TypeError, OSError):  # built in, or made at run time
+        source = b""
+    return hashlib.sha256(source + json.dumps(node, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def failure_of(hook: Hook, method: str, error: BaseException) -> Failure:
+    summary = f"callbacks.{hook.name}.{method}: {_one_line(error)}{_line_of(error, hook.callback)}"
+    return Failure(summary, "".join(traceback.format_exception(error)))
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 its own __str__ may fail as well
+        message = ""
+    if not isinstance(error, UserError):
+        message = f"{type(error).__name__}: {message}".rstrip(": ")
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
+
+
+def _line_of(error: BaseException, callback: Any) -> str:
+    """` (FILE, line N)`: the last line of the callback's own file on the way to the error."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(__file__).parents[1] not in Path(frame.filename).parents
+    ]
+    own = []
+    with suppress(TypeError, OSError):
+        own = [frame for frame in frames if frame.filename == inspect.getfile(type(callback))]
+    if not (own or frames):
+        return ""
+    frame = (own or frames)[-1]
+    return f" ({frame.filename}, line {frame.lineno})"

@@ -1,0 +1,1 @@
+"""The sources, their order, and what the training has consumed of them."""

@@ -1,0 +1,238 @@
+"""The data order as the training loop sees it: batches with their records, phases, and the ledger of what was consumed.
+
+Four kinds. `SeededConsumption` drives the two seeded samplers: a phase that changes weights ends the epoch, because
+their index lists are drawn for a whole epoch. `ElasticConsumption` has nothing to do at a phase: its segments are
+positions, known in advance. `OwnConsumption` counts the samples of a user's sampler. `Consumption` itself is for a
+user's own loader, which keeps its order to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from runner.config.schedule import PhaseSchedule
+from runner.data.loading.protocols import BatchRecord
+from runner.data.order.ledger import LANES, DataLedger
+from runner.errors import CheckpointError
+from runner.metrics.records import names_all
+
+
+@dataclass
+class Consumption:
+    """The order of a loader; here of one that does not report its samples, of which nothing is known."""
+
+    loader: Any
+
+    @property
+    def names(self) -> list[str]:
+        """The sources, in the order of their numbers."""
+        return []
+
+    def enter_step(self, step: int) -> bool:
+        """Let the phase of `step` take effect; True if the loader must be iterated anew."""
+        return False
+
+    def batches(self) -> Iterator[tuple[Any, BatchRecord | None]]:
+        """The rest of the epoch, each batch with its record."""
+        return ((batch, None) for batch in self.loader)
+
+    def consume(self, record: BatchRecord | None) -> None:
+        """Count the samples of a batch that the training takes."""
+
+    def sources(self, record: BatchRecord | None) -> np.ndarray | None:
+        """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
+        return None
+
+    def control(self) -> np.ndarray:
+        """This rank's part of the ledger since the last commit, to be summed over ranks."""
+        return np.zeros(0, dtype=np.int64)
+
+    def commit(self, vector: np.ndarray) -> None:
+        """Add the sum over all ranks to the ledger."""
+
+    def totals(self, step: int) -> dict[str, Any]:
+        """For the metrics: the digest, and what was consumed so far, of the sources that the line of a step names."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the ledger of a checkpoint; call it after the loader was restored.
+
+        Raises:
+            CheckpointError: an entry is missing.
+            SamplerStateError: the order as it is now does not yield the samples that were consumed.
+        """
+
+
+@dataclass
+class TrackedConsumption(Consumption):
+    """Common to the samplers: every consumed sample goes into the ledger, and from there into the metrics."""
+
+    sampler: Any
+    ledger: DataLedger
+    tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
+    _taken: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # of this step, not in the ledger yet
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """One past the last dataset index of each source."""
+        return np.cumsum(self.ledger.sizes)
+
+    @property
+    def names(self) -> list[str]:
+        return self.ledger.names
+
+    def batches(self) -> Iterator[tuple[Any, BatchRecord]]:
+        return self.loader.iter_recorded()  # type: ignore[no-any-return]
+
+    def consume(self, record: BatchRecord | None) -> None:
+        assert record is not None
+        assert record.indices is not None
+        self._taken.append((record.indices, self.positions(record)))
+
+    def sources(self, record: BatchRecord | None) -> np.ndarray | None:
+        if record is None or record.indices is None:
+            return None
+        return np.searchsorted(self._ends, record.indices, side="right")
+
+    def positions(self, record: BatchRecord) -> np.ndarray:
+        """Positions of a batch's samples in the whole run."""
+        assert record.positions is not None
+        return record.positions
+
+    def control(self) -> np.ndarray:
+        if self._taken:  # all micro-batches at once: hashing is as fast for eight of them as for one
+            indices, positions = zip(*self._taken, strict=True)
+            self.ledger.consume(np.concatenate(indices), np.concatenate(positions))
+            self._taken.clear()
+        return self.ledger.local().view(np.int64)
+
+    _given = np.zeros(0, np.int64)  # the sources of the last commit, by their numbers
+
+    def commit(self, vector: np.ndarray) -> None:
+        self._given = np.flatnonzero(vector[LANES:])
+        if vector.any():
+            self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
+
+    def recomputable_from(self) -> int:
+        """The first position whose samples a resume can look up."""
+        return 0
+
+    def totals(self, step: int) -> dict[str, Any]:
+        ledger = self.ledger
+        numbers = range(len(ledger.names)) if names_all(step, len(ledger.names)) else self._given.tolist()
+        sources: dict[str, dict[str, float]] = {}
+        for number in numbers:
+            name, samples = ledger.names[number], ledger.count(number)
+            sources[name] = {"samples": samples}
+            if name in self.tokens_per_sample:
+                sources[name]["tokens"] = samples * self.tokens_per_sample[name]
+            sources[name]["epochs"] = round(samples / ledger.sizes[number], 6)
+        return {"digest": ledger.digest, "sources": sources}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise CheckpointError(
+                f"the order in the train state has no {', '.join(map(repr, missing))}: it was saved with another kind "
+                "of sampler or loader; put back sampler and data.loader, or use another checkpoint"
+            )
+        self.ledger.load_state_dict(state["ledger"])
+        self.verify(state)
+
+    def verify(self, state: dict[str, Any]) -> None:
+        """Recompute the samples consumed last and compare their digest."""
+
+
+@dataclass
+class ElasticConsumption(TrackedConsumption):
+    """The elastic sampler's positions are those of the whole run."""
+
+    def verify(self, state: dict[str, Any]) -> None:
+        self.ledger.verify(self.sampler.locate)
+
+
+@dataclass
+class SeededConsumption(TrackedConsumption):
+    """DistributedSampler and MixtureSampler, whose positions count the samples consumed by all ranks."""
+
+    phases: PhaseSchedule | None = None
+    num_replicas: int = 1
+    rank: int = 0
+    _in_force: tuple[Any, float] | None = None
+    _pending: int = 0
+    _epoch: int = -1
+    _epoch_start: int = 0
+
+    def start_at(self, step: int) -> None:
+        """Set the weights that were in force in the last step before `step`; call it before the loader is restored."""
+        if self.phases is not None:
+            state = self.phases.at(max(step - 1, 0))
+            self._in_force = (state.weights, state.temperature)
+            self.sampler.update_weights(state.weight_list, state.temperature)
+
+    def enter_step(self, step: int) -> bool:
+        if self.phases is None:
+            return False
+        state = self.phases.at(step)
+        wanted = (state.weights, state.temperature)
+        if wanted == self._in_force:
+            return False
+        self._in_force = wanted
+        self.sampler.update_weights(state.weight_list, state.temperature)
+        if self.loader.batches_yielded:
+            self.loader.end_epoch()
+        return True
+
+    def positions(self, record: BatchRecord) -> np.ndarray:
+        """Counted from the samples of all ranks before this step; ranks alternate."""
+        assert record.indices is not None
+        count = len(record.indices)
+        base = self.ledger.total + self._pending * self.num_replicas
+        if record.epoch != self._epoch:
+            self._epoch, self._epoch_start = record.epoch, base
+        self._pending += count
+        return base + self.rank + self.num_replicas * np.arange(count, dtype=np.int64)
+
+    def commit(self, vector: np.ndarray) -> None:
+        super().commit(vector)
+        self._pending = 0
+
+    def recomputable_from(self) -> int:
+        return self._epoch_start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": self._epoch, "epoch_start": self._epoch_start}
+
+    def verify(self, state: dict[str, Any]) -> None:
+        """Only within the current epoch: the lists of earlier ones would have to be drawn again."""
+        self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
+        if not hasattr(self.sampler, "indices_at"):  # a user's, which cannot look up the order of an epoch
+            return
+        names, starts = np.array(self.ledger.names), self._ends - self.ledger.sizes
+
+        def locate(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            indices = self.sampler.indices_at(positions - self._epoch_start, self._epoch)
+            source = np.searchsorted(self._ends, indices, side="right")
+            return names[source], indices - starts[source]
+
+        self.ledger.verify(locate, since=self._epoch_start)
+
+
+@dataclass
+class OwnConsumption(SeededConsumption):
+    """A user's sampler, whose samples are counted, unless its state is a position in the run."""
+
+    def positions(self, record: BatchRecord) -> np.ndarray:
+        by_position = hasattr(self.sampler, "state_dict_at") and record.positions is not None
+        return record.positions if by_position else super().positions(record)  # type: ignore[return-value]

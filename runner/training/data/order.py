@@ -1,0 +1,240 @@
+"""Resolved config -> the order in which the ranks read the sources: batch shapes, samplers, records, and the length."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from runner.config.schema import Config, length_errors, phase_schedule, rank_invariant, source_weights
+from runner.config.targets import bind, instantiate
+from runner.data.micro_batches import MicroBatchSampler
+from runner.data.order.batch_shape import BatchShape, position_at
+from runner.data.order.exclusions import Selections
+from runner.data.order.segments import Segment
+from runner.data.queries.order_record import OrderRecord
+from runner.errors import UserError
+from runner.samplers import Kind
+from runner.system.distributed import World
+from runner.training.data.sources import tokens_per_sample
+
+_log = logging.getLogger(__name__)
+
+
+def batch_shape(config: Config, world: World, step: int) -> BatchShape:
+    """How the steps from `step` on are split.
+
+    Raises:
+        UserError: train.global_batch_size cannot be divided among the ranks.
+    """
+    each, micro = config.train.batch_size, config.train.batch_size * world.size
+    accum, whole = config.train.grad_accum_steps, config.train.global_batch_size
+    if whole is None:
+        return BatchShape(step, world.size, each, accum or 1)
+    if whole % micro == 0 and accum is not None and accum * micro != whole:
+        raise UserError(
+            f"train.global_batch_size={whole} is not train.batch_size={each} x {world.size} ranks"
+            f" x train.grad_accum_steps={accum}: remove train.grad_accum_steps, or set it to {whole // micro}"
+        )
+    if rank_invariant(config):
+        return BatchShape.dealt(step, world.size, each, whole // each)
+    if whole % micro:
+        if whole % world.size:
+            remedy = f"choose a multiple of {world.size}, or another number of ranks"
+        else:
+            remedy = f"choose a train.batch_size that divides {whole // world.size}"
+        raise UserError(
+            f"train.global_batch_size={whole} is not a multiple of train.batch_size={each} x {world.size} ranks: "
+            f"{remedy}"
+        )
+    return BatchShape(step, world.size, each, whole // micro)
+
+
+def warn_of_idle_ranks(shape: BatchShape) -> None:
+    """Warn if a step has fewer micro-batches than there are ranks."""
+    if 0 < shape.micro_batches < shape.world_size:
+        _log.warning(
+            f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step has "
+            f"{shape.micro_batches} micro-batches; lower train.batch_size={shape.batch_size}, or use fewer ranks"
+        )
+
+
+def make_sampler(
+    config: Config,
+    dataset: Any,
+    datasets: dict[str, Any],
+    world: World,
+    shapes: Sequence[BatchShape],
+    allow_change: bool,
+) -> Any:
+    """The sampler of this rank.
+
+    Args:
+        dataset: the sources `datasets` concatenated; the sampler yields indices into it.
+        shapes: the batch shapes of the run: they turn the start step of a phase into a position.
+        allow_change: whether the state of another data plan may be loaded.
+    """
+    options, sizes = config.sampler, {name: len(part) for name, part in datasets.items()}
+    if options.kind.value.is_own:
+        return make_own_sampler(config, dataset, sizes, world.size, world.rank)
+    if options.kind.value.elastic:
+        return _elastic_sampler(config, datasets, shapes, world, allow_change)
+    first, common = phase_schedule(config).at(0), {"num_replicas": world.size, "rank": world.rank, "seed": config.seed}
+    common |= {"shuffle": options.shuffle, "drop_last": options.drop_last}
+    return options.kind.value.make(sizes, first.weight_list, first.temperature, **common)
+
+
+def _elastic_sampler(
+    config: Config, datasets: dict[str, Any], shapes: Sequence[BatchShape], world: World, allow_change: bool
+) -> Any:
+    """That of this rank: of its part of each global batch, or of its micro-batches."""
+    from runner.data import ElasticSampler
+
+    shape, phases = shapes[-1], phase_schedule(config)
+    first = phases.at(0)
+    elastic = ElasticSampler(
+        {name: len(part) for name, part in datasets.items()},
+        first.weights,
+        num_replicas=1 if shape.micro_batches else world.size,
+        rank=0 if shape.micro_batches else world.rank,
+        seed=config.seed,
+        global_batch_size=shape.global_batch_size,
+        temperature=first.temperature,
+        segments=[
+            {"start": position_at(shapes, step), "weights": state.weights, "temperature": state.temperature}
+            for step, state in phases.mixtures()[1:]
+        ],
+        max_epochs=config.sampler.max_epochs,
+        exclude=config.sampler.exclude,
+        shuffle=config.sampler.shuffle,
+        allow_data_change=allow_change,
+    )
+    return MicroBatchSampler(elastic, shape, world.rank) if shape.micro_batches else elastic
+
+
+def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replicas: int, rank: int) -> Any:
+    """The sampler that `sampler._target_` names.
+
+    Args:
+        dataset: its first argument.
+        sizes: samples by source name.
+
+    Raises:
+        UserError: it cannot be created, lacks a method, or its order cannot be repeated.
+    """
+    from runner.data.own_sampler import own_sampler
+
+    options = config.sampler
+    node = options.node(())
+    try:
+        names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
+    except ValueError:  # some written in C have none
+        names = set()
+    if options.temperature != 1 and "temperature" not in names:
+        raise UserError(
+            f"sampler.temperature={options.temperature:g}: {options.target} has no argument of this name; leave it out"
+        )
+    offered: dict[str, Any] = {"seed": config.seed, "sources": sizes, "weights": source_weights(config)}
+    offered |= {name: getattr(options, name) for name in ("shuffle", "drop_last", "temperature")}
+
+    def make(num_replicas: int, rank: int) -> Any:
+        asked = {**offered, "num_replicas": num_replicas, "rank": rank}
+        return instantiate("sampler", node, dataset, **{name: asked[name] for name in names & asked.keys()})
+
+    knows_ranks = {"num_replicas", "rank"} <= names
+    return own_sampler(make, knows_ranks, sum(sizes.values()), num_replicas, rank, config.seed)
+
+
+def check_epoch(config: Config, sampler: Any) -> None:
+    """Check that an epoch, or a capped order, holds a batch of every rank at all: incomplete ones are dropped.
+
+    Raises:
+        UserError: it does not.
+    """
+    key, least, whose = "train.batch_size", config.train.batch_size, "a rank gets"
+    if isinstance(sampler, MicroBatchSampler):
+        key, least, whose = "train.global_batch_size", config.train.global_batch_size or 0, "there are"
+        sampler = sampler.sampler
+    try:
+        samples = len(sampler)
+    except TypeError:  # it does not end
+        return
+    if samples < least:
+        remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
+        raise UserError(
+            f"{key}={least} is more than the {samples} samples that {whose} before the data end: lower {key} or add "
+            f"data{remedy}"
+        )
+
+
+def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes: Sequence[BatchShape]) -> OrderRecord:
+    """What `runner inspect` needs to know about the data order."""
+    sizes = {name: len(part) for name, part in datasets.items()}
+    shape: dict[str, Any] = {
+        "steps": config.steps,
+        "tokens_per_sample": tokens_per_sample(datasets),
+        "batch_shapes": tuple(shapes),
+    }
+    if config.sampler.kind.value.elastic:
+        return OrderRecord.of_elastic(sampler.state_dict(), sizes, **shape)
+    mixtures = phase_schedule(config).mixtures()
+    return OrderRecord(
+        kind=config.sampler.kind.name,
+        seed=config.seed,
+        sizes=sizes,
+        segments=tuple(Segment(step, state.weights, state.temperature) for step, state in mixtures),
+        shuffle=config.sampler.shuffle,
+        drop_last=config.sampler.drop_last,
+        **shape,
+    )
+
+
+def data_plan(config: Config) -> dict[str, Any]:
+    """The part of the config that determines the data order: equal if only the batch shape was changed."""
+    options = config.sampler
+    return {
+        "weights": source_weights(config),
+        "temperature": options.temperature,
+        "shuffle": options.shuffle,
+        "exclude": Selections.parse(options.exclude).to_json(),
+        "max_epochs": dict(options.max_epochs),
+        "phases": [[step, state.weights, state.temperature] for step, state in phase_schedule(config).mixtures()[1:]],
+    }
+
+
+def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> Config:
+    """`config` with the number of steps that `train.epochs` requires; unchanged if `train.steps` sets the length.
+
+    Args:
+        config: of the run.
+        sizes: the samples of each source.
+        shapes: how the steps so far were split, with the shape of the next one last; after a change of shape, the
+            steps that are left follow from the samples that are left.
+
+    Raises:
+        UserError: the epochs are less than one step, or something else in the config needs a longer run.
+    """
+    if config.train.epochs is None:
+        return config
+    last = shapes[-1]
+    left = _samples(config, sum(sizes), last) - position_at(shapes, last.step)
+    steps = last.step + max(left, 0) // last.global_batch_size
+    if steps < 1:
+        raise UserError(
+            f"train.epochs={config.train.epochs:g} of {sum(sizes)} samples is less than one step "
+            f"({last}): raise train.epochs, add data, or lower train.batch_size"
+        )
+    config = replace(config, train=replace(config.train, steps=steps))
+    if errors := length_errors(config):
+        raise UserError("\n".join(f"{error} (train.epochs={config.train.epochs:g})" for error in errors))
+    return config
+
+
+def _samples(config: Config, total: int, shape: BatchShape) -> int:
+    """The samples that the epochs have, over all ranks."""
+    epochs = Fraction(str(config.train.epochs))  # as it was written: 0.29 of 100 samples are 29
+    kind: Kind = config.sampler.kind.value
+    return kind.samples_of(epochs, total, shape.world_size, shape.batch_size, config.sampler.drop_last)

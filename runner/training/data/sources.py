@@ -1,0 +1,132 @@
+"""Resolved config -> the datasets that an attempt trains with or evaluates on, joined to one, and weighed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from runner.config.schema import Config, WeightsBy, source_weights
+from runner.config.targets import bind, check_call, instantiate, named
+from runner.data.datasets import MixtureDataset
+from runner.data.loading.fetch import is_collated
+from runner.errors import UserError
+
+
+def open_sources(config: Config, group: str = "sources", streams: bool = False) -> dict[str, Any]:
+    """The datasets of `data.sources` or `data.eval_sources`, by name.
+
+    Args:
+        streams: iterable datasets are welcome as well.
+
+    Raises:
+        UserError: one cannot be instantiated, is not a map-style dataset, or has more tokens than the model.
+    """
+    datasets = {name: instantiate(f"data.{group}.{name}", node) for name, node in getattr(config.data, group).items()}
+    vocabulary = config.model.get("vocab_size")
+    for name, dataset in datasets.items():
+        if isinstance(dataset, IterableDataset) and streams:
+            continue
+        if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"data.{group}.{name} is a {type(dataset).__name__}, not a map-style dataset with a length: "
+                "use one, or read a stream with data.loader (docs/streaming.md)"
+            )
+        tokens = getattr(dataset, "vocab_size", None)
+        if isinstance(vocabulary, int) and isinstance(tokens, int) and tokens > vocabulary:
+            raise UserError(
+                f"model.vocab_size={vocabulary} is too small for data.{group}.{name}, with tokens 0 to {tokens - 1}: "
+                f"set data.vocab_size={tokens} (model.vocab_size follows it unless set)"
+            )
+    return datasets
+
+
+def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
+    """Tokens in each sample, by source, for the datasets that say it by an attribute of this name."""
+    said = {name: getattr(dataset, "tokens_per_sample", None) for name, dataset in datasets.items()}
+    return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
+
+
+def join_sources(datasets: dict[str, Any], collate: Callable[[Any], Any] | None = None) -> Any:
+    """One dataset of all of them, whose samples are what the datasets return; a single one is returned as it is.
+
+    Args:
+        collate: that of `data.collate`: a list of samples, not a finished batch, is what it takes.
+    """
+    whole = next(iter(datasets.values()))
+    if len(datasets) == 1 and (collate is None or not is_collated(whole)):
+        return whole
+    return MixtureDataset(list(datasets.values()), list(datasets), tagged=False, gathers=collate is None)
+
+
+def make_collate(config: Config) -> Callable[[Any], Any] | None:
+    """What makes a batch from a list of samples: a function, or an instance of a class; None: torch's default.
+
+    Raises:
+        UserError: it cannot be called with a list of samples.
+    """
+    node = config.data.collate
+    if not node:
+        return None
+    if inspect.isclass(named("data.collate", node)):
+        instance = instantiate("data.collate", node)
+        if not callable(instance):
+            raise UserError(f"data.collate._target_={node['_target_']}: its instances need a method __call__(samples)")
+        made = partial(instance)
+    else:
+        made = bind("data.collate", node)
+    check_call(made, f"data.collate ({node['_target_']})", "collate(samples)", None)
+    return made
+
+
+def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint and the run that loads it must have in common, each source by itself: a run may allow sources
+    to be added and removed."""
+    parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.name}
+    for name, dataset in datasets.items():
+        own = dataset.fingerprint() if hasattr(dataset, "fingerprint") else {}
+        parts[f"source {name}"] = {"samples": len(dataset), **own}
+    return parts
+
+
+def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
+    """Return `config` with a number for every weight that `sampler.weights_by` leaves to the data.
+
+    Args:
+        config: of the run.
+        datasets: the sources by name.
+
+    Raises:
+        UserError: a source does not say how many tokens its samples have, or all are empty.
+    """
+    if not any(isinstance(weight, WeightsBy) for weight in source_weights(config).values()):
+        return config
+    tokens = tokens_per_sample(datasets)
+
+    def number(name: str, weight: Any) -> Any:
+        if weight is WeightsBy.tokens and name not in tokens:
+            raise UserError(
+                f"sampler.weights_by=tokens: data.sources.{name} does not say how many tokens a sample has (its class "
+                f"needs an attribute tokens_per_sample): set sampler.weights.{name}, or sampler.weights_by=sizes"
+            )
+        if isinstance(weight, WeightsBy):
+            return float(len(datasets[name]) * (tokens[name] if weight is WeightsBy.tokens else 1))
+        return weight
+
+    sampler = replace(
+        config.sampler,
+        weights={name: number(name, weight) for name, weight in source_weights(config).items()},
+        weights_by=None,
+    )
+    sampler.options.update(config.sampler.options)
+    if not any(sampler.weights.values()):
+        raise UserError("sampler.weights_by: the sources are empty, and so have no weight; add data")
+    phases = {
+        name: replace(phase, weights={source: number(source, weight) for source, weight in phase.weights.items()})
+        for name, phase in config.phases.items()
+    }
+    return replace(config, sampler=sampler, phases=phases)

@@ -1,0 +1,106 @@
+"""The data that an attempt trains with: the sources, their loader, and their order as the training loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from runner.config.schema import Config, phase_schedule
+from runner.config.targets import instantiate
+from runner.data import StatefulDataLoader
+from runner.data.order.batch_shape import BatchShape, append_shape
+from runner.data.order.ledger import DataLedger
+from runner.rundir.attempt_log import insist
+from runner.rundir.paths import RunDir
+from runner.system.distributed import World
+from runner.training.data.consumption import (
+    Consumption,
+    ElasticConsumption,
+    OwnConsumption,
+    SeededConsumption,
+    TrackedConsumption,
+)
+from runner.training.data.order import batch_shape, check_epoch, data_plan, make_sampler, order_record
+from runner.training.data.sources import join_sources, make_collate, tokens_per_sample
+from runner.training.records.run_state import RunState
+
+
+def run_state_at(step: int, config: Config, world: World, before: RunState | None) -> RunState:
+    """Return the state of an attempt that begins or resumes at `step`.
+
+    Raises:
+        UserError: train.global_batch_size cannot be divided among the ranks.
+    """
+    seed = config.fork.seed_at(step)
+    if seed is None:
+        seed = before.seed if before else config.seed
+    return RunState(
+        order={},
+        evaluated=before.evaluated if before else False,
+        threads=config.run.threads,
+        batch_shapes=append_shape(before.batch_shapes if before else (), batch_shape(config, world, step)),
+        data_plan=data_plan(config),
+        samples_seen=before.samples_seen if before else 0,
+        seed=seed,
+    )
+
+
+def open_training_data(
+    config: Config,
+    world: World,
+    datasets: dict[str, Any],
+    device: torch.device,
+    now: RunState,
+    before: RunState | None,
+    step: int,
+) -> Consumption:
+    """Open the training data: their order from `step` on, and in it the loader, which is not restored yet.
+
+    Args:
+        datasets: the sources by name.
+        device: for which batches are pinned.
+        now: of this attempt.
+        before: of the checkpoint that it resumes.
+
+    Raises:
+        UserError: the loader or the sampler cannot be created, or the data are less than a batch.
+    """
+    if config.data.loader:
+        return Consumption(instantiate("data.loader", config.data.loader))
+    collate = make_collate(config)
+    dataset = join_sources(datasets, collate)
+    # The same plan at other positions: only the batch shape changed.
+    same_plan = before is not None and before.data_plan == now.data_plan
+    allow_change = config.run.allow_data_change or same_plan or config.fork.begins_at(step)
+    sampler = make_sampler(config, dataset, datasets, world, now.batch_shapes, allow_change)
+    pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+    options = replace(config.data, pin_memory=pin)
+    check_epoch(config, sampler)
+    loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options)
+    ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
+    kind, tokens = config.sampler.kind.value, tokens_per_sample(datasets)
+    if kind.elastic:
+        return ElasticConsumption(loader, sampler, ledger, tokens)
+    consumption = (OwnConsumption if kind.is_own else SeededConsumption)(
+        loader,
+        sampler,
+        ledger,
+        tokens,
+        phases=phase_schedule(config) if kind.mixes else None,
+        num_replicas=world.size,
+        rank=world.rank,
+    )
+    consumption.start_at(step)
+    return consumption
+
+
+def record_order(
+    run: RunDir, config: Config, consumption: Consumption, datasets: dict[str, Any], shapes: Sequence[BatchShape]
+) -> None:
+    """Write what `runner inspect` needs to know about the data order, if it is known here."""
+    if isinstance(consumption, TrackedConsumption):
+        order = order_record(config, consumption.sampler, datasets, shapes)
+        insist(lambda: order.write(run.order, run.guard), run.order)

@@ -1,0 +1,1 @@
+"""Evaluations during training: held-out data, metrics, results."""

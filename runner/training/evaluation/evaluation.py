@@ -1,0 +1,187 @@
+"""Evaluation during training: the same samples each time, without touching random generators or data order.
+
+A result depends on the weights, the held-out samples and `eval.batch_size`, and not on the ranks: a batch always holds
+the same samples of one source, one rank computes it whole, and results are added in the order of the batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from runner.checkpoint.manifest import BEST_METRIC
+from runner.config.schema import Config
+from runner.errors import UserError, nearest
+from runner.system import generators
+from runner.training.evaluation.held_out import EvaluationSet, evaluation_sets
+from runner.training.evaluation.metrics import EvaluationMetric, build_metrics
+from runner.training.model import build
+from runner.training.model.average import Average
+from runner.training.step.step import Forward
+from runner.training.step.tasks import FOR_METRICS, Batch, per_sample
+
+
+@dataclass
+class Evaluation:
+    """All sets, and the metrics that are computed of each."""
+
+    forward: Forward
+    sets: Sequence[EvaluationSet]
+    metrics: Sequence[EvaluationMetric] = ()
+    seed: int = 0  # of what the task and the metrics draw
+    best_metric: str = BEST_METRIC  # which result a checkpoint is judged by
+    needs_best: bool = False  # the evaluations have to give it
+    at_end: bool = False  # evaluate the last step also where that is off the cadence
+
+    @staticmethod
+    def open(config: Config, forward: Forward, average: Average | None) -> Evaluation | None:
+        """Open the held-out data of the config; None without any. The averaged weights are evaluated if there are some.
+
+        Raises:
+            UserError: the data, the task or a metric does not fit.
+        """
+        build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
+        if average is not None:
+            forward = replace(forward, model=average.module)
+        sets = evaluation_sets(config, forward.world)
+        if sets:
+            forward.task.check_evaluation()
+        metrics = build_metrics(config, forward.device)
+        best, needs_best = config.checkpoint.best.metric, config.checkpoint.keep_best > 0
+        at_end = config.eval.at_end and config.evaluates_every_set
+        return Evaluation(forward, sets, metrics, config.seed, best, needs_best, at_end) if sets else None
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate any set after `step` complete steps."""
+        return any(each.due(step) for each in self.sets)
+
+    def complete(self, step: int) -> bool:
+        """Whether every set is evaluated after `step` complete steps."""
+        return all(each.due(step) for each in self.sets)
+
+    def run(self, step: int, stop: Callable[[], bool], every_set: bool = False) -> dict[str, Any] | None:
+        """Return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
+
+        Args:
+            step: completed steps.
+            stop: whether to give up.
+            every_set: evaluate the sets that are not due as well.
+
+        Returns:
+            None if `stop()`, agreed across ranks and asked before each turn, is true.
+
+        Raises:
+            UserError: the task or a metric does not fit; or a stream is empty.
+        """
+        results: dict[str, Any] = {}
+        with self._undisturbed():
+            for each in self.sets:
+                if not (every_set or each.due(step)):
+                    continue
+                found = _Pass(self.forward, each, self.metrics, self.seed).run(stop)
+                if found is None:
+                    return None
+                if twice := sorted(results.keys() & found.keys()):
+                    raise UserError(
+                        f"two results of the evaluation are called {twice[0]}: rename eval.sets.{each.name}"
+                    )
+                results |= found
+        return results
+
+    def judge(self, step: int, results: dict[str, Any]) -> float | None:
+        """Return the number by which the checkpoint of `step` is judged; None if it is not among its `results`.
+
+        Raises:
+            UserError: it is not, although the best are kept and all was evaluated that there is.
+        """
+        name, numbers = self.best_metric, {key: each for key, each in results.items() if isinstance(each, float)}
+        if self.needs_best and name not in numbers and self.complete(step):
+            raise UserError(
+                f"checkpoint.best.metric={name}{nearest(name, list(numbers))} is not a number that an evaluation gives"
+                f": choose one of {', '.join(numbers)}"
+            )
+        return numbers.get(name)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients; random generators and the mode are put back."""
+        self.forward.model.eval()
+        try:
+            with generators.lent(), torch.no_grad():
+                yield
+        finally:
+            self.forward.model.train()
+
+
+@dataclass
+class _Pass:
+    """One evaluation of one set."""
+
+    forward: Forward
+    of: EvaluationSet
+    metrics: Sequence[EvaluationMetric]
+    seed: int
+    _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, samples
+
+    def run(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        several = len(self.of.sources) > 1
+        scopes = [None, *self.of.sources] if several else [None]
+        accumulated = {metric.name: {scope: metric.fresh() for scope in scopes} for metric in self.metrics}
+        for place, (source, data) in enumerate(self.of.sources.items()):
+            parts: list[tuple[int, dict[str, list[float]]]] = []
+            for number, batch in data.turns(self.forward.world):
+                if stop():
+                    return None
+                build.seed_everything(self.seed, place, number or 0)  # whichever rank computes the batch
+                outputs = self.forward.evaluate(batch)
+                values = self._values(outputs, batch)
+                if number is not None:
+                    parts.append(
+                        (number, {name: [part.double().sum().item(), len(part)] for name, part in values.items()})
+                    )
+                for metric in self.metrics:
+                    if not metric.is_per_sample:
+                        into = [accumulated[metric.name][scope] for scope in ([None, source] if several else [None])]
+                        metric.update(into, None if number is None else (outputs, batch), self.forward)
+            self._add(source, parts)
+        return self._results(accumulated)
+
+    def _values(self, outputs: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        values = per_sample(self.forward.task.name, outputs, None)
+        for metric in self.metrics:
+            if metric.is_per_sample:
+                values[metric.name] = metric.values(
+                    outputs, batch, self.forward.model, len(values["loss"]), self.forward.device
+                )
+        return values
+
+    def _add(self, source: str, parts: list[tuple[int, dict[str, list[float]]]]) -> None:
+        """Add the sums of a source's batches, in their order, whichever rank computed them."""
+        everywhere = sorted(
+            (part for rank in self.forward.world.gather(parts) for part in rank), key=lambda part: part[0]
+        )
+        for _, sums in everywhere:
+            for name, (total, samples) in sums.items():
+                into = self._sums.setdefault(name, {}).setdefault(source, [0.0, 0])
+                into[0] += total
+                into[1] += samples
+
+    def _results(self, accumulated: dict[str, dict[str | None, Any]]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        if not self._sums:
+            raise UserError(f"data.eval_sources ({', '.join(self.of.sources)}) gave no samples: check the stream")
+        for name, by_source in self._sums.items():
+            sums = list(by_source.values())
+            results[name] = sum(total for total, _ in sums) / sum(samples for _, samples in sums)
+            if len(self.of.sources) > 1:
+                results[f"{name}_by_source"] = {
+                    source: total / samples for source, (total, samples) in by_source.items()
+                }
+        for metric in self.metrics:
+            if not metric.is_per_sample:
+                results |= metric.results(accumulated[metric.name], self.forward.world)
+        return {self.of.prefix + name: value for name, value in results.items() if name not in FOR_METRICS}

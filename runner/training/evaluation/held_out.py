@@ -1,0 +1,202 @@
+"""The held-out data of an evaluation: which samples it takes, in which batches, and which rank computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, count, islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from runner.config.schema import Config, EvalSetConfig
+from runner.data.datasets import collate as default_collate
+from runner.data.loading.fixed import FixedBatches
+from runner.data.loading.protocols import Acting
+from runner.errors import UserError
+from runner.system.distributed import World
+from runner.training.data.sources import join_sources, make_collate, open_sources
+from runner.training.model import build
+from runner.training.step.tasks import Batch
+
+Turn = tuple[int | None, Batch]
+"""The number of a batch within its source, None where it is computed for the sake of the other ranks; and the batch."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Which samples of a source an evaluation takes, and which rank computes them.
+
+    Attributes:
+        samples: the size of the source, 1 or more.
+        batch_size: samples per batch; the last batch may have fewer.
+        limit: batches at most.
+        first: where the source begins in the dataset that holds all of them.
+    """
+
+    samples: int
+    batch_size: int
+    limit: int
+    first: int = 0
+
+    @property
+    def batches(self) -> int:
+        return min(-(-self.samples // self.batch_size), self.limit)
+
+    def indices(self, batch: int) -> list[int]:
+        """The samples of a batch."""
+        start = batch * self.batch_size
+        return [self.first + index for index in range(start, min(start + self.batch_size, self.samples))]
+
+    def turns(self, world: World) -> range:
+        """The numbers of the batches that this rank passes through the model, one in each turn, as many on every rank.
+
+        FSDP's ranks need each other in every forward pass. A rank whose number in the last turn is `batches` or more
+        repeats one of the first batches, and the result does not count.
+        """
+        return range(world.rank, -(-self.batches // world.size) * world.size, world.size)
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """The samples of this rank's turns, for a DataLoader."""
+
+    held_out: HeldOut
+    world: World
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.held_out.indices(turn % self.held_out.batches) for turn in self.held_out.turns(self.world))
+
+
+@dataclass(frozen=True)
+class MapSource:
+    """A held-out source with a length. `batches` are those of `held_out.turns`, and are iterated anew each time."""
+
+    held_out: HeldOut
+    batches: Iterable[Batch]
+
+    def turns(self, world: World) -> Iterator[Turn]:
+        for number, batch in zip(self.held_out.turns(world), self.batches, strict=True):
+            yield (number if number < self.held_out.batches else None), batch
+
+
+@dataclass(frozen=True)
+class StreamSource:
+    """A held-out stream: every rank reads all of it and computes its part. `batches` is iterated anew each time."""
+
+    batches: Iterable[Batch]
+    limit: int
+
+    def turns(self, world: World) -> Iterator[Turn]:
+        batches = islice(iter(self.batches), self.limit)
+        first = 0
+        while group := list(islice(batches, world.size)):
+            mine = first + world.rank if world.rank < len(group) else None
+            yield mine, group[world.rank if mine is not None else 0]
+            first += len(group)
+
+
+@dataclass(frozen=True)
+class StreamBatches:
+    """An iterable dataset in batches, read as one shard from its start at each iteration.
+
+    Raises:
+        UserError: the dataset is its own iterator, which cannot start again.
+    """
+
+    dataset: Any
+    batch_size: int
+    collate: Callable[[Any], Any]
+    seed: int = 0  # of what it draws
+
+    def __iter__(self) -> Iterator[Batch]:
+        build.seed_everything(self.seed)
+        with Acting((0, 1), 0):
+            items = iter(self.dataset)
+        if items is self.dataset:
+            raise UserError(
+                f"{type(self.dataset).__name__} in data.eval_sources is its own iterator, but each evaluation starts "
+                "again: write __iter__ as a generator, or return a new iterator"
+            )
+        for number in count(1):
+            build.seed_everything(self.seed, number)  # whatever was computed between two batches
+            with Acting((0, 1), 0):
+                samples = list(islice(items, self.batch_size))
+            if not samples:
+                return
+            yield self.collate(samples)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Sources that are evaluated together, and each by itself, every `every_steps` steps.
+
+    Attributes:
+        name: of the set; empty for the one of all sources.
+        sources: by name.
+    """
+
+    name: str
+    sources: dict[str, MapSource | StreamSource]
+    every_steps: int
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after `step` complete steps."""
+        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+
+    @property
+    def prefix(self) -> str:
+        return f"eval_{self.name}_" if self.name else "eval_"
+
+
+def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
+    """The one of all held-out sources and those of `eval.sets`, without those that are never evaluated.
+
+    Raises:
+        UserError: a source cannot be read, or none of a set has samples.
+    """
+    wanted = {"": EvalSetConfig(), **config.eval.sets}
+    cadences = {
+        name: config.evaluation_interval if one.every_steps is None else one.every_steps for name, one in wanted.items()
+    }
+    if not config.data.eval_sources or not any(cadences.values()):
+        return []
+    make = _Sources(config, world)
+    return [EvaluationSet(name, make.of_set(one), cadences[name]) for name, one in wanted.items() if cadences[name]]
+
+
+class _Sources:
+    """Opens the held-out sources once, for all sets."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._config, self._world = config, world
+        self._datasets = open_sources(config, "eval_sources", streams=True)
+        self._collate = make_collate(config)
+        mapped = {name: one for name, one in self._datasets.items() if not isinstance(one, IterableDataset)}
+        sizes = [len(one) for one in mapped.values()]
+        self._joined = join_sources(mapped, self._collate) if any(sizes) else None
+        self._starts = dict(zip(mapped, accumulate(sizes, initial=0), strict=False))
+
+    def of_set(self, options: EvalSetConfig) -> dict[str, MapSource | StreamSource]:
+        batch_size = options.batch_size or self._config.eval.batch_size or self._config.train.batch_size
+        limit = options.batches or self._config.eval.batches
+        names = options.sources or list(self._datasets)
+        found = {name: source for name in names if (source := self._source(name, batch_size, limit)) is not None}
+        if not found:
+            raise UserError(
+                f"data.eval_sources ({', '.join(names)}) has 0 samples: an evaluation needs 1 or more; give it more "
+                "data, or set eval.every_steps=0"
+            )
+        return found
+
+    def _source(self, name: str, batch_size: int, limit: int) -> MapSource | StreamSource | None:
+        dataset = self._datasets[name]
+        if isinstance(dataset, IterableDataset):
+            return StreamSource(
+                StreamBatches(dataset, batch_size, self._collate or default_collate, self._config.seed), limit
+            )
+        if not len(dataset):
+            return None
+        held_out = HeldOut(len(dataset), batch_size, limit, self._starts[name])
+        batches = RankBatches(held_out, self._world)
+        return MapSource(held_out, FixedBatches(self._joined, batches, self._collate, self._config.seed))

@@ -1,0 +1,1 @@
+"""The model, its optimizers and their schedules, built from the config."""

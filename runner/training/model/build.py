@@ -1,0 +1,159 @@
+"""Resolved config -> the model that an attempt trains, with its optimizers, on the device of this rank."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from runner.config.optimizers import OURS, OWN_KEYS, SINGLE, key_of, optimizer_nodes, scheduler_of
+from runner.config.schema import Config, Precision, phase_schedule
+from runner.config.targets import instantiate
+from runner.errors import UserError
+from runner.system import signals
+from runner.system.distributed import World
+from runner.training.model import parameters
+from runner.training.model.average import Average
+from runner.training.model.optimizers import Optimizers
+from runner.training.model.schedulers import make_scheduler
+
+
+def choose_device(wanted: str, world: World) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        UserError: the configured GPU does not exist.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = world.local_rank if device.index is None else device.index
+        if index >= count:
+            raise UserError(
+                f"train.device={wanted}: there is no GPU {index}, this machine has {count}: "
+                "use train.device=cpu, or fewer ranks on this machine"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def seed_everything(seed: int, *stream: int) -> None:
+    """Seed Python's, numpy's and torch's generators; each `stream`, such as a rank, has numbers of its own."""
+    words = np.random.SeedSequence([seed, *(stream or (0,))]).generate_state(4, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]) % 2**32)
+    torch.manual_seed(int(words[2]) >> 1)
+
+
+def model(config: Config) -> nn.Module:
+    """The model, with the same initial weights on every rank, and without gradients where a group freezes it.
+
+    Raises:
+        UserError: it cannot be created, or the parameters that the optimizers name are not its own.
+    """
+    seed_everything(config.seed)
+    module = instantiate("model", config.model)
+    if not isinstance(module, nn.Module):
+        target, found = config.model["_target_"], type(module).__name__
+        raise UserError(f"model._target_={target} must create a torch.nn.Module, not a {found}")
+    parameters.freeze(module, config.optimizer, config.optimizers)
+    return module
+
+
+def optimizers(config: Config, module: nn.Module, device: torch.device | None = None) -> Optimizers:
+    """The optimizers over the parameters of `module`, their schedules, and the scaling of gradients.
+
+    Args:
+        module: from `model`, wrapped as it is trained.
+        device: where it is trained; by default the CPU.
+
+    Raises:
+        UserError: an optimizer or scheduler cannot be created, or a group has an option that its optimizer has not.
+    """
+    nodes, several = optimizer_nodes(config.optimizer, config.optimizers), config.optimizers
+    named = parameters.named_parameters(module)
+    parts = parameters.owned(several, named) if several else dict.fromkeys(nodes, named)
+    made, schedulers = {}, {}
+    for name, node in nodes.items():
+        key = key_of(name, several)
+        made[name] = _optimizer(key, node, module, parts[name])
+        where, options = scheduler_of(key, node if several else {}, config.scheduler)
+        schedulers[name] = make_scheduler(where, options, made[name], config.steps, phase_schedule(config))
+    kind = (device or torch.device("cpu")).type
+    scaler = torch.amp.GradScaler(kind) if config.train.precision is Precision.float16 else None
+    return Optimizers(module, made, schedulers, scaler)
+
+
+def _optimizer(
+    key: str, node: dict[str, Any], module: nn.Module, members: parameters.Parameters
+) -> torch.optim.Optimizer:
+    """One optimizer; our AdamW does not decay norms, biases and embeddings."""
+    options = parameters.with_tuples(
+        {name: value for name, value in node.items() if name not in (OWN_KEYS if key != SINGLE else ("groups",))}
+    )
+    groups = parameters.Group.all_of(key, node)
+    decay = float(node.get("weight_decay", 0.01)) if node["_target_"] == OURS else None
+    params = parameters.param_groups(key, module, members, groups, decay)
+    made = instantiate(key, options, params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"{key}._target_={node['_target_']} must create a torch.optim.Optimizer, not {made!r:.60}")
+    parameters.check_options(groups, made)
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{key}._target_={node['_target_']} calls the model several times in an update, which a run that may be "
+            "killed does not support: choose another optimizer"
+        )
+    return made
+
+
+def average(config: Config, module: nn.Module, world: World, device: torch.device) -> Average | None:
+    """The average of the weights of `module`, which is not wrapped yet; None without `train.ema_decay`.
+
+    Raises:
+        UserError: the model cannot be copied.
+    """
+    if config.train.ema_decay is None:
+        return None
+    return Average(module.to(device), config.train.ema_decay, config.strategy.value, world, device)
+
+
+def compiled(model: nn.Module, device: torch.device) -> nn.Module:
+    """`torch.compile(model)`, which compiles at the first call.
+
+    What Inductor starts for that first is started here, where a signal to the process group does not end it. On a CPU,
+    these are trial programs that find out what the CPU can do: Inductor would take one that was ended for a CPU that
+    can do less, without a word, and the step in progress would be made, and saved, with other bits. Elsewhere, it is
+    the process whose workers compile: nothing notices its end, and the compilation would wait for it for ever.
+    """
+    with suppress(ImportError), signals.blocked():
+        if device.type == "cpu":
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            pick_vec_isa()
+        else:
+            from torch._inductor.async_compile import AsyncCompile
+
+            AsyncCompile.warm_pool()
+    return cast(nn.Module, torch.compile(model))
+
+
+def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The precision of the forward pass."""
+    wanted = config.train.precision
+    if wanted is Precision.auto:
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        wanted = Precision.bfloat16 if native else Precision.float32
+    if wanted is Precision.float32:
+        return nullcontext
+    dtype = torch.float16 if wanted is Precision.float16 else torch.bfloat16
+    return lambda: torch.autocast(device.type, dtype)

@@ -1,0 +1,237 @@
+"""Which optimizer and which group a parameter belongs to, by patterns on its name; and which parameters are frozen.
+
+Names are those of a checkpoint (`runner.checkpoint.staging.plain_name`), the same with and without wrappers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.checkpoint.staging import bare, plain_name
+from runner.config.optimizers import key_of, optimizer_nodes
+from runner.errors import UserError, nearest
+
+Parameters = dict[str, nn.Parameter]
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Group:
+    """One entry of `groups`.
+
+    Attributes:
+        key: its key in the config.
+        patterns: of parameter names; any of them may match.
+        options: those of the optimizer for its parameters.
+        freeze: whether its parameters are not trained.
+    """
+
+    key: str
+    patterns: tuple[str, ...]
+    options: dict[str, Any]
+    freeze: bool
+
+    @staticmethod
+    def all_of(key: str, node: Mapping[str, Any]) -> list[Group]:
+        """The groups of the optimizer at the config's `key`, which have passed the checks of the config."""
+        return [
+            Group(
+                f"{key}.groups.{number}",
+                _patterns(group["match"]),
+                {name: value for name, value in group.items() if name not in ("match", "freeze")},
+                bool(group.get("freeze", False)),
+            )
+            for number, group in enumerate(node.get("groups") or [])
+        ]
+
+
+def named_parameters(model: nn.Module) -> Parameters:
+    """All parameters of a model, frozen ones too, by plain name in the model's order."""
+    return {plain_name(name): parameter for name, parameter in bare(model).named_parameters()}
+
+
+def owned(several: Mapping[str, Mapping[str, Any]], parameters: Parameters) -> dict[str, Parameters]:
+    """The parameters of each of several optimizers.
+
+    Raises:
+        UserError: a pattern matches nothing, or a trainable parameter belongs to none of them or to two.
+    """
+    owner: dict[str, str] = {}
+    for name, node in several.items():
+        patterns = _patterns(node["match"]) if "match" in node else (str(name), f"{name}.*")
+        matched = _matched(patterns, parameters)
+        if "match" in node:
+            _check_patterns(f"optimizers.{name}.match", patterns, parameters)
+        elif not matched:
+            raise UserError(
+                f"optimizers.{name} has no match, and the model has no submodule called {name}: set "
+                f"optimizers.{name}.match to a pattern of parameter names, such as {_examples(str(name), parameters)}"
+            )
+        twice = [each for each in matched if each in owner and parameters[each].requires_grad]
+        if twice:
+            raise UserError(
+                f"optimizers.{name} and optimizers.{owner[twice[0]]} both have {_some(twice)}: "
+                "let the match of one of them alone name each parameter"
+            )
+        owner.update(dict.fromkeys(matched, name))
+    left = [name for name, parameter in parameters.items() if parameter.requires_grad and name not in owner]
+    if left:
+        raise UserError(
+            f"no optimizer has {_some(left)}: add them to optimizers.NAME.match of one, and freeze them with its "
+            "groups if they are not to be trained"
+        )
+    return {
+        name: {each: parameter for each, parameter in parameters.items() if owner.get(each) == name} for name in several
+    }
+
+
+def freeze(model: nn.Module, optimizer: dict[str, Any], several: Mapping[str, Any]) -> None:
+    """Set `requires_grad` to False where a group says `freeze`; to be called before the model is wrapped.
+
+    Raises:
+        UserError: a pattern matches nothing that it could take effect on.
+    """
+    parameters = named_parameters(model)
+    parts = owned(several, parameters) if several else dict.fromkeys(optimizer_nodes(optimizer, several), parameters)
+    for name, node in optimizer_nodes(optimizer, several).items():
+        groups = Group.all_of(key_of(name, several), node)
+        for group, members in zip(groups, assigned(groups, parts[name]), strict=True):
+            if group.freeze:
+                for member in members:
+                    parameters[member].requires_grad_(False)
+
+
+def assigned(groups: Sequence[Group], parameters: Collection[str]) -> list[list[str]]:
+    """The names of each group's parameters; the first group that matches a parameter has it.
+
+    Raises:
+        UserError: a pattern matches nothing, or only what earlier groups match.
+    """
+    found: list[list[str]] = []
+    taken: dict[str, Group] = {}
+    for group in groups:
+        _check_patterns(f"{group.key}.match", group.patterns, parameters)
+        for pattern in group.patterns:
+            matched = _matched((pattern,), parameters)
+            if all(name in taken for name in matched):
+                raise UserError(
+                    f"{group.key}.match={pattern} has no effect: {taken[matched[0]].key} matches {_some(matched)} "
+                    "already, and the first match wins; move it before that one"
+                )
+        own = [name for name in _matched(group.patterns, parameters) if name not in taken]
+        taken.update(dict.fromkeys(own, group))
+        found.append(own)
+    return found
+
+
+def param_groups(
+    key: str, model: nn.Module, members: Parameters, groups: Sequence[Group], decay: float | None
+) -> list[Any]:
+    """What an optimizer is created with: the parameters that no group matches, and then the groups.
+
+    Args:
+        key: of the optimizer in the config.
+        model: the model.
+        members: the optimizer's parameters.
+        groups: in the order of the config.
+        decay: the weight decay of matrices alone, where a group does not set its own; None: no difference is made.
+
+    Raises:
+        UserError: a pattern has no effect, or there is nothing to train.
+    """
+    found = assigned(groups, members)
+    grouped = {name for names in found for name in names}
+    parts: list[tuple[dict[str, Any], list[str]]] = [({}, [name for name in members if name not in grouped])]
+    parts += [(with_tuples(group.options), names) for group, names in zip(groups, found, strict=True)]
+    made: list[dict[str, Any]] = []
+    for options, names in parts:
+        trained = [members[name] for name in names if members[name].requires_grad]
+        if trained and decay is not None and "weight_decay" not in options:
+            made += [{**options, **group} for group in decay_groups(model, decay, trained)]
+        elif trained:
+            made.append({**options, "params": trained})
+    if not made:
+        raise UserError(f"{key}: the model has no parameter for it that requires a gradient: nothing to train")
+    only_parameters = len(made) == 1 and made[0].keys() == {"params"}
+    return list(made[0]["params"]) if only_parameters else made
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, among: Collection[nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
+    """Parameter groups with weight decay for matrices only, not for biases, norms and embeddings.
+
+    Decay is meant for weights whose scale hardly affects the loss; pulling norms and biases to 0 changes the function,
+    and an embedding would decay in every step but learn only in those where its token occurs.
+
+    Args:
+        model: only parameters that require a gradient are included; a tied embedding counts as an embedding.
+        weight_decay: that of the matrices, 0 or more.
+        among: only these of its parameters; None: all.
+
+    Raises:
+        UserError: a negative weight_decay, or nothing to train.
+    """
+    if not weight_decay >= 0:
+        raise UserError(f"optimizer.weight_decay={weight_decay} must be 0 or more")
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    trained = [p for p in (model.parameters() if among is None else among) if p.requires_grad]
+    if not trained:
+        raise UserError(f"model {type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
+    others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def check_options(groups: Sequence[Group], optimizer: Optimizer) -> None:
+    """Refuse options of groups that `optimizer`, which ignores what it does not know, has not.
+
+    Raises:
+        UserError: naming the options that it has.
+    """
+    known = list(optimizer.defaults)
+    for group in groups:
+        for name, value in group.options.items():
+            if name not in known:
+                raise UserError(
+                    f"{group.key}.{name}={value}: {type(optimizer).__name__} has no such option"
+                    f"{nearest(name, known)}; it has {', '.join(known)}"
+                )
+
+
+def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with betas as torch takes them: it refuses whole numbers among them."""
+    betas = options.get("betas")
+    return {**options, "betas": tuple(float(beta) for beta in betas)} if isinstance(betas, list) else options
+
+
+def _patterns(match: str | list[str]) -> tuple[str, ...]:
+    return (match,) if isinstance(match, str) else tuple(match)
+
+
+def _matched(patterns: Sequence[str], names: Collection[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    for pattern in patterns:
+        if not _matched((pattern,), names):
+            raise UserError(f"{key}={pattern} matches no parameter; the nearest names are {_examples(pattern, names)}")
+
+
+def _examples(pattern: str, names: Collection[str]) -> str:
+    return ", ".join(difflib.get_close_matches(pattern.strip("*."), list(names), n=_MAX_NAMED, cutoff=0.0))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

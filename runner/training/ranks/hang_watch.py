@@ -1,0 +1,247 @@
+"""Notices that training makes no step any more, and finds out what all ranks are doing instead.
+
+A main thread may be stuck while its process lives: in a file system, a loader's worker, a collective that another rank
+does not join, a loop of a user's code that does not end. A thread of each rank therefore watches the steps, also with
+one rank. Some activities take as long as they take: see `STEP_PHASES`. What another rank does counts as well, because
+this one waits for it; and while another one gives no sign of life, it is for `PeerWatch` to decide.
+
+The rank that notices first says so in its next sign. The others then leave their stacks in the job's key-value store,
+where rank 0, which has the attempt log, collects them.
+
+Time in which this process did not run (it was stopped, its machine was suspended) does not count. What keeps the
+interpreter's lock stops the watching thread as well: with several ranks `PeerWatch` notices that, with one rank nobody.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from runner.errors import ExitStatus
+from runner.rundir.time_account import Laps, TimeAccount
+from runner.system import clock, processes, stacks
+from runner.system.distributed import World
+from runner.training.ranks.peer_watch import PeerWatch
+from runner.training.ranks.peers import LEAVE_S, leave_stacks, left_stacks
+
+STEP_PHASES = {"steps": "in a step", "data_wait": "waiting for data"}
+"""The activities (see `runner.rundir.time_account`) in which a step must be completed in time. The others are an
+evaluation, a save, and what comes before the first step and after the last one."""
+LONG_CODE = {
+    "torch._dynamo.convert_frame": "compilation",
+    "torch._inductor.compile_fx": "compilation",
+    "bdb": "debugger",
+    "pydevd": "debugger",
+}
+"""Modules at work in phases that also may take any time, wherever in a step they begin."""
+TIMES_MEDIAN = 20
+LOOKS = 60
+"""How often a rank looks within the timeout."""
+MAX_INTERVAL_S = 1.0
+ANSWER_S = 10.0
+"""How long the other ranks are waited for, once one has noticed."""
+POLL_S = 0.2
+MAX_NAMED = 3
+
+
+@dataclass
+class Judge:
+    """Decides from one look after another whether training hangs.
+
+    Args:
+        timeout_s: no step for so long, or for `TIMES_MEDIAN` median steps if that is longer.
+        interval_s: seconds between two looks. More never count: this process did not run meanwhile.
+    """
+
+    timeout_s: float
+    interval_s: float
+    idle_s: float = 0.0
+    _steps: int = 0
+
+    def look(self, elapsed_s: float, laps: Laps, counts: bool) -> bool:
+        """Whether it hangs.
+
+        Args:
+            elapsed_s: since the last look.
+            laps: the steps so far.
+            counts: whether all ranks are at a step, as opposed to an activity that may take any time.
+        """
+        if laps.steps != self._steps or not counts:
+            self._steps, self.idle_s = laps.steps, 0.0
+        else:
+            self.idle_s += min(elapsed_s, self.interval_s)
+        return self.idle_s >= self.limit_s(laps)
+
+    def limit_s(self, laps: Laps) -> float:
+        """How long no step is allowed, in seconds."""
+        return max(self.timeout_s, TIMES_MEDIAN * statistics.median(laps.seconds or (0.0,)))
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What was found: a sentence that names the rank and what it is doing, and on rank 0 the stacks by rank."""
+
+    reason: str
+    stacks: Mapping[int, str] = field(default_factory=dict)
+
+
+class HangWatch:
+    """Watches the thread that enters it, until that leaves it; a context manager.
+
+    Args:
+        world: the ranks.
+        timeout_s: see `Judge`; None: nothing is watched.
+        account: of the attempt: its activities and steps.
+        peers: the watch over the other ranks.
+        on_hang: called once, in the watching thread. It must end this process: the main thread may be blocked for ever.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        timeout_s: float | None,
+        account: TimeAccount,
+        step: Callable[[], int],
+        peers: PeerWatch,
+        on_hang: Callable[[Hang], None],
+    ) -> None:
+        self._world = world
+        self._timeout_s = timeout_s or 0.0
+        self._account = account
+        self._step = step
+        self._peers = peers
+        self._on_hang = on_hang
+        self.interval_s = min(self._timeout_s / LOOKS, MAX_INTERVAL_S)
+        """Between two looks."""
+        self._judge = Judge(self._timeout_s, self.interval_s)
+        self._looked = clock.monotonic()
+        self._watched = 0  # the ident of the thread
+        self._found: dict[str, Any] | None = None  # what this rank was doing, once a hang is noticed
+        self._stop = threading.Event()
+        self._deciding = threading.Lock()
+
+    def __enter__(self) -> HangWatch:
+        if self._timeout_s:
+            self._watched = threading.get_ident()
+            self._peers.more = self._sign
+            self._looked = clock.monotonic()
+            threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """`on_hang` is not called any more; if it has been, this blocks."""
+        with self._deciding:
+            self._stop.set()
+
+    def _sign(self) -> dict[str, Any]:
+        return {"phase": self._phase(), "hang": self._found}
+
+    def _phase(self) -> str:
+        """What this rank is doing, as the others see it: one of `STEP_PHASES`, or something that takes its time."""
+        if self._stop.is_set():
+            return "end"
+        if not self._account.laps.steps:
+            return "first step"
+        running = stacks.running_modules()
+        return next((phase for module, phase in LONG_CODE.items() if module in running), self._account.activity)
+
+    def look(self) -> bool:
+        """Whether training hangs, as this look and those before it find, or as another rank has found."""
+        now = clock.monotonic()
+        elapsed, self._looked = now - self._looked, now
+        signs = self._peers.signs()
+        phases = [self._phase(), *(sign.get("phase") for sign in (signs or {}).values())]
+        counts = signs is not None and all(phase in STEP_PHASES for phase in phases)
+        called = any(sign.get("hang") for sign in (signs or {}).values())
+        return self._judge.look(elapsed, self._account.laps, counts) or called
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            if self.look():
+                with self._deciding:
+                    if not self._stop.is_set():
+                        self._on_hang(self._examine())
+                        return
+
+    def _examine(self) -> Hang:
+        """What all ranks are doing, as far as they answer in time."""
+        with suppress(OSError):  # whatever blocks this thread as well
+            processes.end_after(int(ANSWER_S) + LEAVE_S, int(ExitStatus.FAILED))
+        own = self._doing()
+        text = self._header(own) + stacks.text(self._watched)
+        if self._world.size == 1:
+            return Hang(self._sentence({0: own}), {0: text})
+        leave_stacks(self._world, text)  # before the others can know
+        self._found = own
+        found = {self._world.rank: own, **self._answers()}
+        if not self._world.is_main:
+            return Hang(self._sentence(found))
+        gathered = {**left_stacks(self._world), 0: text}
+        self._found = {**own, "complete": True}
+        self._peers.exchange_now()
+        return Hang(self._sentence(found), gathered)
+
+    def _answers(self) -> dict[int, dict[str, Any]]:
+        """What the other ranks were doing; returns when rank 0 knows it of all of them, or time is up.
+
+        None may end before that: its broken connections would end the others.
+        """
+        deadline = clock.monotonic() + ANSWER_S
+        while True:
+            self._peers.exchange_now()
+            signs = self._peers.signs() or {}
+            answers = {rank: sign["hang"] for rank, sign in signs.items() if sign.get("hang")}
+            complete = (
+                signs.keys() <= answers.keys()
+                if self._world.is_main
+                else 0 not in signs or answers.get(0, {}).get("complete")
+            )
+            if complete or clock.monotonic() >= deadline:
+                return answers
+            self._stop.wait(POLL_S)
+
+    def _doing(self) -> dict[str, Any]:
+        """What the thread that trains is doing."""
+        frames = stacks.of_threads().get(self._watched, [])
+        place = next((number for number, frame in enumerate(frames) if not frame.is_library), 0)
+        within = [frame.module for frame in frames[:place]]
+        waits = any(module.startswith("torch.distributed") for module in within)
+        # DDP reduces the gradients inside the backward pass.
+        waits = waits or (within[:1] == ["torch.autograd.graph"])
+        return {
+            "step": self._step(),
+            "phase": self._account.activity,
+            "seconds": round(self._judge.idle_s, 1),
+            "where": str(frames[place]) if frames else "",
+            "waits": waits and self._world.size > 1,
+        }
+
+    def _header(self, own: Mapping[str, Any]) -> str:
+        pid, host, when = processes.own_pid(), processes.host_name(), datetime.fromtimestamp(clock.wall(), UTC)
+        return (
+            f"Rank {self._world.rank}, process {pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC: "
+            f"no step for {own['seconds']:g} s after step {own['step']} (activity: {own['phase']})\n\n"
+        )
+
+    def _sentence(self, found: Mapping[int, Mapping[str, Any]]) -> str:
+        own, limit_s = found[self._world.rank], self._judge.limit_s(self._account.laps)
+        idle_s = max(each["seconds"] for each in found.values())
+        hanging = {rank: each for rank, each in found.items() if not each["waits"]}
+        named = dict(sorted((hanging or found).items())[:MAX_NAMED])
+        who = ", ".join(f"rank {rank} {_at_work(each)}" for rank, each in named.items())
+        more = len(hanging or found) - len(named)
+        return (
+            f"training hangs: no step for {idle_s:.0f} s after step {own['step']} ({limit_s:.0f} s are allowed; "
+            f"if it is only slow, increase train.hang_timeout_s={self._timeout_s:g}): {who}"
+            + (f" and {more} more" if more else "")
+        )
+
+
+def _at_work(doing: Mapping[str, Any]) -> str:
+    what = "waiting for other ranks" if doing["waits"] else STEP_PHASES.get(doing["phase"], doing["phase"])
+    return f"is {what}, in {doing['where']}"

@@ -1,0 +1,1 @@
+"""What training records: metrics, timings, profiles, and its entries in the train state."""

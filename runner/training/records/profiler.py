@@ -1,0 +1,87 @@
+"""torch.profiler's trace of some steps: `train.profile=first:last`."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.schema import Config, profiled_steps
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.paths import RunDir
+from runner.system import files
+from runner.system.distributed import World
+
+_log = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Records the steps from `first` to `last` of this attempt, as far as it makes them, and writes one trace.
+
+    Args:
+        steps: (first, last), counted from 1; None: nothing is recorded, at no cost.
+        path: where the trace is written, for chrome://tracing and Perfetto.
+        device: of the model.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, path: Path, device: torch.device) -> None:
+        self._first, self._last = steps or (0, -1)
+        self._path = path
+        self._device = device
+        self._profile: Any = None
+        self._step: ExitStack | None = None
+
+    @staticmethod
+    def open(
+        config: Config, run: RunDir, world: World, log: AttemptLog | None, step: int, device: torch.device
+    ) -> Profiler:
+        """Profile the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
+        steps = profiled_steps(config.train.profile or "")
+        if steps is None or steps[1] <= step:
+            return Profiler(None, run.profile, device)
+        attempt = world.broadcast(log.record["attempt"] if log else 0)
+        return Profiler(steps, run.profile / f"attempt{attempt}-rank{world.rank}.json", device)
+
+    def begin(self, step: int) -> None:
+        """Step number `step` is about to be made."""
+        if not self._first <= step <= self._last:
+            return
+        if self._profile is None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.start()
+        self._step = ExitStack()
+        self._step.enter_context(torch.profiler.record_function(f"step {step}"))
+
+    def end(self, step: int) -> None:
+        """Step number `step` is complete."""
+        self._end_step()
+        if step == self._last:
+            self.close()
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+
+    def close(self) -> None:
+        """Write what was recorded; an error is reported, and training continues."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        self._end_step()
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        try:
+            files.make_dirs_in(self._path.parent.parent, self._path.parent)  # not the run, where that was moved
+            profile.stop()
+            profile.export_chrome_trace(str(temporary))
+            files.rename(temporary, self._path)
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                files.remove(temporary)
+            _log.warning(f"the profile could not be written to {self._path} ({error}); training continues")

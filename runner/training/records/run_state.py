@@ -1,0 +1,62 @@
+"""The runner's own entries in the train state, beside those of `runner.checkpoint.build_train_state`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from runner.data.order.batch_shape import BatchShape
+from runner.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a resume needs besides weights, optimizer, random generators, scheduler and loader.
+
+    Attributes:
+        order: of the consumption (see `runner.training.data.consumption`); empty for a loader that is not tracked.
+        evaluated: whether the evaluation at this step is in the metrics already.
+        threads: CPU threads of torch: their number decides how sums are split.
+        batch_shapes: how the steps so far were divided among ranks and micro-batches.
+        task: state of the task on each rank; empty if it has none.
+        data_plan: the part of the config that determines the data order (see `runner.training.data.order.data_plan`).
+        callbacks: state of each callback that has one, by name.
+        dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
+        samples_seen: samples trained on so far, over all ranks.
+        seed: of the random numbers of rank-invariant steps: that of the run, unless a branch has changed it.
+    """
+
+    order: dict[str, Any]
+    evaluated: bool
+    threads: int
+    batch_shapes: tuple[BatchShape, ...]
+    data_plan: dict[str, Any]
+    task: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    dropped_callbacks: dict[str, str] = field(default_factory=dict)
+    samples_seen: int = 0
+    seed: int = 0
+
+    def to_extra(self) -> dict[str, Any]:
+        """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
+        return {**vars(self), "batch_shapes": [asdict(shape) for shape in self.batch_shapes]}
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> RunState:
+        """The entries out of a train state or its extra part, which may contain others.
+
+        Raises:
+            CheckpointError: an entry is missing, or a batch shape is not one.
+        """
+        missing = [name for name in cls.__dataclass_fields__ if name not in extra]
+        if missing:
+            raise CheckpointError(
+                f"the train state has no {', '.join(map(repr, missing))}, which every run saves: "
+                "resume from a checkpoint that this version of the runner wrote"
+            )
+        try:
+            shapes = tuple(BatchShape(**shape) for shape in extra["batch_shapes"])
+        except TypeError as error:
+            raise CheckpointError(f"batch_shapes in the train state: {error}; use another checkpoint") from error
+        return cls(**{name: extra[name] for name in cls.__dataclass_fields__} | {"batch_shapes": shapes})

@@ -1,0 +1,56 @@
+"""Shows the warnings of `runner`'s modules while an attempt trains, and records them in its status."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from runner.rundir.attempt_log import AttemptLog
+from runner.system import processes
+
+
+class WarningHandler(logging.Handler):
+    """Shows what `runner`'s modules log at WARNING and above, and records it in the status."""
+
+    def __init__(self, log: AttemptLog) -> None:
+        super().__init__(logging.WARNING)
+        self.warn: Callable[[str], None] = self._before_recorder
+        self._log = log
+        self._pid = processes.own_pid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if processes.own_pid() == self._pid:
+            self.warn(message)
+        else:  # a loader worker: the status belongs to its parent
+            _print_warning(message)
+
+    def remove(self) -> None:
+        """Stop forwarding warnings."""
+        logging.getLogger("runner").removeHandler(self)
+
+    def _before_recorder(self, message: str) -> None:
+        _print_warning(message)
+        self._log.warn(message)
+
+
+def _print_warning(message: str) -> None:
+    with suppress(OSError):  # a job's log may be on the disk that is full
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
+    """Yield a handler on the logger `runner`, on the rank that has `log`; it is removed only if the block fails."""
+    if log is None:
+        yield None
+        return
+    handler = WarningHandler(log)
+    logging.getLogger("runner").addHandler(handler)
+    try:
+        yield handler
+    except BaseException:
+        handler.remove()
+        raise

@@ -1,0 +1,87 @@
+"""How an attempt saves: its checkpoints, when they are due, and whether it still may."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from runner.checkpoint import TrainStateManager
+from runner.checkpoint.cadence import AdaptiveInterval, Cadence
+from runner.config.schema import Config
+from runner.errors import UserError
+from runner.rundir.attempt_log import AttemptLog
+from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
+from runner.rundir.time_account import lived_s
+from runner.system import clock
+
+LEASE_CHECK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: dict[str, Any]) -> TrainStateManager:
+    """Make what saves and loads the checkpoints of a run, behind the fence of its lease."""
+    options = config.checkpoint
+    return TrainStateManager(
+        run.checkpoints,
+        fingerprint=fingerprint,
+        keep_last=options.keep_last,
+        keep_every_steps=options.keep_every_steps,
+        keep_best=options.keep_best,
+        best_metric=options.best.metric,
+        best_mode=options.best.mode.value,
+        mode=options.mode.value,
+        check_fence=lease.check_fence if lease else None,
+        fence=lease.fence if lease else 0,
+    )
+
+
+def make_cadence(config: Config, log: AttemptLog | None, step: int) -> Cadence:
+    """Make what decides when saves are due from `step` on; an adaptive cadence learns from earlier attempts."""
+    options = config.checkpoint
+    adaptive = None
+    if options.adaptive:
+        adaptive = AdaptiveInterval(options.min_interval_s, options.max_interval_s)
+        if log:
+            ended = [(lived_s(line), line["cause"]) for line in log.earlier]
+            adaptive.observe_attempts((seconds, cause) for seconds, cause in ended if seconds is not None)
+    now = clock.monotonic()
+    return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
+
+
+def fence_check(lease: Lease | None) -> Callable[[], None]:
+    """Return a check that notices soon, at next to no cost, that a newer attempt holds the lease.
+
+    Every commit asks anyway.
+    """
+    last = clock.monotonic()
+
+    def check() -> None:
+        nonlocal last
+        now = clock.monotonic()
+        if lease is not None and now - last >= LEASE_CHECK_S:
+            last = now
+            with suppress(OSError):  # looked at again a second later, and by every write
+                lease.check_fence()
+
+    return check
+
+
+def check_beginning(config: Config, run: RunDir, log: AttemptLog | None) -> None:
+    """Warn if a run starts again because its checkpoints were all removed.
+
+    Raises:
+        UserError: a branch, which begins with a checkpoint of its trunk: the command takes that over.
+    """
+    if config.fork.run is not None:
+        raise UserError(
+            f"{run.path} has lost its checkpoints: rerun the command that began this branch of {config.fork.run}, "
+            f"which takes that of step {config.fork.step} over again"
+        )
+    earlier = log.earlier if log else []
+    saved = max((attempt.get("checkpoint_step") or 0 for attempt in earlier), default=0)
+    if saved:
+        _log.warning(f"the checkpoint of step {saved} is gone from {run.checkpoints}: starting again at step 0")

@@ -1,0 +1,455 @@
+"""One training step: a task's computation over the micro-batches, its updates, and the sums over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from runner.config.schema import Config
+from runner.errors import UserError, nearest
+from runner.system.distributed import World
+from runner.training.model.average import Average
+from runner.training.model.build import autocast, compiled
+from runner.training.model.optimizers import Optimizers
+from runner.training.ranks.parallel import Computation
+from runner.training.ranks.peers import peer_errors
+from runner.training.records.run_state import RunState
+from runner.training.step.counting import NONE_STATED, samples_in, stated_tokens, tokens_in
+from runner.training.step.division import Division
+from runner.training.step.invariant import FixedMicroBatches
+from runner.training.step.tally import Tally
+from runner.training.step.tasks import Batch, Task, check_name, per_sample
+from runner.training.step.trained import Trained
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A micro-batch as the loader gave it.
+
+    Attributes:
+        sources: the number of the source of each sample, int64 (B,); None where that is not known.
+    """
+
+    batch: Batch
+    sources: np.ndarray | None = None
+
+
+@dataclass
+class Forward:
+    """The model and what a task computes from it and a batch, on `device` and in the precision of `autocast`."""
+
+    world: World
+    device: torch.device
+    model: nn.Module
+    task: Task
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def evaluate(self, batch: Batch) -> Any:
+        """What the task's evaluation step returns.
+
+        Raises:
+            PeerError: another rank has ended or does not answer.
+        """
+        batch = to_device(batch, self.device)
+        with peer_errors(self.world), self.autocast():
+            assert self.task.evaluation_step is not None  # `Task.check_evaluation`
+            return self.task.evaluation_step(self.model, batch)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step over all ranks.
+
+    Attributes:
+        values: means over the global batch, before the update, of what the task gave: `loss` and others, by name.
+        by_source: the same by source; empty unless there are several.
+        grad_norms: 2-norm of all gradients before clipping, by optimizer.
+        lrs: learning rate of the update (of the first parameter group), by optimizer.
+        samples: of the global batch.
+        tokens: of the global batch; None if the data have none.
+        skipped: an update was not applied: the loss or a gradient is not finite.
+        overflow: only a gradient is not finite, and gradients are scaled: the next steps use a smaller scale.
+    """
+
+    values: dict[str, float]
+    by_source: dict[str, dict[str, float]]
+    grad_norms: dict[str, float]
+    lrs: dict[str, float]
+    samples: int
+    tokens: int | None
+    skipped: bool
+    overflow: bool = False
+
+    @property
+    def loss(self) -> float:
+        return self.values["loss"]
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the gradients of all optimizers."""
+        return math.hypot(*self.grad_norms.values())
+
+
+@dataclass
+class TrainStep:
+    """Makes steps. `sources` are the names behind the numbers of a batch's sources.
+
+    `fixed` are rank-invariant micro-batches; without them, each rank computes `accum` of its own. `before_update` is
+    called after a step's forward and backward passes, before anything changes the weights or an optimizer's state.
+    """
+
+    forward: Forward
+    optimizers: Optimizers
+    sources: Sequence[str]
+    accum: int = 1
+    clip_norm: float | None = None
+    stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.step.counting`
+    average: Average | None = None
+    fixed: FixedMicroBatches | None = None
+    before_update: Callable[[], None] = lambda: None
+    _names: dict[int, list[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def build(
+        of: Trained,
+        config: Config,
+        world: World,
+        now: RunState,
+        sources: Sequence[str],
+        tokens_per_sample: Mapping[str, int],
+    ) -> TrainStep:
+        """Build what makes the steps of an attempt.
+
+        Args:
+            of: what is trained.
+            now: how steps are split, and the seed of rank-invariant ones.
+            sources: names of the sources whose samples are told apart.
+            tokens_per_sample: of the sources that state it.
+
+        Raises:
+            UserError: the task cannot be trained on so many ranks.
+        """
+        model = compiled(of.model, of.device) if config.train.compile else of.model
+        forward = Forward(world, of.device, model, of.task, autocast(config, of.device))
+        shape, fixed = now.batch_shapes[-1], None
+        if shape.micro_batches:
+            with peer_errors(world):
+                fixed = FixedMicroBatches(world, of.bare, of.task, of.optimizers, shape, now.seed, of.device)
+        accum, tokens = shape.grad_accum_steps, stated_tokens(sources, tokens_per_sample)
+        return TrainStep(forward, of.optimizers, sources, accum, config.train.clip_norm, tokens, of.average, fixed)
+
+    def __post_init__(self) -> None:
+        forward, takes_step = self.forward, self.forward.task.take_step is not None
+        self.division = self.fixed or Division(forward.world, forward.model, self.optimizers, self.accum, takes_step)
+        self.computation: nn.Module | None = None  # of a step of ours; a task that takes it calls what it likes
+        if not takes_step:
+            assert forward.task.training_step is not None
+            with peer_errors(forward.world):  # DDP compares the parameters
+                self.computation = self.division.wrap(
+                    Computation(forward.model, forward.task.training_step), forward.device
+                )
+
+    def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
+        """Make the step that begins when `index` steps are complete.
+
+        Args:
+            draw: the next micro-batch.
+            index: for the task.
+
+        Raises:
+            UserError: the task returned what it must not.
+            PeerError: another rank has ended or does not answer.
+        """
+        self.forward.model.train()
+        self.division.begin(index)
+        step = Step(self, draw, index)
+        with peer_errors(self.forward.world), self.forward.autocast():
+            (self.forward.task.take_step or self._take_step)(step)
+        result = step.result()
+        self.before_update()  # where no update was applied
+        with peer_errors(self.forward.world):
+            self.division.end()
+            if self.average is not None:
+                self.average.update(self.forward.model)
+        self.optimizers.schedulers.step()
+        return result
+
+    def _take_step(self, step: Step) -> None:
+        assert self.computation is not None
+        for batch in step.batches:
+            step.backward(self.computation(batch))
+        for name in self.optimizers.names:
+            step.update(name)
+
+    def agree(self, update: int, logged: Mapping[str, set[int | None]]) -> list[str]:
+        """The names of the values that every rank reduces, the same in every step.
+
+        Args:
+            update: how many reductions came before in this step.
+            logged: the names of this rank, and in which of its micro-batches each was logged; one without micro-batches
+                has none, and takes those of the others.
+
+        Raises:
+            UserError: they differ.
+        """
+        names = list(logged)
+        if self.fixed is not None:
+            self._check_alike(logged)
+        elif self.forward.world.size == 1:
+            return names
+        takes_part = bool(names) or self.division.count > 0
+        if update not in self._names:
+            everywhere = self.forward.world.gather(names if takes_part else None)
+            first, *others = [found for found in everywhere if found is not None]
+            if different := [other for other in others if other != first]:
+                self._refuse(first, different[0], "on another rank")
+            self._names[update] = first
+        elif takes_part and names != self._names[update]:
+            self._refuse(self._names[update], names, "in a later step")
+        return self._names[update]
+
+    def _check_alike(self, logged: Mapping[str, set[int | None]]) -> None:
+        """Check that all micro-batches gave the same values, as each may be another rank's."""
+        for name, numbers in logged.items():
+            if None not in numbers and len(numbers) < self.division.count:
+                raise UserError(
+                    f"{self.forward.task.name} gave {name} in some micro-batches of a step and not in others: "
+                    "give it in all of them, or set train.rank_invariant=false"
+                )
+
+    def _refuse(self, names: list[str], others: list[str], where: str) -> None:
+        raise UserError(
+            f"{self.forward.task.name} gave the values {', '.join(names) or 'none'}, and {where} "
+            f"{', '.join(others) or 'none'}: give the same values in every step and on every rank"
+        )
+
+
+class Step:
+    """One training step, as a task's `take_step` sees it.
+
+    Attributes:
+        model: the model, in training mode.
+        index: complete steps before this one.
+        device: of the model.
+    """
+
+    def __init__(self, maker: TrainStep, draw: Callable[[], Drawn], index: int) -> None:
+        self.model = maker.forward.model
+        self.index = index
+        self.device = maker.forward.device
+        self._maker = maker
+        self._draw = draw
+        self._keeps = maker.forward.task.take_step is not None
+        self._drawn: list[Drawn] = []
+        self._drawn_so_far = 0
+        self._current: Drawn | None = None
+        self._number: int | None = None  # of the current micro-batch
+        self._tally = Tally(maker.division, max(len(maker.sources), 1), maker.agree)
+        self._grad_norms: dict[str, float] = {}
+        self._skipped = self._overflow = False
+
+    @property
+    def batches(self) -> Iterator[Batch]:
+        """The step's micro-batches of this rank, on the device; a task that takes the step may iterate again."""
+        division = self._maker.division
+        with division.iteration():
+            for number in range(division.count):
+                drawn = self._drawn[number] if number < len(self._drawn) else self._next()
+                with division.micro_batch(number):
+                    self._current, self._number = drawn, number
+                    try:
+                        yield to_device(drawn.batch, self.device)
+                    finally:
+                        self._current = self._number = None
+
+    def _next(self) -> Drawn:
+        drawn = self._draw()
+        samples = samples_in(drawn.batch) if drawn.sources is None else len(drawn.sources)
+        tokens = tokens_in(drawn.batch, samples, self._maker.stated_tokens, drawn.sources)
+        self._tally.count(self._drawn_so_far, samples, tokens)
+        self._drawn_so_far += 1
+        if self._keeps:
+            self._drawn.append(drawn)
+        return drawn
+
+    def backward(self, outputs: Any, optimizer: str | None = None, retain_graph: bool = False) -> None:
+        """Add the gradient of the mean loss to the gradients, and log all values of `outputs`.
+
+        Args:
+            outputs: losses of shape (B,), or a mapping with `loss` (B,) and further values (B,). While `batches` are
+                iterated, a micro-batch counts as its part of the step.
+            optimizer: only its parameters get gradients; None: all that require one. Its loss is logged as
+                `loss_OPTIMIZER`.
+            retain_graph: as in torch.
+
+        Raises:
+            UserError: wrong shapes, or no such optimizer.
+        """
+        maker, current = self._maker, self._current
+        known = len(current.sources) if current is not None and current.sources is not None else None
+        values = per_sample(maker.forward.task.name, outputs, None if self._keeps else known)
+        loss = values.pop("loss")
+        if not loss.requires_grad:
+            raise UserError(
+                f"{maker.forward.task.name} gave a loss without a gradient: it is detached, or depends on no parameter "
+                "that is trained"
+            )
+        self.log("loss" if optimizer is None else f"loss_{optimizer}", loss)
+        for name, value in values.items():
+            self.log(name, value)
+        mean = loss.mean() / maker.division.parts if current is not None else loss.mean()
+        with self._full_precision():
+            inputs = None if optimizer is None else maker.optimizers.parameters(self._named(optimizer))
+            torch.autograd.backward(maker.optimizers.scale(mean), retain_graph=retain_graph, inputs=inputs)
+
+    def log(self, name: str, values: Any) -> None:
+        """Record the mean over the step and all ranks of `values`, one per sample (B,) or a single number."""
+        check_name(self._maker.forward.task.name, str(name))
+        tensor = self._tensor(f"log({name!r}, …)", values)
+        sources = self._current.sources if self._current is not None else None
+        self._tally.add(name, tensor.reshape(-1) if tensor.ndim else tensor, sources, self._number)
+
+    def _tensor(self, call: str, values: Any) -> torch.Tensor:
+        """Numbers that a task passes, as a tensor without a graph."""
+        try:
+            return torch.as_tensor(values).detach()
+        except (TypeError, ValueError, RuntimeError):
+            kind = type(values).__name__
+            raise UserError(
+                f"{self._maker.forward.task.name}: step.{call} is passed a {kind}: pass a number, or one per sample"
+            ) from None
+
+    def mean(self, values: Any) -> torch.Tensor:
+        """The mean of `values` over their first dimension and all ranks.
+
+        What a task keeps from step to step is the same on all ranks if it is computed from such means.
+
+        Args:
+            values: of the same shape on every rank but for the first dimension, the samples.
+
+        Raises:
+            PeerError: another rank has ended or does not answer.
+        """
+        tensor = self._tensor("mean", values)
+        if not tensor.ndim:
+            raise UserError(
+                f"{self._maker.forward.task.name}: step.mean takes one value or more per sample, not a number"
+            )
+        self._check_place("mean")
+        kind = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+        return self._maker.division.mean(tensor).to(tensor.device, kind)
+
+    def _check_place(self, call: str) -> None:
+        """Check that a call that involves all ranks is made where all of them make it."""
+        reason = self._maker.division.in_loop
+        if reason is not None and self._current is not None:
+            raise UserError(f"{self._maker.forward.task.name}: step.{call} is called {reason}")
+
+    def update(self, optimizer: str | None = None) -> bool:
+        """Apply the gradients of one optimizer, summed over ranks, and zero them; False if they are not finite.
+
+        Raises:
+            UserError: there are several optimizers, and none is named.
+            PeerError: another rank has ended or does not answer.
+        """
+        maker = self._maker
+        optimizers = maker.optimizers
+        name = self._named(optimizer)
+        self._check_place("update")
+        maker.division.check(name)
+        self._tally.reduce()
+        sums = self._tally.sums
+        finite = all(math.isfinite(each[0].sum()) for key, each in sums.items() if key.startswith("loss"))
+        with self._full_precision():
+            maker.division.reduce_gradients(name)
+            waiting = optimizers.scaler is not None and maker.division.holds_gradients()
+            maker.before_update()
+            norm, applied = optimizers.apply(name, maker.clip_norm, allowed=finite, waiting=waiting)
+        self._grad_norms[name] = norm
+        self._skipped = self._skipped or not applied
+        self._overflow = self._overflow or (finite and not applied and optimizers.scaler is not None)
+        return applied
+
+    @contextmanager
+    def _full_precision(self) -> Iterator[None]:
+        """Out of autocast, whose copies of the weights are then made anew: of others, and for another graph."""
+        if not torch.is_autocast_enabled(self.device.type):
+            yield
+            return
+        with torch.autocast(self.device.type, enabled=False):
+            yield
+        torch.clear_autocast_cache()
+
+    def _named(self, optimizer: str | None) -> str:
+        """The optimizer that a task means."""
+        task, names = self._maker.forward.task.name, self._maker.optimizers.names
+        if optimizer is None and len(names) == 1:
+            return names[0]
+        if optimizer is None:
+            raise UserError(f"{task} made an update without saying of which optimizer: name one of {', '.join(names)}")
+        if optimizer not in names:
+            raise UserError(
+                f"{task}: no optimizer {optimizer!r}{nearest(optimizer, names)}; optimizers has {', '.join(names)}"
+            )
+        return optimizer
+
+    def result(self) -> StepResult:
+        """The means over the step; batches that the task did not ask for are drawn, so that the data continue.
+
+        Raises:
+            UserError: the task made no update, or gave no loss.
+        """
+        maker = self._maker
+        while self._drawn_so_far < maker.division.count:
+            self._next()
+        if self._tally.waits or self._keeps:  # also where another rank has logged something
+            self._tally.reduce()
+        if not self._grad_norms:
+            raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
+        lrs = {name: maker.optimizers.lr(name) for name in maker.optimizers.names}
+        values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._tally.sums.items()}
+        if "loss" not in values:
+            parts = [value for name, value in values.items() if name.startswith("loss_")]
+            if not parts:
+                raise UserError(f"{maker.forward.task.name} gave no loss: call step.backward, or step.log('loss', …)")
+            values = {"loss": sum(parts), **values}
+        samples, tokens, without = map(int, self._tally.counts)
+        return StepResult(
+            values,
+            self._by_source(),
+            self._grad_norms,
+            lrs,
+            samples,
+            None if without else tokens,
+            self._skipped,
+            self._overflow,
+        )
+
+    def _by_source(self) -> dict[str, dict[str, float]]:
+        names = self._maker.sources
+        if len(names) < 2:
+            return {}
+        return {
+            key: {names[i]: float(sums[0, i] / sums[1, i]) for i in np.flatnonzero(sums[1, :-1]).tolist()}
+            for key, sums in self._tally.sums.items()
+            if sums[1, :-1].any()
+        }
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """`batch` with its tensors on `device` (copied asynchronously from pinned memory)."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        parts = [to_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
