@@ -306,8 +306,8 @@ def test_the_past_of_a_live_trunk(tmp_path: Path) -> None:
         assert os.waitpid(job, os.WNOHANG)[0] == 0, (tmp_path / "log.txt").read_text()
         time.sleep(0.01)
     error = run(tmp_path, "fork", "o/trunk", "--step", "8", status=2)
-    assert "o/trunk has not saved step 8 yet: fork it once it has" in error
-    assert "launcher=slurm" in error
+    assert "o/trunk has no checkpoint of step 8: it has those of steps 2, 4, 6; " in error
+    assert "it is at step 7 of 10, and saves every 2 steps and at its end: rerun this command once step 8" in error
     assert not list(held.path.parent.glob("*-at8-*"))
     run(tmp_path, "fork", "o/trunk", "--step", "4", "run.dir=o/branch", "train.steps=6")
     os.kill(job, signal.SIGKILL)
