@@ -16,8 +16,8 @@ from runner.checkpoint import choice
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.adoption import UNLINKABLE
 from runner.checkpoint.pins import pinned
-from runner.cli.console import PROGRAM, Parser, say, shown, size
-from runner.cli.housekeeping import refuse_inside_run, report, typed
+from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
+from runner.cli.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody, run_at
 from runner.rundir.evaluations import submitted
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for left in _leftovers(target):
             files.remove(left)
-        with custody(run, report) as held:
+        with custody(run, tell) as held:
             # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
             fence = checkpoint_dir.Fence(held.lease.fence, held.lease.check_fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
@@ -87,7 +87,7 @@ def _remove_temporary(path: Path) -> None:
     try:
         files.remove(path)
     except OSError as error:
-        report(f"warning: {shown(path)} cannot be removed ({error.strerror or error})")
+        tell(f"warning: {shown(path)} cannot be removed ({error.strerror or error})")
 
 
 def _refuse_existing(target: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from runner.checkpoint import choice
 from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint.directory import Candidate, Fence, Retention, Stranger
 from runner.checkpoint.pins import pinned
-from runner.cli.console import PROGRAM, Parser, console, size, table
+from runner.cli.console import PROGRAM, Parser, console, size, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -213,7 +212,7 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
     if keep_last < 1:
         raise UserError(f"--keep-last {keep_last}: must be 1 or more; the newest valid one is never deleted")
     run = RunDir(directory.parent)
-    with Lease.acquire(run.lease, {"job_id": None}, report=_warn, within=run.path) as lease:
+    with Lease.acquire(run.lease, {"job_id": None}, report=tell, within=run.path) as lease:
         fence = Fence(lease.fence, lease.check_fence)
         checkpoint_dir.look_anew(directory)
         kept = checkpoint_dir.newest(directory)
@@ -324,7 +323,7 @@ def _sync(folder: Path) -> None:
 
 
 def _skipped(bad: Candidate, why: str) -> None:
-    _warn(f"{bad.path} is corrupt ({why}): skipped")
+    tell(f"warning: {bad.path} is corrupt ({why}): skipped")
 
 
 def compared(directory: Path | None, which: str) -> Candidate:
@@ -342,10 +341,6 @@ def compared(directory: Path | None, which: str) -> Candidate:
     if path.name not in {candidate.path.name for candidate in checkpoint_dir.candidates(path.parent)}:
         raise UserError(f"{which} is not a checkpoint; pass a step, or the path of a directory named step_…")
     return choice.choose(path.parent, int(path.name.removeprefix("step_")))
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 # Diff

@@ -52,6 +52,11 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def tell(message: str) -> None:
+    """Print a line beside the output: a warning, or what a command waits for."""
+    print(printable(message), file=sys.stderr, flush=True)
+
+
 def check_interval(seconds: float | None) -> None:
     """Whether `--watch SECONDS` can be slept for.
 

@@ -6,13 +6,12 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli.arguments import add_config_dir, runs_and_settings
-from runner.cli.console import PROGRAM, Parser, console, say, shown, table
+from runner.cli.console import PROGRAM, Parser, console, say, shown, table, tell
 from runner.cli.launcher import make_launcher
 from runner.cli.resume import jobs
 from runner.config.identity import evaluation_digest
@@ -24,7 +23,6 @@ from runner.rundir.paths import RunDir
 from runner.rundir.trust import reading
 from runner.system import files, processes
 from runner.system.signals import STOP
-from runner.system.terminal import printable
 
 if TYPE_CHECKING:
     from runner.checkpoint.directory import Candidate
@@ -116,7 +114,7 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
         steps = wanted(run, request, _skipped)
         before = evaluated(run, request.settings).keys()
     STOP.install()
-    work = Work(run, request, config, World(), lambda: bool(STOP), say=_note)
+    work = Work(run, request, config, World(), lambda: bool(STOP), say=tell)
     done = work.do()
     records = evaluated(run, request.settings)
     found = [records[step] for step in steps if step in records]
@@ -125,7 +123,7 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
     else:
         _print(found)
     if not done:
-        _note(f"interrupted after {len(work.added)} of {len(steps)} checkpoints: rerun the command for the others")
+        tell(f"interrupted after {len(work.added)} of {len(steps)} checkpoints: rerun the command for the others")
         return int(ExitStatus.INTERRUPTED)
     if not as_json:
         earlier = sum(record["step"] in before for record in found)
@@ -138,11 +136,7 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
 
 
 def _skipped(bad: Candidate, why: str) -> None:
-    _note(f"warning: {bad.path} is corrupt ({why}): skipped")
-
-
-def _note(message: str) -> None:
-    print(printable(message), file=sys.stderr, flush=True)
+    tell(f"warning: {bad.path} is corrupt ({why}): skipped")
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

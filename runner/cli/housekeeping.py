@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from runner.errors import FileError, UserError
 from runner.rundir.custody import Custody, is_run
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
-from runner.system.terminal import printable
 
 _REMOVED = re.compile(rf"\.(?P<name>.+)\.removed-{processes.TAG}")
 """The name of what is being deleted."""
@@ -22,11 +20,6 @@ _REMOVED = re.compile(rf"\.(?P<name>.+)\.removed-{processes.TAG}")
 def typed(path: Path) -> str:
     """`path` as one would type it in a shell, in the current directory."""
     return shlex.quote(shown(path))
-
-
-def report(message: str) -> None:
-    """What a command waits for."""
-    print(printable(message), file=sys.stderr, flush=True)
 
 
 def leftovers(path: Path) -> list[Path]:

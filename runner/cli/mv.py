@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.console import PROGRAM, Parser, say, shown
-from runner.cli.housekeeping import refuse_inside_run, report, typed
+from runner.cli.console import PROGRAM, Parser, say, shown, tell
+from runner.cli.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody, run_at
 from runner.system import files
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     source = run.path
     target = _target(source, options.target)
     try:
-        with custody(run, report) as held:
+        with custody(run, tell) as held:
             files.make_dirs(target.parent)
             if files.is_taken(target):
                 raise UserError(f"{shown(target)} exists: choose another name")

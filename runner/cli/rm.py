@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.pins import pinned
-from runner.cli.console import PROGRAM, Parser, say, shown, size
-from runner.cli.housekeeping import leftovers, remove, remove_rest, report
+from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
+from runner.cli.housekeeping import leftovers, remove, remove_rest
 from runner.errors import FileError, UserError
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.paths import RunDir
@@ -104,7 +104,7 @@ def _remove(run: RunDir, force: bool) -> None:
     for rest in leftovers(run.path):
         remove_rest(rest)
     try:
-        with custody(run, report) as held:
+        with custody(run, tell) as held:
             _check_pins(held.run, force)  # again, as the answer may have taken an hour
             aside = remove(held)
     except OSError as error:

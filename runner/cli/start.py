@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from runner.cli.arguments import dirs, parse
-from runner.cli.console import counted, say, shown
+from runner.cli.console import counted, say, shown, tell
 from runner.cli.edits import Changes
 from runner.cli.housekeeping import remove, remove_rest
 from runner.cli.launcher import common_launcher, idle_ranks
@@ -29,7 +29,6 @@ from runner.rundir.sources import Sources
 from runner.rundir.trunk import find
 from runner.system import clock, files, processes
 from runner.system.signals import STOP
-from runner.system.terminal import printable
 from runner.training.effects import same_results, without_effect
 from runner.training.job import LocalJob
 
@@ -49,7 +48,7 @@ def start(arguments: Sequence[str]) -> int:
     else:
         jobs = [composer.compose(options.overrides)]
         if swept := composer.swept(options.overrides):
-            _report(f"warning: {', '.join(swept)} in a config file: a sweep needs -m, so one run is started without it")
+            tell(f"warning: {', '.join(swept)} in a config file: a sweep needs -m, so one run is started without it")
     return start_runs(jobs, options.dry_run)
 
 
@@ -92,7 +91,7 @@ def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> No
     counts = launcher.rank_counts()
     warnings = [warning for run in planned if run.starts for warning in idle_ranks(counts, run.job.config)]
     for warning in dict.fromkeys(warnings):
-        _report(f"warning: {warning.text}: {warning.remedy}")
+        tell(f"warning: {warning.text}: {warning.remedy}")
 
 
 def _warn_without_effect(jobs: Sequence[Composed]) -> None:
@@ -100,7 +99,7 @@ def _warn_without_effect(jobs: Sequence[Composed]) -> None:
     lines = [line for job in jobs for line in without_effect(job.config)]
     named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
     for line in dict.fromkeys([*lines, *same_results(named)]):
-        _report(f"warning: {line}")
+        tell(f"warning: {line}")
 
 
 def _refuse(errors: Sequence[str]) -> None:
@@ -125,7 +124,7 @@ def run_here(planned: PlannedRun) -> int:
         if planned.state == "new":
             _make(run.path)
         with Lease.acquire(
-            run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=_report, within=run.path
+            run.lease, holder, timeout_s, asked_to_stop=lambda: STOP, report=tell, within=run.path
         ) as lease:
             attempts = lease.fence
             status = _run_under(lease, planned)
@@ -240,7 +239,7 @@ def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) ->
         try:
             remove_rest(aside)
         except FileError:
-            _report(f"warning: {shown(aside)}, of the refused run, cannot be removed: remove it by hand")
+            tell(f"warning: {shown(aside)}, of the refused run, cannot be removed: remove it by hand")
     for folder in sorted(missing, reverse=True):
         with suppress(OSError):  # it is gone, or not empty
             files.remove_dir(folder)
@@ -269,17 +268,13 @@ def _submitting(jobs: Sequence[Composed], guards: dict[Path, files.Guard]) -> It
                     job.config.run.lease_timeout_s,
                     wait_s=SUBMISSION_WAIT_S,
                     asked_to_stop=lambda: STOP,
-                    report=_report,
+                    report=tell,
                     heart=heart,
                     within=job.run_dir,
                 )
             )
             guards[job.run_dir] = lease.guard
         yield
-
-
-def _report(message: str) -> None:
-    print(printable(message), file=sys.stderr, flush=True)
 
 
 def _show(planned: Sequence[PlannedRun]) -> None:

@@ -54,7 +54,7 @@ def logging(folder: Path, _: str) -> None:
 
 def forks(folder: Path, printed: str) -> None:
     assert " at step 10 of 20 in " in printed
-    assert " has no checkpoint of step 12: it has those of steps 5, 10, 15, 20\n" in printed
+    assert " has no checkpoint of step 12: it has those of steps 5, 10, 15, 20; fork one of those\n" in printed
     names = sorted(each.name.rpartition("-")[0] for each in (folder / "outputs").iterdir() if each.name != "trunk")
     expected = ["cooldown", "trunk-at10-lr0.0001-seed0", "trunk-at10-seed1", "trunk-at10-seed2"]
     assert [name for name in names if name[:1] not in (".", "")] == expected
