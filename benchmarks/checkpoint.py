@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.results import RECORDED, table
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint.layout import memory
+from runner.checkpoint.tensors.layout import memory
 
 clock = time.process_time if "cpu" in sys.argv[1:] else time.perf_counter
 

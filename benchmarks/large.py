@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.results import RECORDED, table
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint.staging import local
+from runner.checkpoint.tensors.staging import local
 
 RANKS = (1, 2, 4)
 WIDTH, INNER = 2048, 8192

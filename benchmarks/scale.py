@@ -35,8 +35,9 @@ from torch.multiprocessing.spawn import spawn, start_processes
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from launch.rendezvous import free_port
-from runner.checkpoint import TrainStateManager, build_train_state, layout
-from runner.checkpoint.manifest import FileRecord, Manifest
+from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint.files.manifest import FileRecord, Manifest
+from runner.checkpoint.tensors import layout
 from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger
 from runner.system import files

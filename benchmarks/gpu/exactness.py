@@ -24,10 +24,10 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.runs import SAVE, Run, held_words
 from benchmarks.results import Table, table
 from runner.chaos.compare import compare
-from runner.checkpoint import manifest
-from runner.checkpoint.directory import step_name
-from runner.checkpoint.reader import tensors
-from runner.checkpoint.staging import MODEL
+from runner.checkpoint.files import manifest
+from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.tensors.reader import tensors
+from runner.checkpoint.tensors.staging import MODEL
 from runner.rundir.paths import RunDir
 from runner.system import files
 

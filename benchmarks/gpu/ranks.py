@@ -18,8 +18,8 @@ from benchmarks.gpu import sizes
 from benchmarks.gpu.report import Report
 from benchmarks.results import Table, table
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint.compare import tensor_difference
-from runner.checkpoint.staging import bare, local
+from runner.checkpoint.tensors.compare import tensor_difference
+from runner.checkpoint.tensors.staging import bare, local
 from runner.config.schema import Config, TrainConfig
 from runner.models.loss import next_token_loss
 from runner.system.distributed import World

@@ -21,11 +21,12 @@ from benchmarks.gpu.models import checkpointed
 from benchmarks.gpu.report import Report
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
-from runner.checkpoint import TrainStateManager, build_train_state, manifest
-from runner.checkpoint.compare import tensor_difference
-from runner.checkpoint.directory import step_name
-from runner.checkpoint.reader import CheckpointReader
-from runner.checkpoint.staging import collect
+from runner.checkpoint import TrainStateManager, build_train_state
+from runner.checkpoint.files import manifest
+from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.tensors.compare import tensor_difference
+from runner.checkpoint.tensors.reader import CheckpointReader
+from runner.checkpoint.tensors.staging import collect
 from runner.models.loss import next_token_loss
 from runner.system import processes
 

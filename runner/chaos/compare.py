@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.compare import MISSING, compare_checkpoints, nested_differences, shown
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.tensors.compare import MISSING, compare_checkpoints, nested_differences, shown
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
 from runner.system import files

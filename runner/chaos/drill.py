@@ -14,7 +14,7 @@ from runner.chaos.faults import KINDS
 from runner.chaos.plan import Outcome, PlannedFault, replan
 from runner.chaos.stage import START_S, BrokenError, Stage, TooLateError, UnansweredError
 from runner.chaos.target import Target
-from runner.checkpoint.directory import leftovers
+from runner.checkpoint.files.directory import leftovers
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
 from runner.system import files

@@ -14,8 +14,8 @@ from typing import ClassVar, cast
 from runner.chaos.plan import PlannedFault
 from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import Stage, TooLateError, UnansweredError
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import manifest as manifests
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import manifest as manifests
 from runner.errors import CheckpointError, ExitStatus
 
 SMALLEST_LIMIT = 8192  # bytes of a file that may always be written: the status still fits

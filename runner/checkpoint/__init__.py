@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.checkpoint.cadence import AdaptiveInterval, Cadence
     from runner.checkpoint.manager import TrainStateManager
-    from runner.checkpoint.state import (
+    from runner.checkpoint.tensors.state import (
         build_train_state,
         get_rng_state,
         restore_train_state,
@@ -22,10 +22,10 @@ _HOMES = {
     "AdaptiveInterval": "cadence",
     "Cadence": "cadence",
     "TrainStateManager": "manager",
-    "build_train_state": "state",
-    "get_rng_state": "state",
-    "restore_train_state": "state",
-    "set_rng_state": "state",
+    "build_train_state": "tensors.state",
+    "get_rng_state": "tensors.state",
+    "restore_train_state": "tensors.state",
+    "set_rng_state": "tensors.state",
 }
 
 __all__ = [

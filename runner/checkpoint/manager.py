@@ -12,18 +12,18 @@ from typing import Any, TypedDict
 from torch import nn
 
 from runner import bounds
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import writer
 from runner.checkpoint.background import Background
-from runner.checkpoint.checks import check_fit, optimizer_difference
-from runner.checkpoint.directory import Fence, Info, Retention
-from runner.checkpoint.manifest import BEST_METRIC, BEST_MODES
-from runner.checkpoint.reading import in_one_line
-from runner.checkpoint.restore import load_tensors
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Fence, Info, Retention
+from runner.checkpoint.files.manifest import BEST_METRIC, BEST_MODES
+from runner.checkpoint.files.reading import in_one_line
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.checkpoint.selection import agreed, open_checkpoint, select, tensor_files
-from runner.checkpoint.staging import collect
-from runner.checkpoint.state import Averaged, OptimizerLike, StateDict, TrainState
+from runner.checkpoint.tensors import writer
+from runner.checkpoint.tensors.checks import check_fit, optimizer_difference
+from runner.checkpoint.tensors.restore import load_tensors
+from runner.checkpoint.tensors.staging import collect
+from runner.checkpoint.tensors.state import Averaged, OptimizerLike, StateDict, TrainState
 from runner.errors import SupersededError, UserError
 from runner.system import clock
 from runner.system.distributed import World, current_ranks

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import writer
-from runner.checkpoint.commit import NewFiles, Transaction
-from runner.checkpoint.copying import Copy, HostBuffers
-from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
-from runner.checkpoint.layout import INDEX
-from runner.checkpoint.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
-from runner.checkpoint.pins import pinned
-from runner.checkpoint.staging import Tensors, changed_by_updates, collect, snapshot
-from runner.checkpoint.state import Averaged, OptimizerLike, TrainState
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.commit import NewFiles, Transaction
+from runner.checkpoint.files.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
+from runner.checkpoint.files.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
+from runner.checkpoint.files.pins import pinned
+from runner.checkpoint.tensors import writer
+from runner.checkpoint.tensors.copying import Copy, HostBuffers
+from runner.checkpoint.tensors.layout import INDEX
+from runner.checkpoint.tensors.staging import Tensors, changed_by_updates, collect, snapshot
+from runner.checkpoint.tensors.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
 from runner.system import clock, files
 from runner.system.distributed import World

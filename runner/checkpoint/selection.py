@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.checks import check_fingerprint
-from runner.checkpoint.directory import Candidate, Info
-from runner.checkpoint.layout import INDEX
-from runner.checkpoint.manifest import TRAIN_STATE, CorruptionError, Manifest
-from runner.checkpoint.reader import CheckpointReader, load_train_state
-from runner.checkpoint.state import TrainState
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import Candidate, Info
+from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, Manifest
+from runner.checkpoint.tensors.checks import check_fingerprint
+from runner.checkpoint.tensors.layout import INDEX
+from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
+from runner.checkpoint.tensors.state import TrainState
 from runner.errors import CheckpointError
 from runner.system.distributed import World
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from runner.checkpoint import choice
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.adoption import UNLINKABLE
-from runner.checkpoint.pins import pinned
+from runner.checkpoint.files import choice
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.adoption import UNLINKABLE
+from runner.checkpoint.files.pins import pinned
 from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
 from runner.cli.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint import choice
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.directory import Candidate, Fence, Retention, Stranger
-from runner.checkpoint.pins import pinned
+from runner.checkpoint.files import choice
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Candidate, Fence, Retention, Stranger
+from runner.checkpoint.files.pins import pinned
 from runner.cli.console import PROGRAM, Parser, console, size, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
@@ -247,8 +247,8 @@ def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: 
     """
     from safetensors.torch import save
 
-    from runner.checkpoint import reader
-    from runner.checkpoint.staging import AVERAGE, MODEL
+    from runner.checkpoint.tensors import reader
+    from runner.checkpoint.tensors.staging import AVERAGE, MODEL
     from runner.system import files
 
     if target.suffix != ".safetensors":
@@ -348,7 +348,7 @@ def compared(directory: Path | None, which: str) -> Candidate:
 
 def diff(directory: Path | None, first: str, second: str, *, as_json: bool) -> int:
     """Compare tensors bit for bit and the train states value by value."""
-    from runner.checkpoint.compare import compare_checkpoints
+    from runner.checkpoint.tensors.compare import compare_checkpoints
 
     one, two = compared(directory, first), compared(directory, second)
     assert one.manifest is not None

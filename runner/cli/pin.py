@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.checkpoint import choice
-from runner.checkpoint.directory import step_name
-from runner.checkpoint.pins import pin, pinned, unpin
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.files.pins import pin, pinned, unpin
 from runner.cli.checkpoints import checkpoints_of
 from runner.cli.console import PROGRAM, Parser, say
 from runner.errors import FileError, UserError

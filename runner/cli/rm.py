@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint.pins import pinned
+from runner.checkpoint.files.pins import pinned
 from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
 from runner.cli.housekeeping import leftovers, remove, remove_rest
 from runner.errors import FileError, UserError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint.adoption import adopt
-from runner.checkpoint.directory import Fence, look_anew
+from runner.checkpoint.files.adoption import adopt
+from runner.checkpoint.files.directory import Fence, look_anew
 from runner.config.schema import Config
 from runner.errors import CheckpointError
 from runner.metrics import jsonl

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import choice
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.directory import Candidate
+from runner.checkpoint.files import choice
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Candidate
 from runner.config.frozen import trained
 from runner.config.schema import Config
 from runner.contracts import Job

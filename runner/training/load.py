@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint import choice
-from runner.checkpoint.checks import check_model
-from runner.checkpoint.directory import Candidate
-from runner.checkpoint.manifest import refusing_corruption
-from runner.checkpoint.reader import CheckpointReader, load_train_state
-from runner.checkpoint.restore import fill
-from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, bare, model_state, plain_name
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.directory import Candidate
+from runner.checkpoint.files.manifest import refusing_corruption
+from runner.checkpoint.tensors.checks import check_model
+from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
+from runner.checkpoint.tensors.restore import fill
+from runner.checkpoint.tensors.staging import AVERAGE, AVERAGE_COUNT, MODEL, bare, model_state, plain_name
 from runner.config.frozen import load as load_config
 from runner.config.schema import Config
 from runner.errors import RunDirError, UserError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runner.checkpoint import TrainStateManager, restore_train_state
-from runner.checkpoint.reading import newest_step
+from runner.checkpoint.files.reading import newest_step
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.schema import Config, NonFinite

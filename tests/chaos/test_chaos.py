@@ -25,9 +25,9 @@ from runner.chaos.stage import BrokenError, Stage, TooLateError, UnansweredError
 from runner.chaos.triggers import TRIGGERS
 from runner.chaos.watch import Watch
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.compare import nested_differences, tensor_difference
-from runner.checkpoint.manifest import CorruptionError, read, verify
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.manifest import CorruptionError, read, verify
+from runner.checkpoint.tensors.compare import nested_differences, tensor_difference
 from runner.cli.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
 from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.errors import UserError

@@ -15,9 +15,9 @@ import pytest
 from checkpoints import Toy, manager, names, train
 from faults import failing, intercepted, interrupted, killed
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.adoption import adopt
-from runner.checkpoint.directory import Fence
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.adoption import adopt
+from runner.checkpoint.files.directory import Fence
 from runner.errors import CheckpointError, SupersededError
 from runner.system import files
 
@@ -69,8 +69,8 @@ def test_what_a_killed_process_of_the_same_number_has_left_is_not_in_the_way(tru
     branch = tmp_path / "branch"
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("runner.checkpoint.manifest.verify", Mock(side_effect=KeyboardInterrupt))
-            patch.setattr("runner.checkpoint.commit.remove_tree", Mock())  # it was killed, and cleans nothing up
+            patch.setattr("runner.checkpoint.files.manifest.verify", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr("runner.checkpoint.files.commit.remove_tree", Mock())  # it was killed, and cleans nothing up
             with pytest.raises(KeyboardInterrupt):
                 adopt(trunk / STEP, branch, Fence())
     assert len(names(branch)) == 2

@@ -17,8 +17,8 @@ import pytest
 import torch
 from checkpoints import Toy, manager, names
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import manifest as manifests
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import manifest as manifests
 from runner.cli import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 from runner.system import files

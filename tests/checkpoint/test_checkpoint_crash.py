@@ -23,7 +23,7 @@ from checkpoints import Toy, manager, names
 from disk import Recording, Tree, recorded, tree_of, write_tree
 from faults import failing, failing_from, intercepted, interrupted, killed
 
-from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.files import directory as checkpoint_dir
 from runner.errors import CheckpointError, SupersededError
 from runner.rundir.lease import Lease
 from runner.system import files

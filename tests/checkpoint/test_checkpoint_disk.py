@@ -14,7 +14,7 @@ from checkpoints import FINGERPRINT, names
 from torch import nn
 
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.files import directory as checkpoint_dir
 
 SIZE = 8 << 20
 

@@ -15,12 +15,13 @@ from checkpoints import FINGERPRINT, Toy, manager, names
 from runs import ROOT
 from torch import nn
 
-from runner.checkpoint import TrainStateManager, build_train_state, commit, restore_train_state
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import manifest as manifests
+from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
 from runner.checkpoint.background import Background
-from runner.checkpoint.compare import compare_checkpoints, tensor_difference
-from runner.checkpoint.reader import tensors
+from runner.checkpoint.files import commit
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.tensors.compare import compare_checkpoints, tensor_difference
+from runner.checkpoint.tensors.reader import tensors
 from runner.errors import CheckpointError, SupersededError, UserError
 
 

@@ -14,8 +14,8 @@ from checkpoints import Toy, manager, names, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.checkpoint import directory as checkpoint_dir
 from runner.checkpoint import restore_train_state
+from runner.checkpoint.files import directory as checkpoint_dir
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files

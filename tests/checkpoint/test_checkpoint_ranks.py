@@ -17,8 +17,8 @@ from checkpoints import FINGERPRINT, Clockwork
 from ranks import on_ranks
 from torch import nn
 
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.compare import compare_checkpoints
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.tensors.compare import compare_checkpoints
 from runner.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
@@ -185,7 +185,7 @@ def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> N
 def lending(rank: int, directory: str) -> None:
     """Save after each step, once at once and once with copies that are made when the next update waits for them."""
     from runner.checkpoint import TrainStateManager, build_train_state
-    from runner.checkpoint.copying import Copy
+    from runner.checkpoint.tensors.copying import Copy
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
     awaited, complete, postponed = threading.Event(), Copy.complete, [0]

@@ -16,11 +16,11 @@ from checkpoints import Toy, manager, names, train
 from faults import reads_intercepted
 from test_checkpoint_corruption import flip
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.layout import INDEX, Part, file_name, header, index
-from runner.checkpoint.manifest import Manifest, record_of
-from runner.checkpoint.reader import CheckpointReader
-from runner.checkpoint.reading import PAUSES_S, newest_step
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.manifest import Manifest, record_of
+from runner.checkpoint.files.reading import PAUSES_S, newest_step
+from runner.checkpoint.tensors.layout import INDEX, Part, file_name, header, index
+from runner.checkpoint.tensors.reader import CheckpointReader
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files

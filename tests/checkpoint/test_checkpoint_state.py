@@ -17,10 +17,10 @@ from checkpoints import Clockwork, manager
 from torch import nn
 
 from runner.checkpoint import build_train_state, get_rng_state, restore_train_state, set_rng_state
-from runner.checkpoint.directory import step_name
-from runner.checkpoint.manifest import TRAIN_STATE
-from runner.checkpoint.staging import snapshot
-from runner.checkpoint.state import TrainState, rng_for_rank
+from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.files.manifest import TRAIN_STATE
+from runner.checkpoint.tensors.staging import snapshot
+from runner.checkpoint.tensors.state import TrainState, rng_for_rank
 from runner.errors import CheckpointError, UserError
 from runner.system.distributed import World
 
@@ -173,7 +173,7 @@ def test_what_could_not_be_loaded_safely_is_refused_at_the_save(value: Any) -> N
 
 def test_importing_the_package_needs_no_torch() -> None:
     code = (
-        "import sys, runner.checkpoint, runner.checkpoint.cadence, runner.checkpoint.directory, runner.rundir.lease;"
+        "import sys, runner.checkpoint.cadence, runner.checkpoint.files.directory, runner.rundir.lease;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

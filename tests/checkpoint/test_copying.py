@@ -15,9 +15,9 @@ from checkpoints import Toy, manager, names
 from torch import nn
 
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.compare import compare_checkpoints
-from runner.checkpoint.copying import Copy, HostBuffers
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.tensors.compare import compare_checkpoints
+from runner.checkpoint.tensors.copying import Copy, HostBuffers
 
 
 class Awkward(nn.Module):

@@ -12,10 +12,10 @@ import pytest
 from checkpoints import Toy, manager, names, train
 from faults import failing, intercepted, interrupted, killed
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import pins
-from runner.checkpoint.directory import Fence, delete, step_name, sweep
-from runner.checkpoint.pins import is_pinned, pin, pinned, unpin
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import pins
+from runner.checkpoint.files.directory import Fence, delete, step_name, sweep
+from runner.checkpoint.files.pins import is_pinned, pin, pinned, unpin
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 

@@ -14,8 +14,8 @@ from branches import hashes
 from checkpoints import train
 from fake_launcher import Command, FakeLauncher
 
-from runner.checkpoint.adoption import adopt
-from runner.checkpoint.directory import Fence
+from runner.checkpoint.files.adoption import adopt
+from runner.checkpoint.files.directory import Fence
 from runner.config.composition import compose
 from runner.rundir.paths import RunDir
 from runner.system import files, processes

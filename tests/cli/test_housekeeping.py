@@ -26,7 +26,7 @@ from faults import failing, intercepted, killed
 from runs import PACED, ROOT, TINY, Run, assert_same_run
 
 from runner.__main__ import run as runner
-from runner.checkpoint import directory as checkpoint_dir
+from runner.checkpoint.files import directory as checkpoint_dir
 from runner.cli import archive as archive_command
 from runner.cli import plan, start
 from runner.errors import ExitStatus

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from torch.utils.data import Sampler
 
 from runner.checkpoint import restore_train_state
-from runner.checkpoint.state import build_train_state
+from runner.checkpoint.tensors.state import build_train_state
 from runner.data import DistributedSampler, ElasticSampler, LoaderStateError, MixtureSampler, StatefulDataLoader
 from runner.data.order.ledger import DataLedger
 from runner.data.order.segments import Segment, segments_from_json

@@ -17,9 +17,10 @@ from typing import Any
 
 MODULES = """
     runner/rundir/lease.py runner/rundir/attempt_log.py runner/rundir/custody.py runner/rundir/appender.py
-    runner/checkpoint/directory.py runner/checkpoint/commit.py runner/checkpoint/manifest.py
-    runner/checkpoint/manager.py runner/checkpoint/saver.py runner/checkpoint/reader.py runner/checkpoint/restore.py
-    runner/checkpoint/pins.py runner/checkpoint/state.py runner/checkpoint/cadence.py
+    runner/checkpoint/files/directory.py runner/checkpoint/files/commit.py runner/checkpoint/files/manifest.py
+    runner/checkpoint/manager.py runner/checkpoint/saver.py
+    runner/checkpoint/tensors/reader.py runner/checkpoint/tensors/restore.py
+    runner/checkpoint/files/pins.py runner/checkpoint/tensors/state.py runner/checkpoint/cadence.py
     runner/data/order/*.py runner/data/sampler.py runner/data/elastic.py
     runner/data/loading/loader.py runner/data/loading/loader_state.py runner/data/loading/index_stream.py
     runner/data/loading/redistribution.py

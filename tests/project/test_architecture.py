@@ -28,7 +28,7 @@ WITHOUT_TORCH = """
     runner.system.signals runner.system.distributed runner.rundir.paths runner.rundir.lease runner.rundir.attempt_log
     runner.rundir.submitted_jobs runner.rundir.provenance runner.config.schema runner.config.schedule
     runner.config.search_path runner.cli.help runner.cli.status runner.cli.checkpoints runner.training.attempt
-    runner.training.job runner.data.order.batch_shape runner.checkpoint.directory launch.slurm launch.local
+    runner.training.job runner.data.order.batch_shape runner.checkpoint.files.directory launch.slurm launch.local
 """.split()
 Imports = Mapping[str, Collection[str]]
 
@@ -136,15 +136,16 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 
-def test_rooms_of_training_are_in_their_picture_and_import_downwards() -> None:
+@pytest.mark.parametrize("package", ["training", "checkpoint"])
+def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
     """Not even for types does a room import the top, or one beside or above it; and so there is no circle of rooms."""
-    prefix = "runner.training."
+    prefix = f"runner.{package}."
     inside = {
         module.removeprefix(prefix): [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         for module, names in found_imports(types=True).items()
         if module.startswith(prefix)
     }
-    level = {name: height for height, layer in enumerate(layers("rooms")) for name in layer}
+    level = {name: height for height, layer in enumerate(layers(f"rooms of {package}")) for name in layer}
     assert level.keys() == {name.partition(".")[0] for name in inside}
     above = {module for module in inside if level[module.partition(".")[0]] == 0}
     assert not [module for module in above if "." in module], "a folder is a room, and not of the top"
@@ -159,7 +160,7 @@ def test_rooms_of_training_are_in_their_picture_and_import_downwards() -> None:
     ("module", "source", "why"),
     [
         ("runner.rundir.paths", "def f():\n    from runner.cli import start", "is in a layer above it"),
-        ("runner.data.text", "import runner.checkpoint.commit", "is a part beside it"),
+        ("runner.data.text", "import runner.checkpoint.files.commit", "is a part beside it"),
         ("runner.cli.start", "import_module('launch.slurm')", "is chosen by the config, never imported"),
         ("runner.cli.start", "importlib.import_module(f'launch.{name}')", "is chosen by the config, never imported"),
         ("launch.local", "from runner.config.schema import Config", "is not shared with launch"),

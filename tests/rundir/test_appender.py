@@ -16,7 +16,7 @@ import faults
 import pytest
 from tiny_attempts import STEPS, attempt, contents, tiny_attempts, training_to
 
-from runner.checkpoint.directory import Fence, Retention
+from runner.checkpoint.files.directory import Fence, Retention
 from runner.checkpoint.saver import Saver
 from runner.errors import ExitStatus, SupersededError
 from runner.metrics import resume_records

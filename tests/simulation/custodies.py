@@ -18,9 +18,9 @@ from typing import Any
 from unittest import mock
 
 from runner.__main__ import run as run_command
-from runner.checkpoint import choice, pins
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.directory import Candidate, Fence, Retention
+from runner.checkpoint.files import choice, pins
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Candidate, Fence, Retention
 from runner.cli import checkpoints, edits, housekeeping, plan, start
 from runner.contracts import JobInfo
 from runner.errors import CheckpointError, ExitStatus, UserError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runner.checkpoint.commit import NewFiles, Transaction
-from runner.checkpoint.directory import Fence
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.files.commit import NewFiles, Transaction
+from runner.checkpoint.files.directory import Fence
+from runner.checkpoint.files.manifest import Manifest
 from runner.rundir.paths import RunDir
 from runner.system import files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint import directory
+from runner.checkpoint.files import directory
 from runner.cli import archive
 from runner.rundir.custody import custody
 from runner.rundir.lease import Lease

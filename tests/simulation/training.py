@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from runner.checkpoint.directory import Retention
+from runner.checkpoint.files.directory import Retention
+from runner.checkpoint.files.manifest import NAME as MANIFEST
+from runner.checkpoint.files.manifest import TRAIN_STATE, Manifest
 from runner.checkpoint.manager import TrainStateManager
-from runner.checkpoint.manifest import NAME as MANIFEST
-from runner.checkpoint.manifest import TRAIN_STATE, Manifest
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.cli import checkpoints as checkpoints_command
 from runner.config import targets

@@ -207,8 +207,8 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every tensor of the newest checkpoint: parameters and optimizer state."""
-        from runner.checkpoint import manifest
-        from runner.checkpoint.reader import tensors
+        from runner.checkpoint.files import manifest
+        from runner.checkpoint.tensors.reader import tensors
 
         newest = self.checkpoints()[-1]
         return dict(tensors(newest, manifest.read(newest)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import writer
+from runner.checkpoint.tensors import writer
 from runner.models.gpt import GPT
 
 WHERE = os.environ.get("STOP_IN", "") if os.environ.get("STOP_RANK") == os.environ.get("RANK") else ""

@@ -20,7 +20,7 @@ import pytest
 from fake_job import FakeJob
 from runs import PACED, PATIENCE_S, ROOT, Run
 
-from runner.checkpoint import reading
+from runner.checkpoint.files import reading
 from runner.cli.status import find_runs
 from runner.config.composition import Composer
 from runner.config.identity import evaluation_digest

@@ -21,8 +21,8 @@ from test_load import HUGGING_FACE, Malicious
 from torch import nn
 
 import runner
-from runner.checkpoint import manifest
-from runner.checkpoint.reader import tensors
+from runner.checkpoint.files import manifest
+from runner.checkpoint.tensors.reader import tensors
 from runner.config.schema import InitConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.staging import snapshot
+from runner.checkpoint.tensors.staging import snapshot
 from runner.config.targets import CHANGES_TRAINING, instantiate
 from runner.errors import PeerError, UserError, nearest
 from runner.system import files

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.manifest import BEST_METRIC
+from runner.checkpoint.files.manifest import BEST_METRIC
 from runner.config.schema import Config
 from runner.errors import UserError, nearest
 from runner.system import generators

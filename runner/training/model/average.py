@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from runner.checkpoint.staging import bare
+from runner.checkpoint.tensors.staging import bare
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training.ranks.parallel import place

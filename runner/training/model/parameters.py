@@ -1,6 +1,6 @@
 """Which optimizer and which group a parameter belongs to, by patterns on its name; and which parameters are frozen.
 
-Names are those of a checkpoint (`runner.checkpoint.staging.plain_name`), the same with and without wrappers.
+Names are those of a checkpoint (`runner.checkpoint.tensors.staging.plain_name`), the same with and without wrappers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.checkpoint.staging import bare, plain_name
+from runner.checkpoint.tensors.staging import bare, plain_name
 from runner.config.optimizers import key_of, optimizer_nodes
 from runner.errors import UserError, nearest
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint import choice, reader
-from runner.checkpoint.reading import newest_step
-from runner.checkpoint.staging import AVERAGE, MODEL, model_state
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.reading import newest_step
+from runner.checkpoint.tensors import reader
+from runner.checkpoint.tensors.staging import AVERAGE, MODEL, model_state
 from runner.config.schema import Config, InitConfig
 from runner.errors import UserError
 from runner.rundir.attempt_log import insist

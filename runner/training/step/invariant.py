@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.checkpoint.compare import nested_differences
-from runner.checkpoint.staging import snapshot
+from runner.checkpoint.tensors.compare import nested_differences
+from runner.checkpoint.tensors.staging import snapshot
 from runner.data.order.batch_shape import BatchShape, share_of
 from runner.errors import UserError
 from runner.system import generators

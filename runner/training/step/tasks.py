@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.staging import snapshot
-from runner.checkpoint.state import Stateful
+from runner.checkpoint.tensors.staging import snapshot
+from runner.checkpoint.tensors.state import Stateful
 from runner.config.schema import Config, Strategy
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.errors import CheckpointError, UserError, nearest

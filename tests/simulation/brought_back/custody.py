@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import pins
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import pins
 from runner.cli import archive, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
 from runner.rundir.paths import RunDir

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint import copying, directory, manager, saver, state
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.commit import NewFiles, Transaction
-from runner.checkpoint.directory import Candidate, Fence, Retention
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint import manager, saver
+from runner.checkpoint.files import directory
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.commit import NewFiles, Transaction
+from runner.checkpoint.files.directory import Candidate, Fence, Retention
+from runner.checkpoint.files.manifest import Manifest
+from runner.checkpoint.tensors import copying, state
 from runner.metrics import jsonl
 from runner.rundir.lease import Lease
 from runner.system import files
@@ -166,7 +168,7 @@ FAULTS = [
         (
             "deletion-without-fence",
             "a checkpoint is deleted or set aside without a look at the lease",
-            "runner/checkpoint/directory.py",
+            "runner/checkpoint/files/directory.py",
             _no_fence_at_deletion,
         ),
         (

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.directory import DIRECTORY_MODE, Fence, remove_tree, temporary_name
-from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
-from runner.checkpoint.manifest import FileRecord, Manifest
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import DIRECTORY_MODE, Fence, remove_tree, temporary_name
+from runner.checkpoint.files.hashing import BLOCK_BYTES, new_hash
+from runner.checkpoint.files.manifest import FileRecord, Manifest
 from runner.system import files
 
 FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask

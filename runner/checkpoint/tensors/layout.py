@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.files.manifest import Manifest
 from runner.errors import CheckpointError
 
 INDEX = "tensors.json"

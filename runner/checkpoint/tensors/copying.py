@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.checkpoint.layout import flat_bytes
-from runner.checkpoint.staging import Tensors, shard
+from runner.checkpoint.tensors.layout import flat_bytes
+from runner.checkpoint.tensors.staging import Tensors, shard
 from runner.errors import CheckpointError
 
 COMPARED = 1 << 23

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import layout
-from runner.checkpoint.commit import HashingFile, NewFiles
-from runner.checkpoint.layout import Part
-from runner.checkpoint.manifest import FileRecord
-from runner.checkpoint.staging import Collected, Tensors, local
+from runner.checkpoint.files.commit import HashingFile, NewFiles
+from runner.checkpoint.files.manifest import FileRecord
+from runner.checkpoint.tensors import layout
+from runner.checkpoint.tensors.layout import Part
+from runner.checkpoint.tensors.staging import Collected, Tensors, local
 from runner.errors import CheckpointError
 from runner.system.distributed import World
 

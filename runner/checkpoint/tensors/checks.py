@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from runner.checkpoint.reader import CheckpointReader
-from runner.checkpoint.staging import AVERAGE, AVERAGE_COUNT, MODEL, Tensors, collect
-from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState, TrainState
+from runner.checkpoint.tensors.reader import CheckpointReader
+from runner.checkpoint.tensors.staging import AVERAGE, AVERAGE_COUNT, MODEL, Tensors, collect
+from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerState, TrainState
 from runner.errors import MismatchError
 
 _MAX_NAMED = 3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState
+from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerState
 from runner.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.checkpoint.manifest import Manifest, refusing_corruption
+from runner.checkpoint.files.manifest import Manifest, refusing_corruption
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def compare_checkpoints(
         manifests: their manifests.
         ignore: top-level entries of the train states that may differ.
     """
-    from runner.checkpoint.reader import CheckpointReader, load_train_state
+    from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
 
     def opened(path: Path, manifest: Manifest) -> tuple[CheckpointReader, dict[str, Any]]:
         with refusing_corruption(path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint.directory import Candidate, Retention
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Candidate, Retention
 from runner.errors import CheckpointError, UserError
 
 LAST, BEST = "last", "best"

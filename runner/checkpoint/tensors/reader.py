@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint import layout
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
-from runner.checkpoint.layout import INDEX, Chunk, Entry
-from runner.checkpoint.manifest import TRAIN_STATE, CorruptionError, FileRecord, Manifest
-from runner.checkpoint.reading import patiently, unreadable
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.hashing import BLOCK_BYTES, new_hash
+from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, FileRecord, Manifest
+from runner.checkpoint.files.reading import patiently, unreadable
+from runner.checkpoint.tensors import layout
+from runner.checkpoint.tensors.layout import INDEX, Chunk, Entry
 from runner.errors import CheckpointError
 from runner.system import files
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.manifest import BEST_METRIC, CorruptionError, Manifest
-from runner.checkpoint.pins import is_pinned
-from runner.checkpoint.reading import patiently
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.manifest import BEST_METRIC, CorruptionError, Manifest
+from runner.checkpoint.files.pins import is_pinned
+from runner.checkpoint.files.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files, processes
 

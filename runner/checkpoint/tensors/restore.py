@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.layout import Entry
-from runner.checkpoint.reader import CheckpointReader
-from runner.checkpoint.staging import (
+from runner.checkpoint.tensors.layout import Entry
+from runner.checkpoint.tensors.reader import CheckpointReader
+from runner.checkpoint.tensors.staging import (
     AVERAGE,
     AVERAGE_COUNT,
     MODEL,
@@ -22,7 +22,7 @@ from runner.checkpoint.staging import (
     parameter_names,
     plain_name,
 )
-from runner.checkpoint.state import Averaged, OptimizerLike, OptimizerState, TrainState
+from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerState, TrainState
 
 
 def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:

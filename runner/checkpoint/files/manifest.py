@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.checkpoint.hashing import BLOCK_BYTES, new_hash
-from runner.checkpoint.reading import patiently
+from runner.checkpoint.files.hashing import BLOCK_BYTES, new_hash
+from runner.checkpoint.files.reading import patiently
 from runner.errors import CheckpointError
 from runner.system import files
 

@@ -9,12 +9,12 @@ import errno
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint import directory as checkpoint_dir
-from runner.checkpoint import manifest as manifests
-from runner.checkpoint.commit import Transaction, write_file
-from runner.checkpoint.directory import DIRECTORY_MODE, Candidate, Fence
-from runner.checkpoint.hashing import BLOCK_BYTES
-from runner.checkpoint.manifest import CorruptionError
+from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.commit import Transaction, write_file
+from runner.checkpoint.files.directory import DIRECTORY_MODE, Candidate, Fence
+from runner.checkpoint.files.hashing import BLOCK_BYTES
+from runner.checkpoint.files.manifest import CorruptionError
 from runner.errors import CheckpointError
 from runner.system import files
 

@@ -1,0 +1,1 @@
+"""What is in a checkpoint: the train state, and tensors in files."""
