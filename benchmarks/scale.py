@@ -36,7 +36,8 @@ from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from launch.rendezvous import free_port
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint.files.manifest import FileRecord, Manifest
+from runner.checkpoint.files.manifest import Manifest
+from runner.checkpoint.files.store import FileRecord
 from runner.checkpoint.tensors import layout
 from runner.data.elastic import ElasticSampler
 from runner.data.order.ledger import DataLedger

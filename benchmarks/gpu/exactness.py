@@ -25,7 +25,7 @@ from benchmarks.gpu.runs import SAVE, Run, held_words
 from benchmarks.results import Table, table
 from runner.chaos.compare import compare
 from runner.checkpoint.files import manifest
-from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.tensors.reader import tensors
 from runner.checkpoint.tensors.staging import MODEL
 from runner.rundir.paths import RunDir
@@ -115,9 +115,9 @@ def records(run: Run) -> list[Any]:
 
 def weights_apart(one: Run, two: Run) -> float:
     """Return ‖a − b‖ / ‖a‖ of the last weights of two runs."""
-    folders = [RunDir(run.path).checkpoints / step_name(STEPS) for run in (one, two)]
+    folders = [Folder(RunDir(run.path).checkpoint(STEPS)) for run in (one, two)]
     gap = whole = 0.0
-    for (_, a), (_, b) in zip(*(tensors(folder, manifest.read(folder), MODEL) for folder in folders), strict=True):
+    for (_, a), (_, b) in zip(*(tensors(at, manifest.read(at), MODEL) for at in folders), strict=True):
         gap += float((a.double() - b.double()).square().sum())
         whole += float(a.double().square().sum())
     return math.sqrt(gap / whole)

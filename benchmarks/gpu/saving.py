@@ -23,7 +23,8 @@ from benchmarks.results import Table, table
 from benchmarks.timing import seconds
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.files import manifest
-from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.files.directory import Folder
+from runner.checkpoint.files.store import step_name
 from runner.checkpoint.tensors.compare import tensor_difference
 from runner.checkpoint.tensors.reader import CheckpointReader
 from runner.checkpoint.tensors.staging import collect
@@ -85,7 +86,7 @@ class Training:
     def differing(self, expected: dict[str, torch.Tensor]) -> int:
         """Count the tensors of the newest checkpoint that differ from `expected`."""
         folder = self.manager.directory / step_name(max(self.steps - 1, 0))
-        with CheckpointReader(folder, manifest.read(folder)) as reader:
+        with CheckpointReader(Folder(folder), manifest.read(Folder(folder))) as reader:
             if reader.entries.keys() != expected.keys():
                 raise RuntimeError("a checkpoint has other tensors than were saved")
             return sum(tensor_difference(reader.read(name), tensor) is not None for name, tensor in expected.items())

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.tensors.compare import MISSING, compare_checkpoints, nested_differences, shown
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
@@ -103,7 +103,7 @@ def _label(record: Mapping[str, Any]) -> str:
 
 
 def _compare_checkpoint(step: int, reference: RunDir, other: RunDir, found: Comparison) -> None:
-    one, two = (run.checkpoints / checkpoint_dir.step_name(step) for run in (reference, other))
+    one, two = (Folder(run.checkpoint(step)) for run in (reference, other))
     try:
         read = manifests.read(one), manifests.read(two)
         manifests.verify(one, read[0])

@@ -14,8 +14,10 @@ from typing import ClassVar, cast
 from runner.chaos.plan import PlannedFault
 from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import Stage, TooLateError, UnansweredError
-from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import Directory, Folder
+from runner.checkpoint.files.store import step_name
 from runner.errors import CheckpointError, ExitStatus
 
 SMALLEST_LIMIT = 8192  # bytes of a file that may always be written: the status still fits
@@ -260,7 +262,7 @@ class Flip(Fault):
     def inject(self, stage: Stage, planned: PlannedFault) -> str:
         stage.freeze_at(planned)
         kill(stage)
-        corrupt = stage.run.checkpoints / checkpoint_dir.step_name(newest(stage))
+        corrupt = stage.run.checkpoints / step_name(newest(stage))
         where = flip(corrupt, random.Random(f"flip {planned.number} {planned.fraction}"))
         before = newest(stage)
         stage.must_resume_at(before)
@@ -336,7 +338,7 @@ def kill(stage: Stage) -> None:
 def newest(stage: Stage) -> int:
     """Step of the newest checkpoint, every byte of which was read; 0 if there is none yet."""
     try:
-        found = checkpoint_dir.newest(stage.run.checkpoints)
+        found = choice.newest(Directory(stage.run.checkpoints))
     except CheckpointError as error:
         raise UnansweredError(str(error)) from None
     return found.step if found else 0
@@ -365,7 +367,7 @@ def _step(path: Path) -> int:
 
 def _is_corrupt(path: Path) -> bool:
     try:
-        manifests.verify(path, manifests.read(path))
+        manifests.verify(Folder(path), manifests.read(Folder(path)))
     except manifests.CorruptionError:
         return True
     return False

@@ -13,10 +13,12 @@ from torch import nn
 
 from runner import bounds
 from runner.checkpoint.background import Background
-from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Fence, Info, Retention
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.choice import Info, Retention
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.manifest import BEST_METRIC, BEST_MODES
 from runner.checkpoint.files.reading import in_one_line
+from runner.checkpoint.files.store import Fence, Store
 from runner.checkpoint.saver import PendingSave, Saver
 from runner.checkpoint.selection import agreed, open_checkpoint, select, tensor_files
 from runner.checkpoint.tensors import writer
@@ -62,6 +64,7 @@ class TrainStateManager:
             commit.
         check_fence: called on rank 0 before every change; raises SupersededError if a newer attempt holds the lease.
         fence: the fencing number of this attempt.
+        store: makes the store of a directory.
 
     Raises:
         UserError: a setting is out of range.
@@ -80,6 +83,7 @@ class TrainStateManager:
         mode: str = "async",
         check_fence: Callable[[], None] | None = None,
         fence: int = 0,
+        store: Callable[[Path, Fence], Store] = Directory,
     ) -> None:
         _check_settings(keep_last, keep_every_steps, keep_best, best_mode, mode)
         self.directory = Path(directory)
@@ -87,10 +91,11 @@ class TrainStateManager:
         self.last_error: str | None = None
         self._asynchronous = mode == "async"
         self._fingerprint = dict(fingerprint or {})
-        self._fence = Fence(fence, check_fence or (lambda: None))
         self._world = World(*current_ranks()).with_own_group(PEER_TIMEOUT_S)
         retention = Retention(keep_last, keep_every_steps, keep_best, best_metric, best_mode)
-        self._saver = Saver(self.directory, self._world, self._fingerprint, retention, self._fence)
+        self._fence = Fence(fence, check_fence or (lambda: None))
+        self._store = store(self.directory, self._fence)
+        self._saver = Saver(self._store, self._world, self._fingerprint, retention, self._fence)
         self._background = Background()
         self._superseded: SupersededError | None = None
         self._committed: set[int] = set()
@@ -205,7 +210,7 @@ class TrainStateManager:
         Raises:
             CheckpointError: there are checkpoints and none is valid.
         """
-        return checkpoint_dir.newest(self.directory)
+        return choice.newest(self._store)
 
     def load(
         self,
@@ -248,13 +253,13 @@ class TrainStateManager:
         averaged: Averaged | None,
         another_optimizer: Callable[[int], bool],
     ) -> tuple[Info, TrainState] | None:
-        self._world.run_on_main(lambda: checkpoint_dir.look_anew(self.directory))
+        self._world.run_on_main(self._store.look_anew)
         self._world.run_on_main(self._saver.sweep)
 
         def load(info: Info) -> tuple[Info, TrainState]:
             return info, self._load(info, model, optimizer, averaged, another_optimizer(info.step))
 
-        return select(self.directory, self._world, load, self._saver.set_aside)
+        return select(self._store, self._world, load, self._saver.set_aside)
 
     def _load(
         self,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.commit import NewFiles, Transaction
-from runner.checkpoint.files.directory import DIRECTORY_MODE, Candidate, Fence, Retention, Stranger
-from runner.checkpoint.files.manifest import TRAIN_STATE, VERSION, FileRecord, Manifest
-from runner.checkpoint.files.pins import pinned
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.choice import Candidate, Retention, Stranger
+from runner.checkpoint.files.manifest import TRAIN_STATE, VERSION, Manifest
+from runner.checkpoint.files.store import Fence, FileRecord, Save, Store, Stored, Writer, step_name
 from runner.checkpoint.tensors import writer
 from runner.checkpoint.tensors.copying import Copy, HostBuffers
 from runner.checkpoint.tensors.layout import INDEX
 from runner.checkpoint.tensors.staging import Tensors, changed_by_updates, collect, snapshot
 from runner.checkpoint.tensors.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
-from runner.system import clock, files
+from runner.system import clock
 from runner.system.distributed import World
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -63,7 +58,7 @@ class Saver:
     """Stages and commits saves; raises whatever goes wrong.
 
     Args:
-        directory: the directory of checkpoints.
+        store: where the checkpoints are.
         world: ranks with a group of their own, since `commit` may run in a background thread.
         fingerprint: what a run must agree in to load the checkpoints.
         retention: which checkpoints to keep.
@@ -72,31 +67,29 @@ class Saver:
 
     def __init__(
         self,
-        directory: Path,
+        store: Store,
         world: World,
         fingerprint: Mapping[str, Any],
         retention: Retention,
         fence: Fence,
     ) -> None:
-        self._directory = directory
+        self._store = store
         self._world = world
         self._fingerprint = dict(fingerprint)
         self._retention = retention
         self._fence = fence
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
-        self._warned = False
-        self._prepared = False
         self._found_corrupt = set[int]()  # steps of checkpoints that this attempt set aside, or could not
 
-    def set_aside(self, checkpoint: Path, step: int, corruption: str) -> None:
+    def set_aside(self, step: int, corruption: str) -> None:
         """On rank 0: set a corrupt checkpoint aside; where the disk refuses that, `delete_old` looks at it again.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
         """
         self._found_corrupt.add(step)
-        checkpoint_dir.set_aside(checkpoint, "corrupt", corruption, self._fence)
+        self._store.set_aside(step_name(step), "corrupt", corruption)
 
     def sweep(self) -> None:
         """On rank 0, before a save or load: remove what killed or failed saves left behind.
@@ -105,13 +98,7 @@ class Saver:
             SupersededError: a newer attempt holds the lease.
             CheckpointError: the directory is not readable.
         """
-        checkpoint_dir.sweep(self._directory, self._fence)
-        if self._warned:
-            return
-        self._warned = True
-        warning = checkpoint_dir.loose_modes(self._directory)
-        if warning is not None:
-            _log.warning(warning)
+        self._store.sweep()
 
     def stage(
         self,
@@ -174,23 +161,24 @@ class Saver:
             Exception: the error of the lowest failing rank; nothing was committed.
         """
         world = self._world
-        transaction = Transaction(self._directory / checkpoint_dir.step_name(pending.step), self._fence)
-        directory = world.run_on_main(lambda: self._begin(transaction))
-        if directory is None:
+        name = step_name(pending.step)
+        save = self._store.save(name)
+        path = world.run_on_main(lambda: self._begin(save, self._store.at(name)))
+        if path is None:
             return None
         try:
-            with NewFiles(directory) as new:
+            with self._store.writer(path) as new:
                 written = world.gather_on_main(world.run_on_all(lambda: self._write(new, pending)))
                 state = self._of_all_ranks(pending.state)
-                return world.run_on_main(lambda: self._finish(transaction, new, pending, state, written))
+                return world.run_on_main(lambda: self._finish(save, new, pending, state, written))
         except BaseException as error:
             if world.is_main:
-                transaction.abort()
+                save.abort()
             if isinstance(error, OSError):  # on every rank; a newer attempt has removed the directory, perhaps
                 world.run_on_main(self._fence.check)
             raise
 
-    def _write(self, new: NewFiles, pending: PendingSave) -> dict[str, FileRecord]:
+    def _write(self, new: Writer, pending: PendingSave) -> dict[str, FileRecord]:
         """Write the tensors of this rank. Those of rank 0 become durable with the files that it adds."""
         if pending.error is not None:
             if pending.copy is not None:
@@ -201,48 +189,31 @@ class Saver:
             new.sync()
         return records
 
-    def _begin(self, transaction: Transaction) -> Path | None:
-        """Create the temporary directory; None if a valid checkpoint of this step exists."""
-        self._prepare()
+    def _begin(self, save: Save, at: Stored) -> Path | None:
+        """Begin a save, and return its place; None if a valid checkpoint of this step exists."""
         self.sweep()
-        if self._make_room(transaction.final):
+        if self._make_room(at):
             return None
-        transaction.begin()
-        return transaction.path
+        save.begin()
+        return save.path
 
-    def _prepare(self) -> None:
-        """Create the directory of checkpoints, so that it survives a power loss, whoever created it."""
-        if self._prepared and files.is_dir(self._directory):
-            return
-        self._fence.check()  # where the run was moved or removed meanwhile, nothing of it is made anew
-        parent = self._directory.parent
-        if self._fence.number:  # of a run, which is not begun anew where it was moved from
-            with suppress(OSError):  # it may be new as well, made by a process that was killed before it synced it
-                files.fsync_dir(parent.parent)
-        else:
-            files.make_dirs(parent)
-        with suppress(FileExistsError):
-            files.make_dir(self._directory, DIRECTORY_MODE)
-        files.fsync_dir(self._directory.parent)
-        self._prepared = True
-
-    def _make_room(self, final: Path) -> bool:
+    def _make_room(self, at: Stored) -> bool:
         """Set aside what is in the way; True if it is a valid checkpoint of this step, which is kept.
 
         Raises:
             CheckpointError: it is not of this runner and so is not touched, or it cannot be judged.
         """
-        found = checkpoint_dir.judge(final)
+        found = choice.judge(at)
         if isinstance(found, Candidate):
-            corruption = checkpoint_dir.corruption_of(found)
+            corruption = choice.corruption_of(found)
             if corruption is None:
                 return True
-            self.set_aside(final, found.step, corruption)
+            self.set_aside(found.step, corruption)
         elif isinstance(found, Stranger) and found.step is not None:
-            checkpoint_dir.set_aside(final, "misnamed", found.reason, self._fence)
+            self._store.set_aside(at.path.name, "misnamed", found.reason)
         elif isinstance(found, Stranger) and not found.is_empty_directory:
             raise CheckpointError(
-                f"{final} is in the way: {found.reason}, so it is not touched; move it to another name"
+                f"{at.path} is in the way: {found.reason}, so it is not touched; move it to another name"
             )
         return False
 
@@ -258,8 +229,8 @@ class Saver:
 
     def _finish(
         self,
-        transaction: Transaction,
-        new: NewFiles,
+        save: Save,
+        new: Writer,
         pending: PendingSave,
         state: TrainState,
         written: list[dict[str, FileRecord]],
@@ -268,7 +239,7 @@ class Saver:
         records[INDEX] = new.write(INDEX, lambda file: file.write(pending.plan.index))
         records[TRAIN_STATE] = new.write(
             TRAIN_STATE,
-            lambda file: torch.save(state.to_dict(), file),  # type: ignore[arg-type]
+            lambda file: torch.save(state.to_dict(), file),
         )
         manifest = Manifest(
             step=pending.step,
@@ -281,7 +252,7 @@ class Saver:
             world_size=self._world.size,
             created=clock.wall(),
         )
-        transaction.commit(manifest, new)
+        save.commit(manifest.encode(), new)
         self._found_corrupt.discard(pending.step)
         return manifest
 
@@ -297,12 +268,12 @@ class Saver:
             OSError, CheckpointError: the file system refused.
         """
         try:
-            found = [each for each in checkpoint_dir.candidates(self._directory) if each.step <= step]
+            found = [each for each in choice.candidates(self._store) if each.step <= step]
             whole = [each for each in found if each.step not in self._found_corrupt or self._is_whole(each)]
-            for candidate in self._retention.to_delete(whole, pinned(self._directory)):
-                checkpoint_dir.delete(candidate.path, self._fence)
+            for candidate in self._retention.to_delete(whole, self._store.pinned()):
+                self._store.delete(candidate.path.name)
         finally:
-            checkpoint_dir.sweep(self._directory, self._fence)
+            self._store.sweep()
 
     def _is_whole(self, candidate: Candidate) -> bool:
         """Whether a checkpoint that was found corrupt is whole after all; otherwise it is set aside, if possible.
@@ -310,11 +281,11 @@ class Saver:
         It may have been saved again, and only the answer of the disk was an error; or it was misread.
         """
         try:
-            corruption = checkpoint_dir.corruption_of(candidate)
+            corruption = choice.corruption_of(candidate)
         except CheckpointError:  # it cannot be read now: the next save looks again
             return False
         if corruption is None:
             self._found_corrupt.discard(candidate.step)
             return True
-        self.set_aside(candidate.path, candidate.step, corruption)
+        self.set_aside(candidate.step, corruption)
         return False

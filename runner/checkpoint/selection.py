@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.directory import Candidate, Info
+from runner.checkpoint.files.choice import Candidate, Info
 from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, Manifest
+from runner.checkpoint.files.store import Store
 from runner.checkpoint.tensors.checks import check_fingerprint
 from runner.checkpoint.tensors.layout import INDEX
 from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
@@ -24,17 +24,15 @@ SMALL = (INDEX, TRAIN_STATE)
 """Files that every rank reads."""
 
 
-def select(
-    directory: Path, world: World, load: Callable[[Info], T], set_aside: Callable[[Path, int, str], None]
-) -> T | None:
+def select(store: Store, world: World, load: Callable[[Info], T], set_aside: Callable[[int, str], None]) -> T | None:
     """What `load` makes of the highest step that verifies. What is no checkpoint is named in a warning.
 
     Args:
-        directory: the directory of checkpoints.
+        store: the checkpoints.
         world: the ranks, which all call this.
         load: called on every rank; loads and verifies a checkpoint. One of which it raises a CorruptionError, on every
             rank, is set aside, and the next lower step is tried.
-        set_aside: called on rank 0 with such a checkpoint, its step, and what is wrong with it.
+        set_aside: called on rank 0 with such a checkpoint's step, and what is wrong with it.
 
     Returns:
         None if there is no checkpoint at all.
@@ -44,18 +42,18 @@ def select(
         SupersededError: a newer attempt holds the lease.
     """
     corruptions: list[str] = []
-    world.run_on_main(lambda: checkpoint_dir.warn_of_strangers(directory))
-    for candidate in world.run_on_main(lambda: checkpoint_dir.candidates(directory)):
+    world.run_on_main(lambda: choice.warn_of_strangers(store))
+    for candidate in world.run_on_main(lambda: choice.candidates(store)):
         if candidate.error is not None:
             raise candidate.error
         try:
             if candidate.manifest is None:
                 raise CorruptionError(str(candidate.corruption))
-            return load(Info(candidate.path, candidate.manifest))
+            return load(Info(candidate.at, candidate.manifest))
         except CorruptionError as corruption:
             corruptions.append(f"{candidate.path.name}: {corruption}")
-            world.run_on_main(partial(set_aside, candidate.path, candidate.step, str(corruption)))
-    world.run_on_main(lambda: checkpoint_dir.check_never_saved(directory, corruptions))
+            world.run_on_main(partial(set_aside, candidate.step, str(corruption)))
+    world.run_on_main(lambda: choice.check_never_saved(store, corruptions))
     return None
 
 
@@ -97,11 +95,11 @@ def open_checkpoint(info: Info, fingerprint: Mapping[str, Any]) -> tuple[TrainSt
         CheckpointError: it is of another run or an unknown format version, lacks an entry, or contains something that
             does not belong in a checkpoint.
     """
-    corruption = checkpoint_dir.size_error(Candidate(info.path, info.step, info.manifest))
+    corruption = choice.size_error(Candidate(info.at, info.step, info.manifest))
     if corruption is not None:
         raise CorruptionError(corruption)
-    reader = CheckpointReader(info.path, info.manifest)
-    loaded = load_train_state(info.path, info.manifest)
+    reader = CheckpointReader(info.at, info.manifest)
+    loaded = load_train_state(info.at, info.manifest)
     check_fingerprint(info.manifest.fingerprint, fingerprint, f"checkpoint {info.path}")
     where = str(info.path / TRAIN_STATE)
     state = TrainState.from_dict(loaded, where)

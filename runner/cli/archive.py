@@ -15,7 +15,9 @@ from typing import IO
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.adoption import UNLINKABLE
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.pins import pinned
+from runner.checkpoint.files.store import Fence, step_name
 from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
 from runner.cli.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
             files.remove(left)
         with custody(run, tell) as held:
             # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
-            fence = checkpoint_dir.Fence(held.lease.fence, held.lease.check_fence)
+            fence = Fence(held.lease.fence, held.lease.check_fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
@@ -173,8 +175,8 @@ def _kept(run: RunDir, which: str) -> set[str] | None:
         return None
     steps = pinned(run.checkpoints)
     if which != "none":
-        steps.add(choice.choose(run.checkpoints, which).step)
-    return {checkpoint_dir.step_name(step) for step in steps}
+        steps.add(choice.choose(Directory(run.checkpoints), which).step)
+    return {step_name(step) for step in steps}
 
 
 class _Hashing:

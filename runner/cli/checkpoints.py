@@ -16,8 +16,9 @@ from typing import Any
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Candidate, Fence, Retention, Stranger
-from runner.checkpoint.files.pins import pinned
+from runner.checkpoint.files.choice import Candidate, Retention, Stranger
+from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.store import Fence
 from runner.cli.console import PROGRAM, Parser, console, size, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
@@ -113,7 +114,7 @@ def checkpoints_of(path: Path) -> Path:
         check_kinds(RunDir(path))
     if files.is_dir(inside):
         return inside
-    if files.is_dir(path) and (checkpoint_dir.candidates(path) or path.name == inside.name):
+    if files.is_dir(path) and (choice.candidates(Directory(path)) or path.name == inside.name):
         return path
     raise UserError(f"{path} has no checkpoints; pass a run directory, such as outputs/NAME")
 
@@ -123,13 +124,14 @@ def checkpoints_of(path: Path) -> Path:
 
 def show(directory: Path, verify: bool, as_json: bool) -> int:
     """List all checkpoints; with `verify`, after reading every byte."""
-    found = list(reversed(checkpoint_dir.scan(directory)))
+    store = Directory(directory)
+    found = list(reversed(choice.scan(store)))
     candidates = [entry for entry in found if isinstance(entry, Candidate)]
     best = choice.best(candidates)
     rows = [{**_row(entry, verify), "best": entry is best} for entry in candidates]
     others = {
         "not_used": [f"{entry.path.name} ({entry.reason})" for entry in found if isinstance(entry, Stranger)],
-        "set_aside": [path.name for path in checkpoint_dir.set_aside_earlier(directory)],
+        "set_aside": choice.set_aside_earlier(store),
         "temporary": [path.name for path in checkpoint_dir.leftovers(directory)],
     }
     warning = checkpoint_dir.loose_modes(directory)
@@ -143,7 +145,7 @@ def show(directory: Path, verify: bool, as_json: bool) -> int:
 def _row(candidate: Candidate, verify: bool) -> dict[str, Any]:
     corruption = error = None
     try:
-        corruption = checkpoint_dir.corruption_of(candidate) if verify else checkpoint_dir.size_error(candidate)
+        corruption = choice.corruption_of(candidate) if verify else choice.size_error(candidate)
     except CheckpointError as unreadable:
         error = str(unreadable)
     manifest = candidate.manifest
@@ -213,19 +215,19 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
         raise UserError(f"--keep-last {keep_last}: must be 1 or more; the newest valid one is never deleted")
     run = RunDir(directory.parent)
     with Lease.acquire(run.lease, {"job_id": None}, report=tell, within=run.path) as lease:
-        fence = Fence(lease.fence, lease.check_fence)
-        checkpoint_dir.look_anew(directory)
-        kept = checkpoint_dir.newest(directory)
-        found = [(c, checkpoint_dir.corruption_of(c)) for c in checkpoint_dir.candidates(directory)]
+        store = Directory(directory, Fence(lease.fence, lease.check_fence))
+        store.look_anew()
+        kept = choice.newest(store)
+        found = [(c, choice.corruption_of(c)) for c in choice.candidates(store)]
         left = checkpoint_dir.leftovers(directory)
         intact = [c for c, corruption in found if not corruption]
-        to_delete = [c.path for c in Retention(keep_last).to_delete(intact, pinned(directory))]
+        to_delete = [c.path for c in Retention(keep_last).to_delete(intact, store.pinned())]
         to_delete += [c.path for c, corruption in found if corruption]
-        to_delete += [path for path in checkpoint_dir.set_aside_earlier(directory) if ".corrupt" in path.name]
+        to_delete += [directory / name for name in choice.set_aside_earlier(store) if ".corrupt" in name]
         if not dry_run:
             for path in to_delete:
-                checkpoint_dir.delete(path, fence)
-            checkpoint_dir.sweep(directory, fence)
+                store.delete(path.name)
+            store.sweep()
         to_delete += left
     if as_json:
         print(json.dumps({"would_delete" if dry_run else "deleted": [path.name for path in to_delete]}, indent=2))
@@ -253,10 +255,10 @@ def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: 
 
     if target.suffix != ".safetensors":
         return export_folder(directory, target, step, raw, as_json)
-    chosen = choice.choose(directory, choice.LAST if step is None else step, _skipped)
+    chosen = choice.choose(Directory(directory), choice.LAST if step is None else step, _skipped)
     assert chosen.manifest is not None
-    averaged = {} if raw else dict(reader.tensors(chosen.path, chosen.manifest, AVERAGE))
-    weights = averaged or dict(reader.tensors(chosen.path, chosen.manifest, MODEL))
+    averaged = {} if raw else dict(reader.tensors(chosen.at, chosen.manifest, AVERAGE))
+    weights = averaged or dict(reader.tensors(chosen.at, chosen.manifest, MODEL))
     try:
         files.write_atomic(target, save(weights, {"step": str(chosen.step), "format": "pt"}))
     except OSError as error:
@@ -334,13 +336,13 @@ def compared(directory: Path | None, which: str) -> Candidate:
         CheckpointError: it is corrupt.
     """
     if directory is not None and not files.is_dir(which):
-        return choice.choose(directory, which)
+        return choice.choose(Directory(directory), which)
     if not files.is_dir(which):
         raise UserError(f"{which} is not a directory: pass the paths of two checkpoints, or RUN and two of its steps")
     path = files.resolve(which)
-    if path.name not in {candidate.path.name for candidate in checkpoint_dir.candidates(path.parent)}:
+    if path.name not in {candidate.path.name for candidate in choice.candidates(Directory(path.parent))}:
         raise UserError(f"{which} is not a checkpoint; pass a step, or the path of a directory named step_…")
-    return choice.choose(path.parent, int(path.name.removeprefix("step_")))
+    return choice.choose(Directory(path.parent), int(path.name.removeprefix("step_")))
 
 
 # Diff
@@ -353,7 +355,7 @@ def diff(directory: Path | None, first: str, second: str, *, as_json: bool) -> i
     one, two = compared(directory, first), compared(directory, second)
     assert one.manifest is not None
     assert two.manifest is not None
-    found = compare_checkpoints(one.path, two.path, (one.manifest, two.manifest)).differences
+    found = compare_checkpoints(one.at, two.at, (one.manifest, two.manifest)).differences
     if as_json:
         rows = [asdict(difference) for difference in found]
         print(json.dumps({"a": str(one.path), "b": str(two.path), "differences": rows}, indent=2))

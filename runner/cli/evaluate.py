@@ -25,7 +25,7 @@ from runner.system import files, processes
 from runner.system.signals import STOP
 
 if TYPE_CHECKING:
-    from runner.checkpoint.files.directory import Candidate
+    from runner.checkpoint.files.choice import Candidate
     from runner.config.composition import Composed
 
 ATTEMPT = "runner.training.evaluate:attempt"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files.directory import step_name
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.pins import pin, pinned, unpin
+from runner.checkpoint.files.store import step_name
 from runner.cli.checkpoints import checkpoints_of
 from runner.cli.console import PROGRAM, Parser, say
 from runner.errors import FileError, UserError
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise UserError(f"--remove needs --step N, one of {_listed(directory)}")
             unpin(directory / step_name(int(options.step)))
         elif options.step is not None:
-            chosen = choice.choose(directory, options.step)
+            chosen = choice.choose(Directory(directory), options.step)
             if not pin(chosen.path):
                 raise UserError(f"the checkpoint of step {chosen.step} was deleted meanwhile: pin another one")
         steps = sorted(pinned(directory))

@@ -334,7 +334,7 @@ def _take_over(job: Composed, run: RunDir, guard: files.Guard) -> None:
     """Take the checkpoint and the records of a trunk over into a branch that has none."""
     fork = job.config.fork
     if fork.run is not None and fork.step is not None and not run.newest_step():
-        from runner.checkpoint.files.directory import Fence
+        from runner.checkpoint.files.store import Fence
         from runner.training.branch import take_over
 
         take_over(RunDir(run.path, guard), find(fork.run, run.path), fork.step, Fence(0, guard.check))

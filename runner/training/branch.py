@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.files.adoption import adopt
-from runner.checkpoint.files.directory import Fence, look_anew
+from runner.checkpoint.files.directory import look_anew
+from runner.checkpoint.files.store import Fence
 from runner.config.schema import Config
 from runner.errors import CheckpointError
 from runner.metrics import jsonl

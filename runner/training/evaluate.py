@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Candidate
+from runner.checkpoint.files.choice import Candidate
+from runner.checkpoint.files.directory import Directory
 from runner.config.frozen import trained
 from runner.config.schema import Config
 from runner.contracts import Job
@@ -184,7 +184,7 @@ class Work:
         """
         try:
             # Every rank reads and verifies it, so that all of them fail if one does.
-            chosen = self.world.run_on_all(lambda: choice.choose(self.run.checkpoints, step))
+            chosen = self.world.run_on_all(lambda: choice.choose(Directory(self.run.checkpoints), step))
         except (UserError, OSError) as error:
             return self._left_out(step, error)
         try:
@@ -309,7 +309,7 @@ def committed(run: RunDir) -> list[int]:
     Raises:
         CheckpointError: their directory is not readable.
     """
-    return sorted(one.step for one in checkpoint_dir.candidates(run.checkpoints))
+    return sorted(one.step for one in choice.candidates(Directory(run.checkpoints)))
 
 
 def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, str], None] | None = None) -> list[int]:
@@ -331,4 +331,4 @@ def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, st
     known = evaluated(run, request.settings)
     if request.step.isdigit() and int(request.step) in known:
         return [int(request.step)]  # the checkpoint may be gone
-    return [choice.choose(run.checkpoints, request.step, on_corruption).step]
+    return [choice.choose(Directory(run.checkpoints), request.step, on_corruption).step]

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files.directory import Candidate
+from runner.checkpoint.files.choice import Candidate
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.manifest import refusing_corruption
 from runner.checkpoint.tensors.checks import check_model
 from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
@@ -83,7 +84,7 @@ def load(
         check_trusted(found)
         config = load_config(found.path)
         search_modules(found, config.run.directory)
-        chosen = choice.choose(found.checkpoints, choice.LAST if step is None else step, _skipped)
+        chosen = choice.choose(Directory(found.checkpoints), choice.LAST if step is None else step, _skipped)
     with generators.lent():
         model = build.model(config)
     averaged = restore(model, chosen, raw)
@@ -102,7 +103,7 @@ def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
     """
     assert chosen.manifest is not None
     where = str(chosen.path)
-    with refusing_corruption(chosen.path), CheckpointReader(chosen.path, chosen.manifest) as opened:
+    with refusing_corruption(chosen.path), CheckpointReader(chosen.at, chosen.manifest) as opened:
         averaged = AVERAGE_COUNT in opened.entries and not raw
         prefix = AVERAGE if averaged else MODEL
         tensors = model_state(model)[0]
@@ -125,4 +126,4 @@ def train_state(chosen: Candidate) -> dict[str, Any]:
     """
     assert chosen.manifest is not None
     with refusing_corruption(chosen.path):
-        return load_train_state(chosen.path, chosen.manifest)
+        return load_train_state(chosen.at, chosen.manifest)

@@ -25,8 +25,9 @@ from runner.chaos.stage import BrokenError, Stage, TooLateError, UnansweredError
 from runner.chaos.triggers import TRIGGERS
 from runner.chaos.watch import Watch
 from runner.checkpoint import TrainStateManager, build_train_state
-from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.files.manifest import CorruptionError, read, verify
+from runner.checkpoint.files.store import step_name
 from runner.checkpoint.tensors.compare import nested_differences, tensor_difference
 from runner.cli.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
 from runner.config.schema import Config, SamplerConfig, TrainConfig
@@ -225,7 +226,7 @@ def test_what_describes_ranks_is_compared_only_while_there_are_as_many(tmp_path:
 
 def test_a_corrupt_last_checkpoint_is_found(tmp_path: Path) -> None:
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
-    file = two.checkpoints / checkpoint_dir.step_name(4) / "train_state.pt"
+    file = two.checkpoints / step_name(4) / "train_state.pt"
     file.write_bytes(file.read_bytes()[:-1])
     (difference,) = compare(one, two).differences
     assert (difference.step, difference.key) == (4, "checkpoint")
@@ -235,11 +236,11 @@ def test_a_corrupt_last_checkpoint_is_found(tmp_path: Path) -> None:
 def test_a_flipped_byte_is_always_detected(tmp_path: Path, seed: int) -> None:
     import random
 
-    checkpoint = make_run(tmp_path).checkpoints / checkpoint_dir.step_name(4)
-    verify(checkpoint, read(checkpoint))
+    checkpoint = make_run(tmp_path).checkpoints / step_name(4)
+    verify(Folder(checkpoint), read(Folder(checkpoint)))
     assert flip(checkpoint, random.Random(seed)).startswith("byte ")
     with pytest.raises(CorruptionError):
-        verify(checkpoint, read(checkpoint))
+        verify(Folder(checkpoint), read(Folder(checkpoint)))
 
 
 # Watching

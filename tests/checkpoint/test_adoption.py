@@ -15,9 +15,11 @@ import pytest
 from checkpoints import Toy, manager, names, train
 from faults import failing, intercepted, interrupted, killed
 
+from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.adoption import adopt
-from runner.checkpoint.files.directory import Fence
+from runner.checkpoint.files.directory import Folder
+from runner.checkpoint.files.store import Fence
 from runner.errors import CheckpointError, SupersededError
 from runner.system import files
 
@@ -99,7 +101,7 @@ def test_killed_before_each_change(template: tuple[Path, dict[int, str]], trunk:
                 adopt(trunk / STEP, branch, Fence())
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        committed = isinstance(checkpoint_dir.judge(branch / STEP), checkpoint_dir.Candidate)
+        committed = isinstance(choice.judge(Folder(branch / STEP)), choice.Candidate)
         if committed:
             assert loaded(branch) == template[1][2]
         adopt(trunk / STEP, branch, Fence())
@@ -143,8 +145,8 @@ def test_refused_at_each_change(trunk: Path, tmp_path: Path, code: int) -> None:
                 adopt(trunk / STEP, branch, Fence())
         except OSError:
             pass
-        found = checkpoint_dir.judge(branch / STEP) if branch.is_dir() else None
-        assert found is None or checkpoint_dir.corruption_of(found) is None  # type: ignore[arg-type]
+        found = choice.judge(Folder(branch / STEP)) if branch.is_dir() else None
+        assert found is None or choice.corruption_of(found) is None  # type: ignore[arg-type]
 
     each_change(trunk, tmp_path, refuse)
 

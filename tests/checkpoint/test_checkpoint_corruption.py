@@ -17,8 +17,11 @@ import pytest
 import torch
 from checkpoints import Toy, manager, names
 
+from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import Directory, Folder
+from runner.checkpoint.files.store import FileRecord
 from runner.cli import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 from runner.system import files
@@ -192,8 +195,8 @@ def test_what_is_loaded_is_what_was_verified(run: Path, name: str, monkeypatch: 
 
 
 def corruption(run: Path) -> str | None:
-    newest = next(c for c in checkpoint_dir.candidates(run) if c.path.name == "step_00000002")
-    return checkpoint_dir.corruption_of(newest)
+    newest = next(c for c in choice.candidates(Directory(run)) if c.path.name == "step_00000002")
+    return choice.corruption_of(newest)
 
 
 def test_every_single_byte_of_the_manifest_matters(saved: Path) -> None:
@@ -290,8 +293,8 @@ class Trap:
 
 def forge(path: Path, **changes: Any) -> None:
     """Write a manifest that matches the files as they are now."""
-    files = {name: manifests.record_of(path / name) for name in os.listdir(path) if name != "manifest.json"}
-    manifest = replace(manifests.read(path), **{"files": files, **changes})
+    files = {name: manifests.record_of(Folder(path), name) for name in os.listdir(path) if name != "manifest.json"}
+    manifest = replace(manifests.read(Folder(path)), **{"files": files, **changes})
     (path / "manifest.json").write_bytes(manifest.encode())
 
 
@@ -377,8 +380,8 @@ def test_an_index_cannot_point_outside(run: Path, case: str) -> None:
 @pytest.mark.parametrize("name", ["../step_00000001/train_state.pt", "/etc/passwd", "a/b", "..", "", "manifest.json"])
 def test_a_manifest_cannot_name_files_outside(run: Path, name: str) -> None:
     path = run / "step_00000002"
-    forge(path, files={name: manifests.FileRecord(1, "0")})
-    candidate = next(c for c in checkpoint_dir.candidates(run) if c.path == path)
+    forge(path, files={name: FileRecord(1, "0")})
+    candidate = next(c for c in choice.candidates(Directory(run)) if c.path == path)
     assert candidate.corruption is not None
     assert "outside the checkpoint" in candidate.corruption
 
@@ -412,10 +415,10 @@ def test_a_manifest_that_matches_its_checksum_may_still_not_say_anything(
 
 def test_a_file_of_another_size_is_not_read(run: Path) -> None:
     """A sparse file costs nothing, and a day to read."""
-    path = run / "step_00000002" / "train_state.pt"
-    written = manifests.record_of(path)
-    os.truncate(path, 2**42)
-    assert manifests.record_of(path, written.size) == manifests.FileRecord(2**42, "")
+    at = Folder(run / "step_00000002")
+    written = manifests.record_of(at, "train_state.pt")
+    os.truncate(at.path / "train_state.pt", 2**42)
+    assert manifests.record_of(at, "train_state.pt", written.size) == FileRecord(2**42, "")
     assert load(run) == 1
 
 
@@ -423,9 +426,9 @@ def test_what_is_wrong_is_also_said_without_reading_the_files(run: Path) -> None
     """A list of checkpoints looks at names and sizes alone."""
     (run / "step_00000001" / "manifest.json").write_bytes(b"")
     os.truncate(run / "step_00000002" / "train_state.pt", 3)
-    newer, older = checkpoint_dir.candidates(run)
-    assert str(checkpoint_dir.size_error(newer)).startswith("train_state.pt has 3 bytes, but ")
-    assert str(checkpoint_dir.size_error(older)).startswith("manifest.json is not JSON")
+    newer, older = choice.candidates(Directory(run))
+    assert str(choice.size_error(newer)).startswith("train_state.pt has 3 bytes, but ")
+    assert str(choice.size_error(older)).startswith("manifest.json is not JSON")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -10,7 +10,8 @@ import pytest
 from checkpoints import names, train
 from faults import intercepted
 
-from runner.checkpoint.files.directory import Fence, delete, set_aside, step_name
+from runner.checkpoint.files.directory import delete, set_aside
+from runner.checkpoint.files.store import Fence, step_name
 from runner.errors import SupersededError
 
 CHANGES: dict[str, Callable[[Path, Fence], None]] = {

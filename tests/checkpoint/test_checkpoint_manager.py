@@ -18,8 +18,9 @@ from torch import nn
 from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
 from runner.checkpoint.background import Background
 from runner.checkpoint.files import commit
-from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.commit import remove_tree
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.tensors.compare import compare_checkpoints, tensor_difference
 from runner.checkpoint.tensors.reader import tensors
 from runner.errors import CheckpointError, SupersededError, UserError
@@ -114,7 +115,9 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path)
     saving = manager(tmp_path)
     assert saving.save(1, model, None, build_train_state(1, 0), wait=True), saving.last_error
     assert manager(tmp_path).load(other) is not None
-    read = dict(tensors(tmp_path / "step_00000001", manifests.read(tmp_path / "step_00000001"), "model."))
+    read = dict(
+        tensors(Folder(tmp_path / "step_00000001"), manifests.read(Folder(tmp_path / "step_00000001")), "model.")
+    )
     for name, value in model.state_dict().items():
         for found in (other.state_dict()[name], read[name]):
             assert tensor_difference(found.resolve_conj(), value.resolve_conj()) is None, name
@@ -147,7 +150,7 @@ def test_optimizers_before_their_first_step_and_unused_parameters_are_restored_a
         assert len(state.state) == 2 * step
         assert all(entry["step"] == 1 for entry in state.state.values())
         if step:
-            checkpoint_dir.remove_tree(tmp_path / "step_00000001")
+            remove_tree(tmp_path / "step_00000001")
 
 
 def test_parameter_groups_tied_weights_and_optimizer_values_that_are_not_tensors_are_restored(tmp_path: Path) -> None:
@@ -202,7 +205,12 @@ def test_the_order_in_which_an_optimizer_keeps_its_state_changes_nothing(tmp_pat
         toy.optimizer.state[parameter] = dict(reversed(entries.items()))
     manager(tmp_path / "two").save(1, toy.model, toy.optimizer, state, wait=True)
     one, two = (tmp_path / name / "step_00000001" for name in ("one", "two"))
-    assert compare_checkpoints(one, two, (manifests.read(one), manifests.read(two))).differences == []
+    assert (
+        compare_checkpoints(
+            Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
+        ).differences
+        == []
+    )
 
 
 def test_compiled_and_bare_modules_have_the_same_names(tmp_path: Path) -> None:

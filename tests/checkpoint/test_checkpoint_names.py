@@ -15,7 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint import restore_train_state
+from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Folder
+from runner.checkpoint.files.store import Fence, step_name
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
@@ -72,12 +75,12 @@ def test_however_checkpoints_are_copied_and_renamed_only_true_names_are_used(
     run = tmp_path_factory.mktemp("renamed") / "checkpoints"
     shutil.copytree(source, run)
     for origin, step, short, move in changes:
-        one = run / checkpoint_dir.step_name(origin)
-        other = run / (f"step_{step}" if short else checkpoint_dir.step_name(step))
+        one = run / step_name(origin)
+        other = run / (f"step_{step}" if short else step_name(step))
         if one.is_dir() and not other.exists():
             one.rename(other) if move else shutil.copytree(one, other)
-    true = [step for step in (1, 2, 3) if (run / checkpoint_dir.step_name(step)).is_dir()]
-    true = [step for step in true if checkpoint_dir.judge(run / checkpoint_dir.step_name(step)).step == step]  # type: ignore[union-attr]
+    true = [step for step in (1, 2, 3) if (run / step_name(step)).is_dir()]
+    true = [step for step in true if choice.judge(Folder(run / step_name(step))).step == step]  # type: ignore[union-attr]
     before = tree(run)
     assert RunDir(run.parent).checkpoint_steps() == true
     if not true:
@@ -179,8 +182,8 @@ def test_a_deletion_that_was_killed_is_finished_and_not_undone(
     with monkeypatch.context() as patch:
         patch.setattr(files, "remove_tree", killed)
         with pytest.raises(InterruptedError):
-            checkpoint_dir.delete(run / name, checkpoint_dir.Fence())
-    checkpoint_dir.sweep(run, checkpoint_dir.Fence())
+            checkpoint_dir.delete(run / name, Fence())
+    checkpoint_dir.sweep(run, Fence())
     assert names(run) == ["step_00000001", "step_00000003"]
 
 
@@ -197,7 +200,7 @@ def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_
     with monkeypatch.context() as patch:
         patch.setattr(files, "remove_tree", killed)
         with pytest.raises(InterruptedError):
-            checkpoint_dir.delete(run / "step_00000002", checkpoint_dir.Fence(1))
+            checkpoint_dir.delete(run / "step_00000002", Fence(1))
 
     def synced(path: Path) -> None:
         calls.append(f"sync {path.name}")
@@ -209,7 +212,7 @@ def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_
 
     monkeypatch.setattr(files, "fsync_dir", synced)
     monkeypatch.setattr(files, "remove_tree", removed)
-    checkpoint_dir.sweep(run, checkpoint_dir.Fence(2))
+    checkpoint_dir.sweep(run, Fence(2))
     assert calls == [f"sync {run.name}", "remove"]
 
 
@@ -231,9 +234,9 @@ def test_nobody_resumes_beside_a_save_that_could_be_committed_yet(
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
     if refusals == 4:
         with pytest.raises(CheckpointError, match=r"step_00000004\.tmp-1-99 was left behind .* could commit it yet"):
-            checkpoint_dir.sweep(run, checkpoint_dir.Fence(2))
+            checkpoint_dir.sweep(run, Fence(2))
     else:
-        checkpoint_dir.sweep(run, checkpoint_dir.Fence(2))
+        checkpoint_dir.sweep(run, Fence(2))
     assert unfinished.exists() == (refusals == 4)
 
 

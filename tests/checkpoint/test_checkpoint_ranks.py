@@ -18,6 +18,7 @@ from ranks import on_ranks
 from torch import nn
 
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.tensors.compare import compare_checkpoints
 from runner.errors import CheckpointError
 
@@ -177,7 +178,9 @@ def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> N
             on_ranks(stepping, 2, str(tmp_path / name), number, last)
     for strategy in ("ddp", "fsdp"):
         one, two = (tmp_path / name / strategy / "step_00000002" for name in ("whole", "resumed"))
-        compared = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
+        compared = compare_checkpoints(
+            Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
+        )
         assert compared.differences == []
         assert compared.tensors > 10
 
@@ -227,7 +230,9 @@ def test_shards_that_are_copied_at_the_last_moment_are_those_of_the_save(tmp_pat
     for strategy in ("ddp", "fsdp"):
         for step in range(1, 5):
             one, two = (tmp_path / strategy / kind / f"step_{step:08d}" for kind in ("direct", "later"))
-            compared = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
+            compared = compare_checkpoints(
+                Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
+            )
             assert compared.differences == []
             assert compared.tensors > 10
 

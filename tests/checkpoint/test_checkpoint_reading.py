@@ -16,7 +16,8 @@ from checkpoints import Toy, manager, names, train
 from faults import reads_intercepted
 from test_checkpoint_corruption import flip
 
-from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.manifest import Manifest, record_of
 from runner.checkpoint.files.reading import PAUSES_S, newest_step
 from runner.checkpoint.tensors.layout import INDEX, Part, file_name, header, index
@@ -148,7 +149,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_corrupt(run: Pat
     from runner.system import files
 
     monkeypatch.setattr(files, "list_dir", listdir)
-    assert [candidate.step for candidate in checkpoint_dir.candidates(run)] == [2]
+    assert [candidate.step for candidate in choice.candidates(Directory(run))] == [2]
 
 
 def test_more_ranks_may_have_saved_than_a_process_may_have_files_open(tmp_path: Path) -> None:
@@ -159,12 +160,12 @@ def test_more_ranks_may_have_saved_than_a_process_may_have_files_open(tmp_path: 
     contents[INDEX] = index(parts)
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    manifest = Manifest(1, {name: record_of(tmp_path / name) for name in contents})
+    manifest = Manifest(1, {name: record_of(Folder(tmp_path), name) for name in contents})
     limits, in_use = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
     allowed = [number for number in range(1000) if number not in in_use][80]
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
     try:
-        with CheckpointReader(tmp_path, manifest) as reader:
+        with CheckpointReader(Folder(tmp_path), manifest) as reader:
             found = torch.zeros(ranks, dtype=torch.int64)
             reader.want("model.w", found, (0,))
             reader.fetch(contents)
@@ -185,10 +186,10 @@ def test_a_part_is_read_into_memory_of_any_layout(tmp_path: Path, rows: int, ver
     contents = {file_name(0): header([part]) + whole.numpy().tobytes(), INDEX: index([[part]])}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    manifest = Manifest(1, {name: record_of(tmp_path / name) for name in contents})
+    manifest = Manifest(1, {name: record_of(Folder(tmp_path), name) for name in contents})
     plain, transposed = torch.zeros(rows, columns, dtype=torch.int64), torch.zeros(columns, rows, dtype=torch.int64).T
     some, other = torch.zeros(rows, 7, dtype=torch.int64), torch.zeros(rows, columns, dtype=torch.float64)
-    with CheckpointReader(tmp_path, manifest) as reader:
+    with CheckpointReader(Folder(tmp_path), manifest) as reader:
         for target, offsets in ((plain, (0, 0)), (transposed, (0, 0)), (some, (0, 990)), (other, (0, 0))):
             reader.want("model.w", target, offsets)
         reader.fetch(contents if verified else ())

@@ -17,8 +17,8 @@ from checkpoints import Clockwork, manager
 from torch import nn
 
 from runner.checkpoint import build_train_state, get_rng_state, restore_train_state, set_rng_state
-from runner.checkpoint.files.directory import step_name
 from runner.checkpoint.files.manifest import TRAIN_STATE
+from runner.checkpoint.files.store import step_name
 from runner.checkpoint.tensors.staging import snapshot
 from runner.checkpoint.tensors.state import TrainState, rng_for_rank
 from runner.errors import CheckpointError, UserError

@@ -16,6 +16,7 @@ from torch import nn
 
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.tensors.compare import compare_checkpoints
 from runner.checkpoint.tensors.copying import Copy, HostBuffers
 
@@ -96,7 +97,9 @@ def test_copies_that_are_made_at_the_last_moment_are_of_the_state_at_the_save(tm
     train(tmp_path / "sync", 6, mode="sync")
     for step in range(1, 7):
         one, two = (tmp_path / kind / f"step_{step:08d}" for kind in ("late", "sync"))
-        found = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
+        found = compare_checkpoints(
+            Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
+        )
         assert found.differences == []
         assert found.tensors > 20
 
@@ -155,7 +158,12 @@ def test_a_weight_that_a_forward_pass_changes_now_and_then_spoils_one_save_at_mo
     assert "step 3 could not be saved (a forward or backward pass changed model.student.bias" in caplog.messages[0]
     for name in names(tmp_path / "late"):
         one, two = tmp_path / "late" / name, tmp_path / "sync" / name
-        assert compare_checkpoints(one, two, (manifests.read(one), manifests.read(two))).differences == []
+        assert (
+            compare_checkpoints(
+                Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
+            ).differences
+            == []
+        )
 
 
 def test_training_waits_for_copies_that_are_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ import pytest
 from checkpoints import Toy, manager, names, train
 from faults import failing, intercepted, interrupted, killed
 
+from runner.checkpoint.files import choice, pins
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files import pins
-from runner.checkpoint.files.directory import Fence, delete, step_name, sweep
+from runner.checkpoint.files.directory import Directory, Folder, delete, sweep
 from runner.checkpoint.files.pins import is_pinned, pin, pinned, unpin
+from runner.checkpoint.files.store import Fence, step_name
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
@@ -51,8 +52,8 @@ def test_what_is_pinned_is_durable_whoever_set_the_pin_first(saved: Path, monkey
 
 def test_a_pin_is_not_taken_for_a_checkpoint(saved: Path) -> None:
     pin(saved / step_name(3))
-    assert [one.step for one in checkpoint_dir.candidates(saved)] == [3, 2, 1]
-    assert checkpoint_dir.strangers(saved) == []
+    assert [one.step for one in choice.candidates(Directory(saved))] == [3, 2, 1]
+    assert choice.strangers(Directory(saved)) == []
     assert checkpoint_dir.leftovers(saved) == []
     assert RunDir(saved.parent).checkpoint_steps() == [1, 2, 3]
 
@@ -66,11 +67,11 @@ def test_retention_keeps_what_is_pinned_besides_the_newest(saved: Path) -> None:
     for step in (4, 5):
         toy.step = step
         assert toy.save(keeping)
-    assert [one.step for one in checkpoint_dir.candidates(saved)] == [5, 4, 1]
+    assert [one.step for one in choice.candidates(Directory(saved))] == [5, 4, 1]
     unpin(saved / step_name(1))
     toy.step = 6
     assert toy.save(keeping)
-    assert [one.step for one in checkpoint_dir.candidates(saved)] == [6, 5]
+    assert [one.step for one in choice.candidates(Directory(saved))] == [6, 5]
 
 
 def test_what_is_gone_is_not_pinned(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +184,5 @@ def changes_of_a_deletion(folder: Path) -> int:
 
 def verified(path: Path) -> bool:
     """Whether there is a checkpoint of which every byte is right."""
-    found = checkpoint_dir.judge(path)
-    return isinstance(found, checkpoint_dir.Candidate) and checkpoint_dir.corruption_of(found) is None
+    found = choice.judge(Folder(path))
+    return isinstance(found, choice.Candidate) and choice.corruption_of(found) is None

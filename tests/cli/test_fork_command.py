@@ -15,7 +15,7 @@ from checkpoints import train
 from fake_launcher import Command, FakeLauncher
 
 from runner.checkpoint.files.adoption import adopt
-from runner.checkpoint.files.directory import Fence
+from runner.checkpoint.files.store import Fence
 from runner.config.composition import compose
 from runner.rundir.paths import RunDir
 from runner.system import files, processes

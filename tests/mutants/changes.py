@@ -18,7 +18,7 @@ from typing import Any
 MODULES = """
     runner/rundir/lease.py runner/rundir/attempt_log.py runner/rundir/custody.py runner/rundir/appender.py
     runner/checkpoint/files/directory.py runner/checkpoint/files/commit.py runner/checkpoint/files/manifest.py
-    runner/checkpoint/manager.py runner/checkpoint/saver.py
+    runner/checkpoint/files/choice.py runner/checkpoint/manager.py runner/checkpoint/saver.py
     runner/checkpoint/tensors/reader.py runner/checkpoint/tensors/restore.py
     runner/checkpoint/files/pins.py runner/checkpoint/tensors/state.py runner/checkpoint/cadence.py
     runner/data/order/*.py runner/data/sampler.py runner/data/elastic.py

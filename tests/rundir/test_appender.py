@@ -16,15 +16,14 @@ import faults
 import pytest
 from tiny_attempts import STEPS, attempt, contents, tiny_attempts, training_to
 
-from runner.checkpoint.files.directory import Fence, Retention
-from runner.checkpoint.saver import Saver
+from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.store import Fence
 from runner.errors import ExitStatus, SupersededError
 from runner.metrics import resume_records
 from runner.rundir.appender import announce, nobody_appends, withdraw
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
-from runner.system.distributed import World
 
 
 @contextmanager
@@ -110,7 +109,7 @@ MAKERS: dict[str, Callable[[RunDir], object]] = {
     "announce": announce,
     "withdraw": withdraw,
     "stacks of a hang": lambda run: run.make_dirs(run.hang),
-    "save": lambda run: Saver(run.checkpoints, World(), {}, Retention(1), Fence(1, guard_of(run).check))._prepare(),
+    "save": lambda run: Directory(run.checkpoints, Fence(1, guard_of(run).check)).prepare(),
 }
 
 

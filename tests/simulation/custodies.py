@@ -20,7 +20,9 @@ from unittest import mock
 from runner.__main__ import run as run_command
 from runner.checkpoint.files import choice, pins
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Candidate, Fence, Retention
+from runner.checkpoint.files.choice import Candidate, Retention
+from runner.checkpoint.files.directory import Directory, Folder
+from runner.checkpoint.files.store import Fence
 from runner.cli import checkpoints, edits, housekeeping, plan, start
 from runner.contracts import JobInfo
 from runner.errors import CheckpointError, ExitStatus, UserError
@@ -506,7 +508,7 @@ class Custodies(Scenario):
     def _fork(self) -> int:
         """A branch off the newest checkpoint."""
         trunk = self._place()
-        step = choice.choose(checkpoints.checkpoints_of(trunk), "last").step
+        step = choice.choose(Directory(checkpoints.checkpoints_of(trunk)), "last").step
         return self._branch(trunk, step)
 
     def _branch(self, trunk: Path, step: int) -> int:
@@ -607,7 +609,7 @@ class Custodies(Scenario):
             checkpoint_dir.sweep(run.checkpoints, fence)
             if process not in self._troubled:  # from here on no older attempt can, unless the disk refused to sweep
                 self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
-            newest = checkpoint_dir.newest(run.checkpoints)
+            newest = choice.newest(Directory(run.checkpoints))
             step = newest.step if newest else 0
             self.world.tell(f"trains {name} from step {step} as number {lease.fence}", process.name)
             recorded = last_step(run)
@@ -631,7 +633,7 @@ class Custodies(Scenario):
         """As the saver does; what the disk refuses is tried again at the next save."""
         try:
             checkpoint_dir.sweep(run.checkpoints, fence)
-            if checkpoint_dir.judge(run.checkpoint(step)) is None:
+            if choice.judge(Folder(run.checkpoint(step))) is None:
                 metrics.sync()
                 save(run, step, fence)
                 self._committed.setdefault(name, set()).add(step)
@@ -639,7 +641,7 @@ class Custodies(Scenario):
             fence.check()
             self.world.tell(f"cannot save step {step}: {error}", self._own().name)
         try:
-            found = checkpoint_dir.candidates(run.checkpoints)
+            found = choice.candidates(Directory(run.checkpoints))
             for each in Retention(KEPT).to_delete(found, pins.pinned(run.checkpoints)):
                 checkpoint_dir.delete(each.path, fence)
             checkpoint_dir.sweep(run.checkpoints, fence)
@@ -829,9 +831,7 @@ class Custodies(Scenario):
     def _check_runs(self) -> None:
         for place in self._places("a"):
             run = RunDir(place)
-            found = {
-                each.step: checkpoint_dir.corruption_of(each) for each in checkpoint_dir.candidates(run.checkpoints)
-            }
+            found = {each.step: choice.corruption_of(each) for each in choice.candidates(Directory(run.checkpoints))}
             # A save whose last sync fails is reported as failed, but may be there, and then retention counts it.
             whole = {step for step, corruption in found.items() if corruption is None}
             kept = set(sorted(self._committed["a"] | whole)[-KEPT:])

@@ -25,7 +25,7 @@ import launch.job
 import launch.slurm
 from launch import batch, display, requeue, submission
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Fence
+from runner.checkpoint.files.store import Fence
 from runner.cli import launcher, start
 from runner.config import frozen, targets
 from runner.config.composition import Composed, Composer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from runner.checkpoint.files.commit import NewFiles, Transaction
-from runner.checkpoint.files.directory import Fence
 from runner.checkpoint.files.manifest import Manifest
+from runner.checkpoint.files.store import Fence
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -21,7 +21,7 @@ def save(run: RunDir, step: int, fence: Fence) -> None:
     try:
         with NewFiles(transaction.path) as new:
             record = new.write("weights.bin", lambda file: file.write(WEIGHTS % step))
-            transaction.commit(Manifest(step, {"weights.bin": record}, fence=fence.number), new)
+            transaction.commit(Manifest(step, {"weights.bin": record}, fence=fence.number).encode(), new)
     except BaseException:
         transaction.abort()
         raise

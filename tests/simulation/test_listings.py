@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint.files import directory
+from runner.checkpoint.files import choice, directory
+from runner.checkpoint.files.directory import Directory
 from runner.cli import archive
 from runner.rundir.custody import custody
 from runner.rundir.lease import Lease
@@ -83,7 +84,7 @@ class _Saving(Scenario):
         self._look()
 
     def _look(self) -> None:
-        self.seen.append([entry.path.name for entry in directory.scan(self.checkpoints)])
+        self.seen.append([entry.path.name for entry in choice.scan(Directory(self.checkpoints))])
 
     def _write(self) -> None:
         clock.sleep(0.5)

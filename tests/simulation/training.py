@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from runner.checkpoint.files.directory import Retention
+from runner.checkpoint.files.choice import Retention
 from runner.checkpoint.files.manifest import NAME as MANIFEST
 from runner.checkpoint.files.manifest import TRAIN_STATE, Manifest
 from runner.checkpoint.manager import TrainStateManager

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import zygote
 
+from runner.checkpoint.files.directory import Folder
 from runner.metrics.records import read_records
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class Run:
         from runner.checkpoint.tensors.reader import tensors
 
         newest = self.checkpoints()[-1]
-        return dict(tensors(newest, manifest.read(newest)))
+        return dict(tensors(Folder(newest), manifest.read(Folder(newest))))
 
 
 def reached(step: int) -> Callable[[Run], bool]:

@@ -22,6 +22,7 @@ from torch import nn
 
 import runner
 from runner.checkpoint.files import manifest
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.tensors.reader import tensors
 from runner.config.schema import InitConfig
 from runner.errors import UserError
@@ -40,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     path = RunDir(run).checkpoint(step)
-    return dict(tensors(path, manifest.read(path), "model."))
+    return dict(tensors(Folder(path), manifest.read(Folder(path)), "model."))
 
 
 def init(run: Path) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def test_only_weights_are_taken(source: Path, tmp_path: Path) -> None:
 def test_of_a_run_with_an_average_the_average_is_taken_and_averaged_from(source: Path, tmp_path: Path) -> None:
     first = here.trained(tmp_path / "first", f"init_from={source}", "train.ema_decay=0.9")
     path = RunDir(first).checkpoint(6)
-    average = dict(tensors(path, manifest.read(path), "ema."))
+    average = dict(tensors(Folder(path), manifest.read(Folder(path)), "ema."))
     run = here.trained(tmp_path / "run", f"init_from={first}", "train.ema_decay=0.5", *STILL)
     assert begins_with(run, average)
     assert all(torch.equal(average[name], tensor) for name, tensor in runner.load(run).model.state_dict().items())

@@ -9,12 +9,13 @@ import errno
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.commit import Transaction, write_file
-from runner.checkpoint.files.directory import DIRECTORY_MODE, Candidate, Fence
-from runner.checkpoint.files.hashing import BLOCK_BYTES
+from runner.checkpoint.files.choice import Candidate
+from runner.checkpoint.files.commit import DIRECTORY_MODE, Transaction, write_file
+from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.files.manifest import CorruptionError
+from runner.checkpoint.files.store import BLOCK_BYTES, Fence
 from runner.errors import CheckpointError
 from runner.system import files
 
@@ -40,9 +41,9 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
         OSError: the file system refused.
     """
     final = directory / source.name
-    if isinstance(checkpoint_dir.judge(final), Candidate):
+    if isinstance(choice.judge(Folder(final)), Candidate):
         return
-    found = checkpoint_dir.judge(source)
+    found = choice.judge(Folder(source))
     if not isinstance(found, Candidate) or found.manifest is None:
         reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
@@ -55,8 +56,8 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
     try:
         for name in found.manifest.files:
             _link_or_copy(source / name, transaction.path / name)
-        manifests.verify(transaction.path, found.manifest)
-        transaction.commit(found.manifest)
+        manifests.verify(Folder(transaction.path), found.manifest)
+        transaction.commit(found.manifest.encode())
     except FileNotFoundError:
         transaction.abort()
         raise CheckpointError(f"{source} cannot be taken over: it was deleted meanwhile") from None

@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.directory import DIRECTORY_MODE, Fence, remove_tree, temporary_name
-from runner.checkpoint.files.hashing import BLOCK_BYTES, new_hash
-from runner.checkpoint.files.manifest import FileRecord, Manifest
-from runner.system import files
+from runner.checkpoint.files.store import BLOCK_BYTES, Fence, FileRecord, Writer, new_hash
+from runner.system import files, processes
 
+DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
 WRITEBACK_BYTES = 8 << 20
 """After how many bytes the disk is told to begin: it works while the next ones are hashed."""
+
+
+def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
+    """A name beside `path` for a temporary directory of the attempt `fence`: of a save, or of another `use`."""
+    return path.with_name(f"{path.name}.tmp-{fence.number}-{processes.own_pid()}{use}")
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, which may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        files.remove_tree(path)
 
 
 class HashingFile:
@@ -171,10 +181,12 @@ class Transaction:
     Args:
         final: path of the checkpoint once it is committed.
         fence: this attempt's.
+        prepare: called first; creates the directory of checkpoints.
     """
 
-    def __init__(self, final: Path, fence: Fence) -> None:
+    def __init__(self, final: Path, fence: Fence, prepare: Callable[[], None] = lambda: None) -> None:
         self.final = final
+        self._prepare = prepare
         self.path = temporary_name(final, fence)
         self._fence = fence
 
@@ -184,6 +196,7 @@ class Transaction:
         In this order: a newer attempt takes its fencing number first and sweeps afterwards, so either it sees this
         directory or this process sees its number.
         """
+        self._prepare()
         self._fence.check()
         self._make_dir()
         try:
@@ -205,7 +218,7 @@ class Transaction:
                 number += 1
                 self.path = temporary_name(self.final, self._fence, f"-again{number}")
 
-    def commit(self, manifest: Manifest, new: NewFiles | None = None) -> None:
+    def commit(self, manifest: bytes, new: Writer | None = None) -> None:
         """Write the manifest, and rename the directory if this attempt still holds the lease.
 
         Args:
@@ -213,7 +226,7 @@ class Transaction:
             new: those of them that are not durable yet.
         """
         with new or NewFiles(self.path) as unsynced:
-            unsynced.write(manifests.NAME, lambda file: file.write(manifest.encode()))
+            unsynced.write(manifests.NAME, lambda file: file.write(manifest))
             unsynced.sync()
         files.fsync_dir(self.path)
         self._fence.check()

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: names, listing, the newest valid one, setting aside, retention, sweeping.
+"""A directory of checkpoints: names, setting aside, deletion, sweeping.
 
     step_00000100                    committed; the step in its manifest must be the one in its name
     step_00000100.tmp-<fence>-<pid>  being written, deleted or set aside, or left behind by a kill
@@ -21,168 +21,125 @@ import itertools
 import logging
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
-from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.manifest import BEST_METRIC, CorruptionError, Manifest
-from runner.checkpoint.files.pins import is_pinned
+from runner.checkpoint.files.commit import DIRECTORY_MODE, NewFiles, Transaction, remove_tree, temporary_name
+from runner.checkpoint.files.pins import is_pinned, pinned
 from runner.checkpoint.files.reading import patiently
+from runner.checkpoint.files.store import SET_ASIDE, Fence
 from runner.errors import CheckpointError
-from runner.system import files, processes
+from runner.system import files
 
 _log = logging.getLogger(__name__)
 
-DIRECTORY_MODE = 0o755
-
-_COMMITTED = re.compile(r"step_(\d+)")
 _TEMPORARY = re.compile(
     r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-(?P<fence>\d+)-\d+(?:-taken|-swept\d+|-again\d+)?"
 )
-_SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
 _TAKEN = "taken"  # a whole checkpoint that may be deleted, in a temporary directory
+NOBODY = Fence()  # where nobody else can work on the checkpoints
 _COUNT = itertools.count()
 
 
 @dataclass(frozen=True)
-class Fence:
-    """The fencing number of an attempt.
-
-    Attributes:
-        number: 0 where nobody else can work on the checkpoints.
-        check: raises SupersededError if a newer attempt holds the lease.
-    """
-
-    number: int = 0
-    check: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
-class Info:
-    """A committed checkpoint that was verified."""
+class Folder:
+    """One checkpoint as a directory: a `Stored`."""
 
     path: Path
-    manifest: Manifest
 
-    @property
-    def step(self) -> int:
-        """Completed optimizer steps."""
-        return self.manifest.step
+    def wrong_kind(self) -> str | None:
+        """What is there if it is no directory, or None."""
+        mode = files.lstat(self.path).st_mode
+        if stat.S_ISDIR(mode):
+            return None
+        return "a link" if stat.S_ISLNK(mode) else "a file"
+
+    def names(self) -> list[str]:
+        """The names of its files."""
+        return files.list_dir(self.path)
+
+    def size(self, name: str) -> int:
+        """The size of a file in bytes."""
+        return files.lstat(self.path / name).st_size
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        """A regular file, and its size in bytes."""
+        file = files.open_regular(self.path / name)
+        try:
+            return file, files.size(file)
+        except BaseException:
+            file.close()
+            raise
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint that was committed under its name, judged by its manifest.
+class Directory:
+    """The checkpoints of a run as directories in one directory: a `Store`.
 
-    Attributes:
-        path: the directory.
-        step: the step in its name; the same as in its manifest, if there is one.
-        manifest: None if it is corrupt or cannot be judged.
-        corruption: what is wrong with the manifest.
-        error: why it cannot be judged: not readable, or of an unknown format version.
+    Args:
+        path: the directory, which a save creates.
+        fence: of the attempt that changes something here.
     """
 
-    path: Path
-    step: int
-    manifest: Manifest | None
-    corruption: str | None = None
-    error: CheckpointError | None = None
+    def __init__(self, path: Path, fence: Fence = NOBODY) -> None:
+        self.path = path
+        self._fence = fence
+        self._prepared = self._warned = False
 
+    def look_anew(self) -> None:
+        """See `look_anew`."""
+        look_anew(self.path)
 
-@dataclass(frozen=True)
-class Stranger:
-    """What has a checkpoint's name and is none: never loaded, counted or deleted.
+    def names(self) -> list[str]:
+        """The names in the directory; none if it is missing."""
+        return _names(self.path)
 
-    Attributes:
-        path: the entry.
-        reason: what it is instead.
-        step: if it is a checkpoint that was copied or renamed: the step that it contains. Else None: not ours.
-    """
+    def at(self, name: str) -> Folder:
+        """What has this name."""
+        return Folder(self.path / name)
 
-    path: Path
-    reason: str
-    step: int | None = None
+    def save(self, name: str) -> Transaction:
+        """The transaction of a checkpoint."""
+        return Transaction(self.path / name, self._fence, self.prepare)
 
-    @property
-    def is_empty_directory(self) -> bool:
-        """Whether it holds nothing, so that a checkpoint can take its place."""
-        with contextlib.suppress(OSError):
-            return not files.is_link(self.path) and not files.list_dir(self.path)
-        return False
+    def writer(self, path: Path) -> NewFiles:
+        """New files in the directory of a transaction."""
+        return NewFiles(path)
 
+    def set_aside(self, name: str, mark: str, why: str) -> None:
+        """See `set_aside`."""
+        set_aside(self.path / name, mark, why, self._fence)
 
-def step_name(step: int) -> str:
-    """`step_00000100`."""
-    return f"step_{step:08d}"
+    def delete(self, name: str) -> None:
+        """See `delete`."""
+        delete(self.path / name, self._fence)
 
+    def sweep(self) -> None:
+        """See `sweep`; the first time, also warn if others may write to the directory."""
+        sweep(self.path, self._fence)
+        if not self._warned and (warning := loose_modes(self.path)):
+            _log.warning(warning)
+        self._warned = True
 
-def scan(directory: Path) -> list[Candidate | Stranger]:
-    """Whatever has a checkpoint's name, highest number first. Reads only the manifests.
+    def pinned(self) -> set[int]:
+        """The steps that have a pin."""
+        return pinned(self.path)
 
-    Raises:
-        CheckpointError: the directory is not readable.
-    """
-    found = [judge(directory / name) for name in _names(directory) if _COMMITTED.fullmatch(name)]
-    return sorted(
-        (entry for entry in found if entry is not None),
-        key=lambda entry: (int(entry.path.name.removeprefix("step_")), entry.path.name),
-        reverse=True,
-    )
-
-
-def candidates(directory: Path) -> list[Candidate]:
-    """The committed checkpoints, highest step first. Reads only the manifests.
-
-    Raises:
-        CheckpointError: the directory is not readable.
-    """
-    return [entry for entry in scan(directory) if isinstance(entry, Candidate)]
-
-
-def strangers(directory: Path) -> list[Stranger]:
-    """What has a checkpoint's name and is none.
-
-    Raises:
-        CheckpointError: the directory is not readable.
-    """
-    return [entry for entry in scan(directory) if isinstance(entry, Stranger)]
-
-
-def judge(path: Path) -> Candidate | Stranger | None:
-    """What is at `path`, whose name is `step_` and a number; None if nothing is. Reads only the manifest.
-
-    The step in the manifest decides: a copy of an old checkpoint must not pass as a newer one.
-    """
-    step = int(path.name.removeprefix("step_"))
-    canonical = path.name == step_name(step)
-    try:
-        mode = patiently(path, partial(files.lstat, path)).st_mode
-        if not stat.S_ISDIR(mode):
-            return Stranger(path, f"it is a {'link' if stat.S_ISLNK(mode) else 'file'}, not a directory")
-        manifest = manifests.read(path)
-    except CorruptionError as corruption:
-        return _judge_damaged(path, step if canonical else None, str(corruption))
-    except CheckpointError as error:
-        return Candidate(path, step, None, error=error)
-    except OSError:  # deleted meanwhile
-        return None
-    if path.name == step_name(manifest.step):
-        return Candidate(path, step, manifest)
-    wrong = f"it contains step {manifest.step}, so its name would have to be {step_name(manifest.step)}"
-    return Stranger(path, wrong, manifest.step)
-
-
-def _judge_damaged(path: Path, step: int | None, corruption: str) -> Candidate | Stranger | None:
-    try:
-        if step is not None and manifests.is_ours(path):
-            return Candidate(path, step, None, corruption)
-    except CheckpointError as error:
-        return Candidate(path, step or 0, None, error=error)
-    except OSError:  # deleted meanwhile
-        return None
-    return Stranger(path, "it has no manifest of this runner")
+    def prepare(self) -> None:
+        """Create the directory, so that it survives a power loss, whoever created it."""
+        if self._prepared and files.is_dir(self.path):
+            return
+        self._fence.check()  # where the run was moved or removed meanwhile, nothing of it is made anew
+        parent = self.path.parent
+        if self._fence.number:  # of a run, which is not begun anew where it was moved from
+            with contextlib.suppress(OSError):  # it may be new, made by a process that was killed before it synced it
+                files.fsync_dir(parent.parent)
+        else:
+            files.make_dirs(parent)
+        with contextlib.suppress(FileExistsError):
+            files.make_dir(self.path, DIRECTORY_MODE)
+        files.fsync_dir(parent)
+        self._prepared = True
 
 
 def _names(directory: Path) -> list[str]:
@@ -203,110 +160,10 @@ def look_anew(directory: Path) -> None:
         files.look_anew(directory)
 
 
-def corruption_of(candidate: Candidate) -> str | None:
-    """What is wrong with a checkpoint, or None; reads every byte.
-
-    Raises:
-        CheckpointError: it cannot be judged.
-    """
-    if candidate.error is not None:
-        raise candidate.error
-    if candidate.manifest is None:
-        return candidate.corruption
-    try:
-        manifests.verify(candidate.path, candidate.manifest)
-    except CorruptionError as error:
-        return str(error)
-    return None
-
-
-def size_error(candidate: Candidate) -> str | None:
-    """What is wrong with a checkpoint judging by names and sizes, or None; reads no file.
-
-    Raises:
-        CheckpointError: it cannot be judged.
-    """
-    if candidate.error is not None:
-        raise candidate.error
-    if candidate.manifest is None:
-        return candidate.corruption
-    for name, expected in sorted(candidate.manifest.files.items()):
-        path = candidate.path / name
-        try:
-            found = patiently(path, partial(files.lstat, path)).st_size
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if found != expected.size:
-            return f"{name} has {found} bytes, but {expected.size} were written"
-    return None
-
-
-def newest(directory: Path, on_corruption: Callable[[Candidate, str], None] | None = None) -> Info | None:
-    """The highest step that verifies; changes nothing.
-
-    Args:
-        directory: the directory of checkpoints.
-        on_corruption: called with each corrupt checkpoint of a higher step, and what is wrong with it.
-
-    Returns:
-        None if there is no checkpoint at all.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is valid, or one of a higher step cannot be judged.
-    """
-    corruptions = []
-    for candidate in candidates(directory):
-        corruption = corruption_of(candidate)
-        if corruption is None and candidate.manifest is not None:
-            return Info(candidate.path, candidate.manifest)
-        corruptions.append(f"{candidate.path.name}: {corruption}")
-        if on_corruption is not None:
-            on_corruption(candidate, str(corruption))
-    check_never_saved(directory, corruptions)
-    return None
-
-
-def check_never_saved(directory: Path, corruptions: list[str]) -> None:
-    """Distinguish a run without checkpoints, which starts at step 0, from one that has lost all of them.
-
-    Args:
-        directory: the directory of checkpoints.
-        corruptions: what is wrong with each checkpoint that was found.
-
-    Raises:
-        CheckpointError: there are checkpoints, or there were and all were set aside or renamed.
-    """
-    renamed = [f"{each.path.name}: {each.reason}" for each in strangers(directory) if each.step is not None]
-    unusable = [*corruptions, *renamed]
-    unusable = unusable or [f"{path.name}: set aside earlier" for path in set_aside_earlier(directory)]
-    if unusable:
-        raise CheckpointError(
-            f"no checkpoint in {directory} is valid ({'; '.join(unusable)}); restore one from a backup, "
-            "or remove the directory to start again from step 0"
-        )
-
-
-def warn_of_strangers(directory: Path) -> None:
-    """Log what has a checkpoint's name and is none, in one warning."""
-    found = ", ".join(f"{each.path.name} ({each.reason})" for each in strangers(directory))
-    if found:
-        _log.warning(f"not used, since no checkpoint was committed under that name in {directory}: {found}")
-
-
 def leftovers(directory: Path) -> list[Path]:
     """Temporary directories: of a save or a deletion that is in progress, or that was killed."""
     named = (directory / name for name in _names(directory) if _TEMPORARY.fullmatch(name))
     return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))  # nothing else is made here
-
-
-def set_aside_earlier(directory: Path) -> list[Path]:
-    """Corrupt and misnamed checkpoints that were set aside."""
-    return sorted(directory / name for name in _names(directory) if _SET_ASIDE.fullmatch(name))
-
-
-def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
-    """A name beside `path` for a temporary directory of the attempt `fence`: of a save, or of another `use`."""
-    return path.with_name(f"{path.name}.tmp-{fence.number}-{processes.own_pid()}{use}")
 
 
 def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
@@ -388,7 +245,7 @@ def sweep(directory: Path, fence: Fence) -> None:
             _take_over(path, mine, fence)
             left = mine
             for name in files.list_dir(mine):
-                if _SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
+                if SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
                     files.rename(mine / name, directory / name)
                 # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
                 if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
@@ -413,50 +270,6 @@ def _take_over(path: Path, mine: Path, fence: Fence) -> None:
             f"{path} was left behind by a save that was killed and cannot be renamed ({error.__cause__}): should the "
             "process that wrote it still exist, it could commit it yet; remove it by hand and rerun"
         ) from error
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory, which may be gone already."""
-    with contextlib.suppress(FileNotFoundError):
-        files.remove_tree(path)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints to keep; the newest is always kept.
-
-    Attributes:
-        keep_last: this many newest ones.
-        keep_every_steps: also every multiple of this step.
-        keep_best: also this many with the best value of `best_metric`.
-        best_metric: the metric that they are judged by; what was saved with another one is not.
-        best_mode: `min` or `max`; NaN is never the best.
-    """
-
-    keep_last: int = 3
-    keep_every_steps: int | None = None
-    keep_best: int = 0
-    best_metric: str = BEST_METRIC
-    best_mode: str = "min"
-
-    def to_delete(self, found: Iterable[Candidate], pinned: Collection[int] = ()) -> list[Candidate]:
-        """The intact ones among `found` that need not be kept, oldest first; not those of `pinned` steps."""
-        intact = sorted((c for c in found if c.manifest is not None), key=lambda c: c.step)
-        kept = {c.path for c in intact[-max(self.keep_last, 1) :]}
-        if self.keep_every_steps:
-            kept |= {c.path for c in intact if c.step % self.keep_every_steps == 0}
-        kept |= {c.path for c in self.best(intact)[: self.keep_best]}
-        kept |= {c.path for c in intact if c.step in pinned}
-        return [c for c in intact if c.path not in kept]
-
-    def best(self, intact: Iterable[Candidate]) -> list[Candidate]:
-        """Those that were judged by the metric, the best first; of equal ones the oldest first."""
-        judged = [
-            (-m.metric if self.best_mode == "max" else m.metric, c.step, c)
-            for c in intact
-            if (m := c.manifest) and m.metric is not None and m.metric == m.metric and m.metric_name == self.best_metric
-        ]
-        return [c for _, _, c in sorted(judged, key=lambda entry: entry[:2])]
 
 
 def loose_modes(path: Path) -> str | None:

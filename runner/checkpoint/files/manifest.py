@@ -6,6 +6,7 @@ of itself, so that any changed byte is detected. Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -15,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.checkpoint.files.hashing import BLOCK_BYTES, new_hash
 from runner.checkpoint.files.reading import patiently
+from runner.checkpoint.files.store import BLOCK_BYTES, FileRecord, Stored, new_hash
 from runner.errors import CheckpointError
-from runner.system import files
 
 T = TypeVar("T")
 
@@ -31,18 +31,11 @@ BEST_METRIC = "eval_loss"
 BEST_MODES = ("min", "max")
 
 _LARGEST, _LARGEST_TIME = 2**62, 2.0**40
+_MOST_BYTES = 64 << 20  # of a manifest, which is read whole
 
 
 class CorruptionError(Exception):
     """A checkpoint is not what was committed; the message names the difference."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Size in bytes and XXH3-128 of one file."""
-
-    size: int
-    xxh128: str
 
 
 @dataclass(frozen=True)
@@ -154,49 +147,48 @@ def _whole(what: str, value: Any) -> int:
     return value
 
 
-def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory; see `decode`. What looks damaged is read twice.
+def read(at: Stored) -> Manifest:
+    """The manifest of a checkpoint; see `decode`. What looks damaged is read twice.
 
     Raises:
         CorruptionError: it is missing or not as it was written.
         CheckpointError: it is not readable, or of an unknown format version.
     """
-    return twice(partial(_read, directory))
+    return twice(partial(_read, at))
 
 
-def _read(directory: Path) -> Manifest:
-    path = directory / NAME
+def _read(at: Stored) -> Manifest:
     try:
-        raw = patiently(path, lambda: files.read_regular(path))
+        raw = _content(at, NAME, _MOST_BYTES)
     except OSError as error:
-        raise _missing(path, error) from error
+        raise _missing(NAME, error) from error
     try:
         return decode(raw)
     except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+        raise CheckpointError(f"{at.path}: {error}") from error
 
 
-def is_ours(directory: Path) -> bool:
-    """Whether a directory without an intact manifest was a checkpoint of this runner, and so is a damaged one.
+def is_ours(at: Stored) -> bool:
+    """Whether what is without an intact manifest was a checkpoint of this runner, and so is a damaged one.
 
     Raises:
         CheckpointError: it is not readable.
     """
-    if TRAIN_STATE in patiently(directory, lambda: files.list_dir(directory)):
+    if TRAIN_STATE in patiently(at.path, at.names):
         return True
     try:
-        raw = patiently(directory / NAME, lambda: files.read_regular(directory / NAME))
+        raw = _content(at, NAME, _MOST_BYTES)
     except OSError:
         return False
     names = [f'"{each.name}"'.encode() for each in fields(Manifest)]
     return sum(name in raw for name in names) > len(names) // 2
 
 
-def verify(directory: Path, manifest: Manifest) -> None:
+def verify(at: Stored, manifest: Manifest) -> None:
     """Read the files and compare their sizes and checksums with the manifest. What differs is read twice.
 
     Args:
-        directory: the checkpoint.
+        at: the checkpoint.
         manifest: its manifest.
 
     Raises:
@@ -204,7 +196,7 @@ def verify(directory: Path, manifest: Manifest) -> None:
         CheckpointError: a file is not readable, which is not corruption.
     """
     for name in sorted(manifest.files):
-        twice(partial(_verify_file, directory / name, manifest.files[name]))
+        twice(partial(_verify_file, at, name, manifest.files[name]))
 
 
 def twice(check: Callable[[], T]) -> T:
@@ -219,52 +211,52 @@ def twice(check: Callable[[], T]) -> T:
         return check()
 
 
-def _verify_file(path: Path, expected: FileRecord) -> None:
+def _verify_file(at: Stored, name: str, expected: FileRecord) -> None:
     try:
-        found = patiently(path, lambda: record_of(path, expected.size))
+        found = patiently(at.path / name, lambda: record_of(at, name, expected.size))
     except OSError as error:
-        raise _missing(path, error) from error
-    compare(path, found, expected)
+        raise _missing(name, error) from error
+    compare(name, found, expected)
 
 
-def compare(path: Path, found: FileRecord, expected: FileRecord) -> None:
+def compare(name: str, found: FileRecord, expected: FileRecord) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
         CorruptionError: they differ.
     """
     if found.size != expected.size:
-        raise CorruptionError(f"{path.name} has {found.size} bytes, but {expected.size} were written")
+        raise CorruptionError(f"{name} has {found.size} bytes, but {expected.size} were written")
     if found.xxh128 != expected.xxh128:
-        raise CorruptionError(f"{path.name} was changed after it was written (its checksum differs)")
+        raise CorruptionError(f"{name} was changed after it was written (its checksum differs)")
 
 
-def read_verified(path: Path, manifest: Manifest) -> bytes:
+def read_verified(at: Stored, name: str, manifest: Manifest) -> bytes:
     """The content of a file of a checkpoint: what is returned is what was compared. What differs is read twice.
 
     Raises:
         CorruptionError: it is missing, of another size, or changed.
         CheckpointError: it is not readable, which is not corruption, or the manifest does not name it.
     """
-    if path.name not in manifest.files:
-        raise CheckpointError(f"{path} is refused: it is not in the manifest")
-    most = manifest.files[path.name].size  # a train state may be large: what the tasks and callbacks keep is in it
+    if name not in manifest.files:
+        raise CheckpointError(f"{at.path / name} is refused: it is not in the manifest")
+    most = manifest.files[name].size  # a train state may be large: what the tasks and callbacks keep is in it
 
     def read() -> bytes:
         try:
-            raw = patiently(path, lambda: files.read_regular(path, limit=most))
+            raw = _content(at, name, most)
         except OSError as error:
-            raise _missing(path, error) from error
+            raise _missing(name, error) from error
         digest = new_hash()
         digest.update(raw)
-        compare(path, FileRecord(len(raw), digest.hexdigest()), manifest.files[path.name])
+        compare(name, FileRecord(len(raw), digest.hexdigest()), manifest.files[name])
         return raw
 
     return twice(read)
 
 
 @contextmanager
-def refusing_corruption(directory: Path) -> Iterator[None]:
+def refusing_corruption(path: Path) -> Iterator[None]:
     """Corruption in the block ends the command: the checkpoint was verified when it was chosen.
 
     Raises:
@@ -273,26 +265,41 @@ def refusing_corruption(directory: Path) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
-        raise CheckpointError(f"{directory} is corrupt: {error}") from error
+        raise CheckpointError(f"{path} is corrupt: {error}") from error
 
 
-def _missing(path: Path, error: OSError) -> CorruptionError:
-    return CorruptionError(f"{path.name} cannot be read ({error.strerror})")
+def _content(at: Stored, name: str, most: int) -> bytes:
+    """A file of at most this many bytes."""
+
+    def read() -> bytes:
+        file, size = at.open(name)
+        with file:
+            data = file.read(min(size, most) + 1)
+        if len(data) > most:
+            raise OSError(errno.EFBIG, f"larger than {most} bytes", str(at.path / name))
+        return data
+
+    return patiently(at.path / name, read)
 
 
-def record_of(path: Path, expected_size: int | None = None) -> FileRecord:
+def _missing(name: str, error: OSError) -> CorruptionError:
+    return CorruptionError(f"{name} cannot be read ({error.strerror})")
+
+
+def record_of(at: Stored, name: str, expected_size: int | None = None) -> FileRecord:
     """Size and XXH3-128 of a file, read in one pass.
 
     Args:
-        path: of the file.
+        at: the checkpoint.
+        name: of the file.
         expected_size: a file of any other size is not read, and has no checksum then; None: read any.
 
     Raises:
         OSError: it is missing, not readable, or not a regular file.
     """
     digest, size, buffer = new_hash(), 0, memoryview(bytearray(BLOCK_BYTES))
-    with files.open_regular(path) as file:
-        whole_size = files.size(file)
+    file, whole_size = at.open(name)
+    with file:
         if expected_size not in (None, whole_size):
             return FileRecord(whole_size, "")
         while count := file.readinto(buffer):  # type: ignore[attr-defined]

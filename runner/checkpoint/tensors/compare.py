@@ -9,10 +9,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.checkpoint.files.manifest import Manifest, refusing_corruption
+from runner.checkpoint.files.store import Stored
 
 if TYPE_CHECKING:
     import torch
@@ -40,20 +40,20 @@ class CheckpointComparison:
 
 
 def compare_checkpoints(
-    one: Path, two: Path, manifests: tuple[Manifest, Manifest], ignore: Iterable[str] = ()
+    one: Stored, two: Stored, manifests: tuple[Manifest, Manifest], ignore: Iterable[str] = ()
 ) -> CheckpointComparison:
     """Compare every tensor and the train states of two checkpoints.
 
     Args:
-        one, two: directories of checkpoints that have been verified.
+        one, two: checkpoints that have been verified.
         manifests: their manifests.
         ignore: top-level entries of the train states that may differ.
     """
     from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
 
-    def opened(path: Path, manifest: Manifest) -> tuple[CheckpointReader, dict[str, Any]]:
-        with refusing_corruption(path):
-            return CheckpointReader(path, manifest), load_train_state(path, manifest)
+    def opened(at: Stored, manifest: Manifest) -> tuple[CheckpointReader, dict[str, Any]]:
+        with refusing_corruption(at.path):
+            return CheckpointReader(at, manifest), load_train_state(at, manifest)
 
     found = CheckpointComparison()
     left, left_state = opened(one, manifests[0])

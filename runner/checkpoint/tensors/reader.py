@@ -14,19 +14,17 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.hashing import BLOCK_BYTES, new_hash
-from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, FileRecord, Manifest
+from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, Manifest
 from runner.checkpoint.files.reading import patiently, unreadable
+from runner.checkpoint.files.store import BLOCK_BYTES, FileRecord, Stored, new_hash
 from runner.checkpoint.tensors import layout
 from runner.checkpoint.tensors.layout import INDEX, Chunk, Entry
 from runner.errors import CheckpointError
-from runner.system import files
 
 _DIRECT_BYTES = 1 << 18
 """From this size on, a chunk is read to where it belongs; smaller ones are read together, and copied."""
@@ -75,23 +73,23 @@ class _Piece:
 
 
 class CheckpointReader:
-    """The tensors of one checkpoint directory, by flat name (`model.…`, `optimizer.state.…`); a context manager.
+    """The tensors of one checkpoint, by flat name (`model.…`, `optimizer.state.…`); a context manager.
 
     Raises:
         CorruptionError: the index is not as it was written.
         CheckpointError: it contains something that does not belong in a checkpoint, or is not readable.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.directory = directory
+    def __init__(self, at: Stored, manifest: Manifest) -> None:
+        self._at = at
         self._manifest = manifest
         self._open: dict[str, _Source] = {}
         self._wanted: dict[str, list[_Piece]] = {}
-        raw = manifests.read_verified(directory / INDEX, manifest)
+        raw = manifests.read_verified(at, INDEX, manifest)
         try:
             self.entries = layout.entries(raw, manifest)
         except CheckpointError as error:
-            raise CheckpointError(f"{directory / INDEX} is refused: {error}") from error
+            raise CheckpointError(f"{at.path / INDEX} is refused: {error}") from error
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -133,7 +131,7 @@ class CheckpointReader:
             missing -= part.numel()
             self._wanted.setdefault(chunk.file, []).extend(_pieces(chunk, self.entries[name].dtype, part, source))
         if missing > 0:
-            raise CheckpointError(f"{self.directory}: {missing} values of {name!r} are missing from its files")
+            raise CheckpointError(f"{self._at.path}: {missing} values of {name!r} are missing from its files")
 
     @torch.no_grad()
     def fetch(self, verified: Collection[str] = ()) -> None:
@@ -160,7 +158,7 @@ class CheckpointReader:
 
     def _source(self, name: str) -> _Source:
         if name not in self._open:
-            self._open[name] = _Source(self.directory / name)
+            self._open[name] = _Source(self._at, name)
         return self._open[name]
 
     def _read_verified(self, name: str, pieces: Sequence[_Piece]) -> None:
@@ -169,7 +167,7 @@ class CheckpointReader:
         try:
             size = source.size()
             digest = _Sweep(source, pieces).run(size) if size == expected.size else ""
-            manifests.compare(self.directory / name, FileRecord(size, digest), expected)
+            manifests.compare(name, FileRecord(size, digest), expected)
         except CorruptionError:
             source.close()  # looked at again, it is opened anew
             raise
@@ -177,15 +175,15 @@ class CheckpointReader:
             raise CorruptionError(f"{name} cannot be read ({error.strerror})") from error
 
 
-def load_train_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
+def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
     """The content of train_state.pt: plain values and tensors.
 
     Raises:
         CorruptionError: it is not as it was written.
         CheckpointError: it contains anything else, or is not readable.
     """
-    path = directory / TRAIN_STATE
-    raw = manifests.read_verified(path, manifest)
+    path = at.path / TRAIN_STATE
+    raw = manifests.read_verified(at, TRAIN_STATE, manifest)
     try:
         state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -247,10 +245,12 @@ def _memory(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
 class _Source:
     """A file of a checkpoint that is opened when it is first read, and anew after an error."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, at: Stored, name: str) -> None:
+        self._at = at
+        self._name = name
+        self._path = at.path / name
         self._file: BinaryIO | None = None
-        self._position = 0
+        self._size = self._position = 0
 
     def size(self) -> int:
         """Its size in bytes.
@@ -259,7 +259,8 @@ class _Source:
             CheckpointError: it is not readable.
             OSError: it is missing, or no regular file.
         """
-        return patiently(self._path, lambda: files.size(self._opened()))
+        patiently(self._path, self._opened)
+        return self._size
 
     def read(self, start: int, view: memoryview) -> None:
         """Fill `view` with what begins at `start`.
@@ -273,11 +274,11 @@ class _Source:
         except OSError as error:
             raise unreadable(self._path, error) from error
         if count < len(view):
-            raise CorruptionError(f"{self._path.name} ends at byte {start + count}")
+            raise CorruptionError(f"{self._name} ends at byte {start + count}")
 
     def _opened(self) -> BinaryIO:
         if self._file is None:
-            self._file, self._position = files.open_regular(self._path), 0
+            (self._file, self._size), self._position = self._at.open(self._name), 0
         return self._file
 
     def _read(self, start: int, view: memoryview) -> int:
@@ -364,8 +365,8 @@ class _Sweep:
         self._hash.update(block)
 
 
-def tensors(directory: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(at: Stored, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors whose name starts with `prefix`, one at a time, with the rest of the name."""
-    with CheckpointReader(directory, manifest) as reader:
+    with CheckpointReader(at, manifest) as reader:
         for name in reader.names(prefix):
             yield name, reader.read(prefix + name)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.files.commit import HashingFile, NewFiles
-from runner.checkpoint.files.manifest import FileRecord
+from runner.checkpoint.files.store import FileRecord, Output, Writer
 from runner.checkpoint.tensors import layout
 from runner.checkpoint.tensors.layout import Part
 from runner.checkpoint.tensors.staging import Collected, Tensors, local
@@ -95,7 +94,7 @@ def _part(item: Any) -> Part:
     return Part(item.index.fqn, data.properties.dtype, shape, offsets, sizes)
 
 
-def write_tensors(new: NewFiles, rank: int, plan: WritePlan, tensors: Tensors) -> dict[str, FileRecord]:
+def write_tensors(new: Writer, rank: int, plan: WritePlan, tensors: Tensors) -> dict[str, FileRecord]:
     """Write the chunks of `rank` into one file.
 
     Returns:
@@ -107,7 +106,7 @@ def write_tensors(new: NewFiles, rank: int, plan: WritePlan, tensors: Tensors) -
     if not plan.parts:
         return {}
 
-    def fill(file: HashingFile) -> None:
+    def fill(file: Output) -> None:
         file.write(plan.header)
         for part in plan.parts:
             tensor = local(tensors[part.name]).resolve_conj().resolve_neg().cpu().contiguous()

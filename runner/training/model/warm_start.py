@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint.files import choice
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.reading import newest_step
 from runner.checkpoint.tensors import reader
 from runner.checkpoint.tensors.staging import AVERAGE, MODEL, model_state
@@ -106,14 +107,15 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
         raise UserError(f"init_from: the run {run.path} is gone: put it back, beside this run for example")
     step = recorded.get("step")
     try:
-        chosen = choice.choose(run.checkpoints, at if step is None else str(step))  # the best may be another by now
+        # The best may be another by now.
+        chosen = choice.choose(Directory(run.checkpoints), at if step is None else str(step))
     except UserError as error:
         began = "" if step is None else f"this run began with step {step}, whose checkpoint is needed again: "
         raise type(error)(f"init_from={run.path}@{at}: {began}{error}") from error
     assert chosen.manifest is not None
     digest = hashlib.sha256(chosen.manifest.encode()).hexdigest()
-    averaged = dict(reader.tensors(chosen.path, chosen.manifest, AVERAGE))
-    weights = averaged or dict(reader.tensors(chosen.path, chosen.manifest, MODEL))
+    averaged = dict(reader.tensors(chosen.at, chosen.manifest, AVERAGE))
+    weights = averaged or dict(reader.tensors(chosen.at, chosen.manifest, MODEL))
     return Source(f"{run.path} at step {chosen.step}", digest, chosen.step, weights)
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import pins
+from runner.checkpoint.files.commit import remove_tree
+from runner.checkpoint.files.store import Fence
 from runner.cli import archive, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
 from runner.rundir.paths import RunDir
@@ -76,11 +78,11 @@ def _pin_not_looked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _taken_stays_away(patch: pytest.MonkeyPatch) -> None:
-    def sweep(directory: Path, fence: checkpoint_dir.Fence) -> None:
+    def sweep(directory: Path, fence: Fence) -> None:
         found = checkpoint_dir.leftovers(directory)
         fence.check()
         for path in found:
-            checkpoint_dir.remove_tree(path)
+            remove_tree(path)
 
     patch.setattr(checkpoint_dir, "sweep", sweep)
 
@@ -88,8 +90,8 @@ def _taken_stays_away(patch: pytest.MonkeyPatch) -> None:
 def _fence_not_checked(patch: pytest.MonkeyPatch) -> None:
     real = checkpoint_dir._take
 
-    def take(path: Path, name: str, fence: checkpoint_dir.Fence) -> Path:
-        return real(path, name, checkpoint_dir.Fence(fence.number))
+    def take(path: Path, name: str, fence: Fence) -> Path:
+        return real(path, name, Fence(fence.number))
 
     patch.setattr(checkpoint_dir, "_take", take)
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from runner.checkpoint import manager, saver
-from runner.checkpoint.files import directory
+from runner.checkpoint.files import choice, directory
 from runner.checkpoint.files import manifest as manifests
+from runner.checkpoint.files.choice import Candidate, Retention
 from runner.checkpoint.files.commit import NewFiles, Transaction
-from runner.checkpoint.files.directory import Candidate, Fence, Retention
-from runner.checkpoint.files.manifest import Manifest
+from runner.checkpoint.files.store import Fence, Writer
 from runner.checkpoint.tensors import copying, state
 from runner.metrics import jsonl
 from runner.rundir.lease import Lease
@@ -22,9 +22,9 @@ from simulation.brought_back.fault import Fault
 
 
 def _no_directory_sync(patch: pytest.MonkeyPatch) -> None:
-    def commit(self: Transaction, manifest: Manifest, new: NewFiles | None = None) -> None:
+    def commit(self: Transaction, manifest: bytes, new: Writer | None = None) -> None:
         with new or NewFiles(self.path) as unsynced:
-            unsynced.write(manifests.NAME, lambda file: file.write(manifest.encode()))
+            unsynced.write(manifests.NAME, lambda file: file.write(manifest))
             unsynced.sync()
         files.fsync_dir(self.path)
         self._fence.check()
@@ -34,9 +34,9 @@ def _no_directory_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rename_first(patch: pytest.MonkeyPatch) -> None:
-    def commit(self: Transaction, manifest: Manifest, new: NewFiles | None = None) -> None:
+    def commit(self: Transaction, manifest: bytes, new: Writer | None = None) -> None:
         with new or NewFiles(self.path) as unsynced:
-            unsynced.write(manifests.NAME, lambda file: file.write(manifest.encode()))
+            unsynced.write(manifests.NAME, lambda file: file.write(manifest))
             self._fence.check()
             files.rename(self.path, self.final)
             files.fsync_dir(self.final.parent)
@@ -49,8 +49,8 @@ def _rename_first(patch: pytest.MonkeyPatch) -> None:
 def _no_fence_at_commit(patch: pytest.MonkeyPatch) -> None:
     init = Transaction.__init__
 
-    def unfenced(self: Transaction, final: Any, fence: Fence) -> None:
-        init(self, final, Fence(fence.number))
+    def unfenced(self: Transaction, final: Any, fence: Fence, *others: Any) -> None:
+        init(self, final, Fence(fence.number), *others)
 
     patch.setattr(Transaction, "__init__", unfenced)
 
@@ -140,8 +140,8 @@ def _evaluated_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _corruption_is_the_end(patch: pytest.MonkeyPatch) -> None:
-    choose = directory.candidates
-    patch.setattr(directory, "candidates", lambda path: choose(path)[:1])
+    choose = choice.candidates
+    patch.setattr(choice, "candidates", lambda store: choose(store)[:1])
 
 
 FAULTS = [
