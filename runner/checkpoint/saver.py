@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from runner.checkpoint.tensors.state import Averaged, OptimizerLike, TrainState
 from runner.errors import CheckpointError
 from runner.system import clock
 from runner.system.distributed import World
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Saver:
         self._fence = fence
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
+        self._warned = False
         self._found_corrupt = set[int]()  # steps of checkpoints that this attempt set aside, or could not
 
     def set_aside(self, step: int, corruption: str) -> None:
@@ -99,6 +103,9 @@ class Saver:
             CheckpointError: the directory is not readable.
         """
         self._store.sweep()
+        if not self._warned and (warning := self._store.warning()):
+            _log.warning(warning)
+        self._warned = True
 
     def stage(
         self,

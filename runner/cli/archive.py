@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.adoption import UNLINKABLE
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.pins import pinned
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         with custody(run, tell) as held:
             # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
             fence = Fence(held.lease.fence, held.lease.check_fence)
-            checkpoint_dir.sweep(run.checkpoints, fence)
+            Directory(run.checkpoints, fence).sweep()
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
             held.check()  # last: what was packed is the run only if nobody else has changed it meanwhile

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.files.adoption import adopt
-from runner.checkpoint.files.directory import look_anew
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
 from runner.config.schema import Config
 from runner.errors import CheckpointError
@@ -37,7 +37,7 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
         files.look_anew(run.checkpoints)
     if run.newest_step():
         return
-    look_anew(trunk.checkpoints)
+    Directory(trunk.checkpoints).look_anew()
     if not files.is_dir(trunk.checkpoint(step)):
         raise CheckpointError(missing(trunk, step))
     jsonl.take_over(run, trunk, step)

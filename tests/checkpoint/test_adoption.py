@@ -16,9 +16,8 @@ from checkpoints import Toy, manager, names, train
 from faults import failing, intercepted, interrupted, killed
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.adoption import adopt
-from runner.checkpoint.files.directory import Folder
+from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.store import Fence
 from runner.errors import CheckpointError, SupersededError
 from runner.system import files
@@ -77,7 +76,7 @@ def test_what_a_killed_process_of_the_same_number_has_left_is_not_in_the_way(tru
                 adopt(trunk / STEP, branch, Fence())
     assert len(names(branch)) == 2
     adopt(trunk / STEP, branch, Fence())
-    checkpoint_dir.sweep(branch, Fence(1))
+    Directory(branch, Fence(1)).sweep()
     assert names(branch) == [STEP]
 
 
@@ -121,7 +120,7 @@ def test_deleted_before_each_change(template: tuple[Path, dict[int, str]], trunk
         other = Path(shutil.copytree(trunk, branch.with_name(f"trunk-{number}")))
         whole = True
         try:
-            with intercepted(interrupted(number, lambda: checkpoint_dir.delete(other / STEP, Fence(7)))):
+            with intercepted(interrupted(number, lambda: Directory(other, Fence(7)).delete(STEP))):
                 adopt(other / STEP, branch, Fence())
         except CheckpointError as error:
             whole, reason = False, str(error)

@@ -10,13 +10,13 @@ import pytest
 from checkpoints import names, train
 from faults import intercepted
 
-from runner.checkpoint.files.directory import delete, set_aside
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence, step_name
 from runner.errors import SupersededError
 
 CHANGES: dict[str, Callable[[Path, Fence], None]] = {
-    "delete": delete,
-    "set aside": lambda path, fence: set_aside(path, "corrupt", "a test", fence),
+    "delete": lambda path, fence: Directory(path.parent, fence).delete(path.name),
+    "set aside": lambda path, fence: Directory(path.parent, fence).set_aside(path.name, "corrupt", "a test"),
 }
 
 

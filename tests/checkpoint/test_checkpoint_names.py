@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint import restore_train_state
 from runner.checkpoint.files import choice
-from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Folder
+from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.store import Fence, step_name
 from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
@@ -182,8 +181,8 @@ def test_a_deletion_that_was_killed_is_finished_and_not_undone(
     with monkeypatch.context() as patch:
         patch.setattr(files, "remove_tree", killed)
         with pytest.raises(InterruptedError):
-            checkpoint_dir.delete(run / name, Fence())
-    checkpoint_dir.sweep(run, Fence())
+            Directory(run, Fence()).delete(name)
+    Directory(run, Fence()).sweep()
     assert names(run) == ["step_00000001", "step_00000003"]
 
 
@@ -200,7 +199,7 @@ def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_
     with monkeypatch.context() as patch:
         patch.setattr(files, "remove_tree", killed)
         with pytest.raises(InterruptedError):
-            checkpoint_dir.delete(run / "step_00000002", Fence(1))
+            Directory(run, Fence(1)).delete("step_00000002")
 
     def synced(path: Path) -> None:
         calls.append(f"sync {path.name}")
@@ -212,7 +211,7 @@ def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_
 
     monkeypatch.setattr(files, "fsync_dir", synced)
     monkeypatch.setattr(files, "remove_tree", removed)
-    checkpoint_dir.sweep(run, Fence(2))
+    Directory(run, Fence(2)).sweep()
     assert calls == [f"sync {run.name}", "remove"]
 
 
@@ -234,9 +233,9 @@ def test_nobody_resumes_beside_a_save_that_could_be_committed_yet(
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
     if refusals == 4:
         with pytest.raises(CheckpointError, match=r"step_00000004\.tmp-1-99 was left behind .* could commit it yet"):
-            checkpoint_dir.sweep(run, Fence(2))
+            Directory(run, Fence(2)).sweep()
     else:
-        checkpoint_dir.sweep(run, Fence(2))
+        Directory(run, Fence(2)).sweep()
     assert unfinished.exists() == (refusals == 4)
 
 

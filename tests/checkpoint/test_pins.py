@@ -14,7 +14,7 @@ from faults import failing, intercepted, interrupted, killed
 
 from runner.checkpoint.files import choice, pins
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.directory import Directory, Folder, delete, sweep
+from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.pins import is_pinned, pin, pinned, unpin
 from runner.checkpoint.files.store import Fence, step_name
 from runner.rundir.paths import RunDir
@@ -99,7 +99,7 @@ def test_a_pin_set_at_any_moment_of_a_deletion_holds_or_is_refused(
         train(path.parent, 1)
         answers: list[bool] = []
         with intercepted(interrupted(number, lambda path=path, answers=answers: answers.append(pin(path)))):  # type: ignore[misc]
-            delete(path, Fence())
+            Directory(path.parent, Fence()).delete(path.name)
         # Refused at a moment when it was moved aside; it may be back nevertheless, then without its pin.
         assert (answers[0], is_pinned(path)) in {(True, True), (False, False)}, number
         assert not answers[0] or verified(path), number
@@ -117,10 +117,10 @@ def test_a_kill_at_any_moment_of_a_deletion_loses_nothing_that_was_pinned(saved:
         sys.stdout.flush()
         if (child := os.fork()) == 0:
             with intercepted(killed(number)):
-                delete(path, Fence())
+                Directory(path.parent, Fence()).delete(path.name)
             os._exit(0)
         os.waitpid(child, 0)
-        sweep(path.parent, Fence(1))  # the next attempt
+        Directory(path.parent, Fence(1)).sweep()  # the next attempt
         assert verified(path), number
         assert names(path.parent) == [step_name(1), f"{step_name(1)}.pinned"], number
 
@@ -131,12 +131,12 @@ def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved:
         train(path.parent, 1)
         if (child := os.fork()) == 0:
             with intercepted(killed(number)):
-                delete(path, Fence())
+                Directory(path.parent, Fence()).delete(path.name)
             os._exit(0)
         os.waitpid(child, 0)
         if path.is_dir() and number % 2:
             pin(path)
-        sweep(path.parent, Fence(1))
+        Directory(path.parent, Fence(1)).sweep()
         assert not path.exists() or verified(path), number
         assert not checkpoint_dir.leftovers(path.parent), number
 
@@ -155,8 +155,8 @@ def test_a_move_that_took_place_although_an_error_was_reported_deletes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(files, "rename", answer_lost)
         with pytest.raises(OSError, match="timed out"):
-            delete(path, Fence(1))
-    sweep(saved, Fence(2))
+            Directory(path.parent, Fence(1)).delete(path.name)
+    Directory(saved, Fence(2)).sweep()
     assert verified(path)
 
 
@@ -164,12 +164,12 @@ def test_a_corrupt_checkpoint_of_a_pinned_step_does_not_come_back(saved: Path, m
     """Whoever deleted it, under the name that it was set aside with, was killed in that."""
     path = saved / step_name(2)
     assert pin(path)
-    checkpoint_dir.set_aside(path, "corrupt", "a bit", Fence(1))
+    Directory(path.parent, Fence(1)).set_aside(path.name, "corrupt", "a bit")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_dir, "is_pinned", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            delete(saved / f"{step_name(2)}.corrupt", Fence(1))
-    sweep(saved, Fence(2))
+            Directory(saved, Fence(1)).delete(f"{step_name(2)}.corrupt")
+    Directory(saved, Fence(2)).sweep()
     assert names(saved) == [step_name(1), f"{step_name(2)}.pinned", step_name(3)]
 
 
@@ -177,7 +177,7 @@ def changes_of_a_deletion(folder: Path) -> int:
     """How many changes to the file system a deletion makes."""
     train(folder / "count", 1)
     with intercepted() as trace:
-        delete(folder / "count" / step_name(1), Fence())
+        Directory(folder / "count").delete(step_name(1))
     assert not (folder / "count" / step_name(1)).exists()
     return trace.count
 

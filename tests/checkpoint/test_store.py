@@ -87,6 +87,8 @@ class Memory:
 
     def look_anew(self) -> None: ...
 
+    def warning(self) -> None: ...
+
 
 def manager(store: Memory) -> TrainStateManager:
     def shared(path: Path, fence: Fence) -> Memory:

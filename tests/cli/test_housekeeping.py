@@ -27,7 +27,7 @@ from runs import PACED, ROOT, TINY, Run, assert_same_run
 
 from runner.__main__ import run as runner
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.store import Fence
+from runner.checkpoint.files.directory import Directory
 from runner.cli import archive as archive_command
 from runner.cli import plan, start
 from runner.errors import ExitStatus
@@ -478,7 +478,7 @@ class TestArchive:
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint_dir, "is_pinned", refused(errno.EINTR))  # killed before it saw the pin
             with pytest.raises(OSError, match="Interrupted"):
-                checkpoint_dir.delete(path, Fence())
+                Directory(path.parent).delete(path.name)
         assert not path.exists()
         assert command("archive", str(made), "x.tar", "--checkpoints", "last") == 0
         assert RunDir(unpacked(Path("x.tar"), Path("there"))).checkpoint_steps() == [1, 3]

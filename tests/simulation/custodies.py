@@ -606,7 +606,7 @@ class Custodies(Scenario):
                 return
             self._fences[process] = lease.fence
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
-            checkpoint_dir.sweep(run.checkpoints, fence)
+            Directory(run.checkpoints, fence).sweep()
             if process not in self._troubled:  # from here on no older attempt can, unless the disk refused to sweep
                 self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             newest = choice.newest(Directory(run.checkpoints))
@@ -632,7 +632,7 @@ class Custodies(Scenario):
     def _save_and_delete(self, run: RunDir, name: str, step: int, fence: Fence, metrics: jsonl.JsonlWriter) -> None:
         """As the saver does; what the disk refuses is tried again at the next save."""
         try:
-            checkpoint_dir.sweep(run.checkpoints, fence)
+            Directory(run.checkpoints, fence).sweep()
             if choice.judge(Folder(run.checkpoint(step))) is None:
                 metrics.sync()
                 save(run, step, fence)
@@ -643,8 +643,8 @@ class Custodies(Scenario):
         try:
             found = choice.candidates(Directory(run.checkpoints))
             for each in Retention(KEPT).to_delete(found, pins.pinned(run.checkpoints)):
-                checkpoint_dir.delete(each.path, fence)
-            checkpoint_dir.sweep(run.checkpoints, fence)
+                Directory(run.checkpoints, fence).delete(each.path.name)
+            Directory(run.checkpoints, fence).sweep()
         except (OSError, CheckpointError) as error:
             self.world.tell(f"cannot delete what is old: {error}", self._own().name)
 
@@ -794,7 +794,7 @@ class Custodies(Scenario):
         """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
         run = RunDir(place)
         with custody.custody(run) as held:
-            checkpoint_dir.sweep(run.checkpoints, Fence(held.lease.fence, held.lease.check_fence))
+            Directory(run.checkpoints, Fence(held.lease.fence, held.lease.check_fence)).sweep()
         if name == "a" and any(".tmp-" in entry for entry in self.disk.root.entries):
             self._carry_out(
                 "archive", str(place), str(ARCHIVE)

@@ -25,6 +25,7 @@ import launch.job
 import launch.slurm
 from launch import batch, display, requeue, submission
 from runner.checkpoint.files import directory as checkpoint_dir
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
 from runner.cli import launcher, start
 from runner.config import frozen, targets
@@ -704,7 +705,7 @@ class _Session:
         self.account = log.account
         self.recorder = SimpleNamespace(close=lambda: None)
         self._fence = Fence(held.fence, held.check_fence)
-        checkpoint_dir.sweep(run.checkpoints, self._fence)
+        Directory(run.checkpoints, self._fence).sweep()
         self.step = run.newest_step()
         story.begins(run, log.record, held.fence)
         clock.sleep(story.random.uniform(0.1, 3.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from runner.checkpoint.files import choice, directory
+from runner.checkpoint.files import choice
 from runner.checkpoint.files.directory import Directory
 from runner.cli import archive
 from runner.rundir.custody import custody
@@ -80,7 +80,7 @@ class _Saving(Scenario):
         self._look()
         clock.sleep(1.0)
         self._look()
-        directory.look_anew(self.checkpoints)
+        Directory(self.checkpoints).look_anew()
         self._look()
 
     def _look(self) -> None:

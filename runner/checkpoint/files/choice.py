@@ -25,16 +25,20 @@ LAST, BEST = "last", "best"
 
 
 @dataclass(frozen=True)
-class Info:
-    """A committed checkpoint that was verified."""
-
+class _Entry:
     at: Stored
-    manifest: Manifest
 
     @property
     def path(self) -> Path:
         """Where it is."""
         return self.at.path
+
+
+@dataclass(frozen=True)
+class Info(_Entry):
+    """A committed checkpoint that was verified."""
+
+    manifest: Manifest
 
     @property
     def step(self) -> int:
@@ -43,7 +47,7 @@ class Info:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(_Entry):
     """A checkpoint that was committed under its name, judged by its manifest.
 
     Attributes:
@@ -54,20 +58,14 @@ class Candidate:
         error: why it cannot be judged: not readable, or of an unknown format version.
     """
 
-    at: Stored
     step: int
     manifest: Manifest | None
     corruption: str | None = None
     error: CheckpointError | None = None
 
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self.at.path
-
 
 @dataclass(frozen=True)
-class Stranger:
+class Stranger(_Entry):
     """What has a checkpoint's name and is none: never loaded, counted or deleted.
 
     Attributes:
@@ -76,14 +74,8 @@ class Stranger:
         step: if it is a checkpoint that was copied or renamed: the step that it contains. Else None: not ours.
     """
 
-    at: Stored
     reason: str
     step: int | None = None
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self.at.path
 
     @property
     def is_empty_directory(self) -> bool:

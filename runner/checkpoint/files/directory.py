@@ -49,22 +49,18 @@ class Folder:
     path: Path
 
     def wrong_kind(self) -> str | None:
-        """What is there if it is no directory, or None."""
         mode = files.lstat(self.path).st_mode
         if stat.S_ISDIR(mode):
             return None
         return "a link" if stat.S_ISLNK(mode) else "a file"
 
     def names(self) -> list[str]:
-        """The names of its files."""
         return files.list_dir(self.path)
 
     def size(self, name: str) -> int:
-        """The size of a file in bytes."""
         return files.lstat(self.path / name).st_size
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """A regular file, and its size in bytes."""
         file = files.open_regular(self.path / name)
         try:
             return file, files.size(file)
@@ -84,46 +80,103 @@ class Directory:
     def __init__(self, path: Path, fence: Fence = NOBODY) -> None:
         self.path = path
         self._fence = fence
-        self._prepared = self._warned = False
+        self._prepared = False
 
     def look_anew(self) -> None:
-        """See `look_anew`."""
-        look_anew(self.path)
+        """Let the next look at the directory show what there is now.
+
+        What another machine has committed since may be missing otherwise: see `files.look_anew`.
+        """
+        with contextlib.suppress(OSError):  # not there yet, or somebody else's
+            files.look_anew(self.path)
 
     def names(self) -> list[str]:
-        """The names in the directory; none if it is missing."""
-        return _names(self.path)
+        try:
+            return patiently(self.path, lambda: files.list_dir(self.path))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error.strerror}); restore it and rerun") from error
 
     def at(self, name: str) -> Folder:
-        """What has this name."""
         return Folder(self.path / name)
 
     def save(self, name: str) -> Transaction:
-        """The transaction of a checkpoint."""
         return Transaction(self.path / name, self._fence, self.prepare)
 
     def writer(self, path: Path) -> NewFiles:
-        """New files in the directory of a transaction."""
         return NewFiles(path)
 
     def set_aside(self, name: str, mark: str, why: str) -> None:
-        """See `set_aside`."""
-        set_aside(self.path / name, mark, why, self._fence)
+        path = self.path / name
+        number, target = 1, path.with_name(f"{name}.{mark}")
+        try:
+            while files.is_taken(target):
+                number += 1
+                target = path.with_name(f"{name}.{mark}-{number}")
+            container = _take(path, target.name, self._fence)
+            files.rename(container / target.name, target)
+            files.fsync_dir(self.path)
+            remove_tree(container)
+            _log.warning(f"checkpoint {name} is {mark} ({why}) and was set aside as {target.name}")
+        except OSError as error:
+            _log.warning(f"checkpoint {name} is {mark} ({why}) and cannot be set aside ({error.strerror})")
 
     def delete(self, name: str) -> None:
-        """See `delete`."""
-        delete(self.path / name, self._fence)
+        """Delete a checkpoint so that part of it is never visible under its name; not if it has a pin by now.
+
+        Raises:
+            SupersededError: a newer attempt holds the lease; nothing was changed.
+            OSError: the file system refused.
+        """
+        path = self.path / name
+        container = _take(path, _TAKEN, self._fence)
+        if is_pinned(path):  # looked at again: a pin that is set later finds the checkpoint gone
+            files.rename(container / _TAKEN, path)
+        else:
+            files.rename(container / _TAKEN, container / "deleted")  # a name that `sweep` does not put back
+        files.fsync_dir(path.parent)
+        remove_tree(container)
 
     def sweep(self) -> None:
-        """See `sweep`; the first time, also warn if others may write to the directory."""
-        sweep(self.path, self._fence)
-        if not self._warned and (warning := loose_modes(self.path)):
-            _log.warning(warning)
-        self._warned = True
+        """Remove what killed saves and deletions left behind. Only while this attempt has no save in flight.
+
+        Listed first and checked afterwards, so that nothing of a newer attempt is among them, however long this process
+        is stopped. Each is renamed first: after that, an older process cannot rename anything out of it or into it. A
+        checkpoint that was being set aside gets the name that it was to have, and one that was pinned before it was
+        deleted gets its own back.
+
+        Raises:
+            SupersededError: a newer attempt holds the lease.
+            CheckpointError: the directory is not readable, or one of an older attempt cannot be renamed.
+        """
+        found = leftovers(self.path)
+        self._fence.check()
+        for path in found:
+            step, whole = path.with_name(path.name.partition(".")[0]), path.name.partition(".tmp-")[0]
+            mine = temporary_name(step, self._fence, f"-swept{next(_COUNT)}")
+            left = path
+            try:
+                _take_over(path, mine, self._fence)
+                left = mine
+                for name in files.list_dir(mine):
+                    if SET_ASIDE.fullmatch(name) and not files.is_taken(self.path / name):
+                        files.rename(mine / name, self.path / name)
+                    # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
+                    if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
+                        files.rename(mine / name, step)
+                files.fsync_dir(self.path)  # or a power loss might bring a name back after its content is gone
+                remove_tree(mine)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except OSError as error:
+                _log.warning(f"{left}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
 
     def pinned(self) -> set[int]:
-        """The steps that have a pin."""
         return pinned(self.path)
+
+    def warning(self) -> str | None:
+        return loose_modes(self.path)
 
     def prepare(self) -> None:
         """Create the directory, so that it survives a power loss, whoever created it."""
@@ -142,70 +195,10 @@ class Directory:
         self._prepared = True
 
 
-def _names(directory: Path) -> list[str]:
-    try:
-        return patiently(directory, lambda: files.list_dir(directory))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read ({error.strerror}); restore it and rerun") from error
-
-
-def look_anew(directory: Path) -> None:
-    """Let the next look at the directory show what there is now.
-
-    What another machine has committed since may be missing otherwise: see `files.look_anew`.
-    """
-    with contextlib.suppress(OSError):  # not there yet, or somebody else's
-        files.look_anew(directory)
-
-
 def leftovers(directory: Path) -> list[Path]:
     """Temporary directories: of a save or a deletion that is in progress, or that was killed."""
-    named = (directory / name for name in _names(directory) if _TEMPORARY.fullmatch(name))
+    named = (directory / name for name in Directory(directory).names() if _TEMPORARY.fullmatch(name))
     return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))  # nothing else is made here
-
-
-def set_aside(path: Path, mark: str, why: str, fence: Fence) -> None:
-    """Rename a checkpoint that is in the way to a free name, and log a warning, also if that fails.
-
-    Args:
-        path: the checkpoint.
-        mark: `corrupt` or `misnamed`, which ends the new name.
-        why: what is wrong with it.
-        fence: this attempt's.
-
-    Raises:
-        SupersededError: a newer attempt holds the lease; nothing was changed.
-    """
-    number, target = 1, path.with_name(f"{path.name}.{mark}")
-    try:
-        while files.is_taken(target):
-            number += 1
-            target = path.with_name(f"{path.name}.{mark}-{number}")
-        container = _take(path, target.name, fence)
-        files.rename(container / target.name, target)
-        files.fsync_dir(path.parent)
-        remove_tree(container)
-        _log.warning(f"checkpoint {path.name} is {mark} ({why}) and was set aside as {target.name}")
-    except OSError as error:
-        _log.warning(f"checkpoint {path.name} is {mark} ({why}) and cannot be set aside ({error.strerror})")
-
-
-def delete(path: Path, fence: Fence) -> None:
-    """Delete a checkpoint so that part of it is never visible under its name; not if it has a pin by now.
-
-    Raises:
-        SupersededError: a newer attempt holds the lease; nothing was changed.
-        OSError: the file system refused.
-    """
-    container = _take(path, _TAKEN, fence)
-    if is_pinned(path):  # looked at again: a pin that is set later finds the checkpoint gone
-        files.rename(container / _TAKEN, path)
-    else:
-        files.rename(container / _TAKEN, container / "deleted")  # a name that `sweep` does not put back
-    files.fsync_dir(path.parent)
-    remove_tree(container)
 
 
 def _take(path: Path, name: str, fence: Fence) -> Path:
@@ -221,41 +214,6 @@ def _take(path: Path, name: str, fence: Fence) -> Path:
             files.remove_dir(container)  # an error may have been reported for a rename that took place
         raise
     return container
-
-
-def sweep(directory: Path, fence: Fence) -> None:
-    """Remove what killed saves and deletions left behind. Only while this attempt has no save in flight.
-
-    Listed first and checked afterwards, so that nothing of a newer attempt is among them, however long this process is
-    stopped. Each is renamed first: after that, an older process cannot rename anything out of it or into it. A
-    checkpoint that was being set aside gets the name that it was to have, and one that was pinned before it was
-    deleted gets its own back.
-
-    Raises:
-        SupersededError: a newer attempt holds the lease.
-        CheckpointError: the directory is not readable, or one of an older attempt cannot be renamed.
-    """
-    found = leftovers(directory)
-    fence.check()
-    for path in found:
-        step, whole = path.with_name(path.name.partition(".")[0]), path.name.partition(".tmp-")[0]
-        mine = temporary_name(step, fence, f"-swept{next(_COUNT)}")
-        left = path
-        try:
-            _take_over(path, mine, fence)
-            left = mine
-            for name in files.list_dir(mine):
-                if SET_ASIDE.fullmatch(name) and not files.is_taken(directory / name):
-                    files.rename(mine / name, directory / name)
-                # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
-                if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
-                    files.rename(mine / name, step)
-            files.fsync_dir(directory)  # or a power loss might bring a name back after its content is gone
-            remove_tree(mine)
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        except OSError as error:
-            _log.warning(f"{left}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
 
 
 def _take_over(path: Path, mine: Path, fence: Fence) -> None:

@@ -54,15 +54,15 @@ class Fence:
     check: Callable[[], None] = lambda: None
 
 
-class Stored(Protocol):
-    """One checkpoint to read. Its methods raise OSError as a file system does, with the errno that says what is there.
-
-    Attributes:
-        path: where it is, for messages; its name is that of the checkpoint.
-    """
+class Place(Protocol):
+    """What is at a path, which need not be one of a file system, and is for messages."""
 
     @property
     def path(self) -> Path: ...
+
+
+class Stored(Place, Protocol):
+    """One checkpoint to read, of the name of its path. Raises OSError as a file system does, with errno."""
 
     def wrong_kind(self) -> str | None:
         """What is there if it can be no checkpoint (`a link`), or None; FileNotFoundError if nothing is."""
@@ -77,13 +77,6 @@ class Stored(Protocol):
         """A file, to be read from any position, and its size in bytes."""
 
 
-class Output(Protocol):
-    """What a new file is written to."""
-
-    def write(self, data: Any) -> int:
-        """Append bytes or any buffer; returns their number."""
-
-
 class Writer(Protocol):
     """New files of one checkpoint, which become durable together; a context manager that closes them."""
 
@@ -92,21 +85,14 @@ class Writer(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def write(self, name: str, fill: Callable[[Any], Any]) -> FileRecord:
-        """Create a file with what `fill` writes into its `Output`; returns its entry in the manifest."""
+        """Create a file with what `fill` writes into it; returns its entry in the manifest."""
 
     def sync(self) -> None:
         """Make all files durable."""
 
 
-class Save(Protocol):
-    """One checkpoint that is being saved: it is absent until it is committed.
-
-    Attributes:
-        path: where its files are until then.
-    """
-
-    @property
-    def path(self) -> Path: ...
+class Save(Place, Protocol):
+    """One checkpoint that is being saved, at a path of its own: it is absent until it is committed."""
 
     def begin(self) -> None:
         """Make the place for its files; raises SupersededError if a newer attempt holds the lease."""
@@ -118,15 +104,8 @@ class Save(Protocol):
         """Remove its files, as far as possible."""
 
 
-class Store(Protocol):
-    """Where the checkpoints of a run are. A change raises SupersededError if a newer attempt holds the lease.
-
-    Attributes:
-        path: where that is, for messages.
-    """
-
-    @property
-    def path(self) -> Path: ...
+class Store(Place, Protocol):
+    """Where the checkpoints of a run are. A change raises SupersededError if a newer attempt holds the lease."""
 
     def look_anew(self) -> None:
         """Let the next look show what other machines have committed since the last one."""
@@ -144,7 +123,13 @@ class Store(Protocol):
         """New files of a save that was begun, by this or another rank; `path` is that of the save."""
 
     def set_aside(self, name: str, mark: str, why: str) -> None:
-        """Rename a checkpoint to `name.mark`, or a similar name that is free, and log why."""
+        """Rename a checkpoint to `name.mark`, or a free name like it, and log a warning, also if that fails.
+
+        Args:
+            name: of the checkpoint, which is in the way.
+            mark: `corrupt` or `misnamed`.
+            why: what is wrong with it.
+        """
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint atomically, unless it has a pin."""
@@ -154,3 +139,6 @@ class Store(Protocol):
 
     def pinned(self) -> set[int]:
         """The steps that are not to be deleted."""
+
+    def warning(self) -> str | None:
+        """Who else may change the checkpoints, as a warning, or None."""

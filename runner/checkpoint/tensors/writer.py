@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.files.store import FileRecord, Output, Writer
+from runner.checkpoint.files.store import FileRecord, Writer
 from runner.checkpoint.tensors import layout
 from runner.checkpoint.tensors.layout import Part
 from runner.checkpoint.tensors.staging import Collected, Tensors, local
@@ -106,7 +106,7 @@ def write_tensors(new: Writer, rank: int, plan: WritePlan, tensors: Tensors) -> 
     if not plan.parts:
         return {}
 
-    def fill(file: Output) -> None:
+    def fill(file: Any) -> None:
         file.write(plan.header)
         for part in plan.parts:
             tensor = local(tensors[part.name]).resolve_conj().resolve_neg().cpu().contiguous()

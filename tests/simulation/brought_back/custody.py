@@ -13,6 +13,7 @@ import pytest
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import pins
 from runner.checkpoint.files.commit import remove_tree
+from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
 from runner.cli import archive, mv, rm, start
 from runner.rundir import custody, lease, submitted_jobs
@@ -78,13 +79,13 @@ def _pin_not_looked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _taken_stays_away(patch: pytest.MonkeyPatch) -> None:
-    def sweep(directory: Path, fence: Fence) -> None:
-        found = checkpoint_dir.leftovers(directory)
-        fence.check()
+    def sweep(self: Directory) -> None:
+        found = checkpoint_dir.leftovers(self.path)
+        self._fence.check()
         for path in found:
             remove_tree(path)
 
-    patch.setattr(checkpoint_dir, "sweep", sweep)
+    patch.setattr(Directory, "sweep", sweep)
 
 
 def _fence_not_checked(patch: pytest.MonkeyPatch) -> None:
