@@ -64,7 +64,7 @@ class TrainStateManager:
             commit.
         check_fence: called on rank 0 before every change; raises SupersededError if a newer attempt holds the lease.
         fence: the fencing number of this attempt.
-        store: makes the store of a directory.
+        store: makes the store of the checkpoints, from `directory` and the fence.
 
     Raises:
         UserError: a setting is out of range.

@@ -1,7 +1,4 @@
-"""The seam of storage: what the rest of the checkpoints needs of the place where their files are.
-
-A directory (`directory.Directory`) is one such place. Imports no torch.
-"""
+"""What a store of checkpoints does: `Store` and what it returns. `directory.Directory` is one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +59,10 @@ class Place(Protocol):
 
 
 class Stored(Place, Protocol):
-    """One checkpoint to read, of the name of its path. Raises OSError as a file system does, with errno."""
+    """One checkpoint to read, which has the name of its path. It is pickled to be sent to other ranks.
+
+    A method raises OSError as a file system does: its errno tells a missing file from an error that may pass.
+    """
 
     def wrong_kind(self) -> str | None:
         """What is there if it can be no checkpoint (`a link`), or None; FileNotFoundError if nothing is."""
