@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import here
 import pytest
@@ -282,21 +282,21 @@ def test_a_corrupt_checkpoint_is_left_out_of_all_and_an_error_by_itself(run: Pat
 @contextmanager
 def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int, whole: bool = False) -> Iterator[None]:
     """The disk refuses so many times to read the manifest of step 4, and to tell whether `whole` that is there."""
-    real, look, refused = files.read_regular, files.stat, list(range(times))
+    real, look, refused = files.open_regular, files.stat, list(range(times))
 
     def stat(path: Any, **options: Any) -> Any:
         if whole and Path(path) == run / "checkpoints" / "step_00000004":
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return look(path, **options)
 
-    def read(path: str | Path, **options: Any) -> bytes:
+    def opened(path: str | Path, **options: Any) -> BinaryIO:
         if Path(path) == run / "checkpoints" / "step_00000004" / "manifest.json" and refused:
             refused.pop()
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return real(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "read_regular", read)
+        patch.setattr(files, "open_regular", opened)
         patch.setattr(files, "stat", stat)
         patch.setattr(reading, "PAUSES_S", (0.0, 0.0))
         yield
