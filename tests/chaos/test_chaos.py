@@ -28,7 +28,7 @@ from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.manifest import CorruptionError, read, verify
 from runner.checkpoint.tensors.compare import nested_differences, tensor_difference
-from runner.cli.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
+from runner.cli.chaos.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
 from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir

@@ -19,7 +19,7 @@ from checkpoints import Toy, manager, names
 
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import manifest as manifests
-from runner.cli import checkpoints as checkpoints_command
+from runner.cli.runs import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 from runner.system import files
 

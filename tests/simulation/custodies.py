@@ -21,7 +21,8 @@ from runner.__main__ import run as run_command
 from runner.checkpoint.files import choice, pins
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.directory import Candidate, Fence, Retention
-from runner.cli import checkpoints, edits, housekeeping, plan, start
+from runner.cli.runs import checkpoints, housekeeping
+from runner.cli.start import edits, plan, start
 from runner.contracts import JobInfo
 from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.files import directory
-from runner.cli import archive
+from runner.cli.runs import archive
 from runner.rundir.custody import custody
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir

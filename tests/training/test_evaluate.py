@@ -21,7 +21,7 @@ from fake_job import FakeJob
 from runs import PACED, PATIENCE_S, ROOT, Run
 
 from runner.checkpoint.files import reading
-from runner.cli.status import find_runs
+from runner.cli.look.status import find_runs
 from runner.config.composition import Composer
 from runner.config.identity import evaluation_digest
 from runner.rundir import evaluations

@@ -12,7 +12,8 @@ import pytest
 
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import pins
-from runner.cli import archive, mv, rm, start
+from runner.cli.runs import archive, mv, rm
+from runner.cli.start import start
 from runner.rundir import custody, lease, submitted_jobs
 from runner.rundir.paths import RunDir
 from runner.system import files

@@ -18,7 +18,7 @@ from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.directory import Candidate, Fence, Retention, Stranger
 from runner.checkpoint.files.pins import pinned
-from runner.cli.console import PROGRAM, Parser, console, size, table, tell
+from runner.cli.base.console import PROGRAM, Parser, console, size, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir

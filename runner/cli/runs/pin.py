@@ -9,8 +9,8 @@ from pathlib import Path
 from runner.checkpoint.files import choice
 from runner.checkpoint.files.directory import step_name
 from runner.checkpoint.files.pins import pin, pinned, unpin
-from runner.cli.checkpoints import checkpoints_of
-from runner.cli.console import PROGRAM, Parser, say
+from runner.cli.base.console import PROGRAM, Parser, say
+from runner.cli.runs.checkpoints import checkpoints_of
 from runner.errors import FileError, UserError
 
 
