@@ -1,7 +1,7 @@
 """`python -m runner [overrides]` trains; a first word without `=` names a command.
 
-A command NAME (`runner.cli.commands.COMMANDS`) is the module `runner.cli.NAME`, whose `main(arguments)` returns the
-exit status. Each imports what it needs, so that none waits for torch or Hydra in vain.
+A command is a module (`runner.cli.base.commands`), whose `main(arguments)` returns the exit status. Each imports what
+it needs, so that none waits for torch or Hydra in vain.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import pairwise
 
-from runner.cli.commands import COMMANDS, WITH_CLASSES
-from runner.cli.help import config_dirs, text
+from runner.cli.base.commands import COMMANDS, WITH_CLASSES, module
+from runner.cli.base.help import config_dirs, text
 from runner.errors import ExitStatus, FileError, UserError, nearest
 from runner.system.signals import STOP
 from runner.system.terminal import flush_output, outlive_terminal
@@ -42,13 +41,13 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except UserError as error:
-        from runner.cli.console import print_errors
+        from runner.cli.base.console import print_errors
 
         return print_errors(error)
     except BrokenPipeError:
         raise
     except OSError as error:
-        from runner.cli.console import print_errors
+        from runner.cli.base.console import print_errors
 
         return print_errors(FileError(f"{error.filename or 'the file system'}: {error.strerror or error}"))
     except KeyboardInterrupt:
@@ -75,7 +74,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         _find_own_classes()
     if word in ("resume", "fork") and not set(HELP) & set(arguments):
         STOP.install()
-    return int(import_module(f"runner.cli.{word}").main(arguments[1:]))
+    return int(module(word).main(arguments[1:]))
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -86,12 +85,12 @@ def _train(arguments: Sequence[str]) -> int:
         return int(ExitStatus.FINISHED)
     if any(argument.partition("=")[0] in PRINTS for argument in arguments):
         _find_own_classes()
-        from runner.cli.show import show
+        from runner.cli.base.show import show
 
         return show(arguments)
     STOP.install()  # before the imports, which take longest: a signal meanwhile counts
     _find_own_classes()
-    from runner.cli.start import start
+    from runner.cli.start.start import start
 
     return start(arguments)
 

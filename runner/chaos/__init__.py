@@ -10,6 +10,6 @@
     compare.py        two run directories, bit for bit
     report.py, display.py   what people see
 
-The command line is in `runner.cli.chaos` and `chaos_options`. Nothing here trains: the runs are `python -m runner`
-processes, as a user would start them.
+The command line is in `runner.cli.chaos`. Nothing here trains: the runs are `python -m runner` processes, as a user
+would start them.
 """

@@ -29,7 +29,7 @@ from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.files.manifest import CorruptionError, read, verify
 from runner.checkpoint.files.store import step_name
 from runner.checkpoint.tensors.compare import nested_differences, tensor_difference
-from runner.cli.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
+from runner.cli.chaos.chaos_options import choose_kinds, fixed_ranks, parse, required_settings
 from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir

@@ -22,7 +22,7 @@ from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import manifest as manifests
 from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.store import FileRecord
-from runner.cli import checkpoints as checkpoints_command
+from runner.cli.runs import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 from runner.system import files
 

@@ -18,7 +18,7 @@ from faults import reads_intercepted
 from safetensors.torch import load_file
 
 from runner.__main__ import run as command
-from runner.cli.console import size
+from runner.cli.base.console import size
 from runner.rundir.lease import Lease
 from runner.system import clock, files
 
@@ -247,7 +247,9 @@ def test_a_directory_without_checkpoints_is_one_line(tmp_path: Path, capsys: pyt
 
 
 def test_listing_imports_no_torch(run: Path) -> None:
-    code = "import sys; from runner.cli.checkpoints import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from runner.cli.runs.checkpoints import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code, str(run)], env={**os.environ, "PYTHONPATH": root}, capture_output=True, check=False

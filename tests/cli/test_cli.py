@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_launcher import Command, FakeLauncher, QueueLauncher, fail, finish, run_dirs
 
-from runner.cli import start
+from runner.cli.start import start
 from runner.config.composition import Composer
 from runner.config.frozen import load, load_plain
 from runner.contracts import JobInfo

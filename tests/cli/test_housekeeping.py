@@ -28,8 +28,8 @@ from runs import PACED, ROOT, TINY, Run, assert_same_run
 from runner.__main__ import run as runner
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.directory import Directory
-from runner.cli import archive as archive_command
-from runner.cli import plan, start
+from runner.cli.runs import archive as archive_command
+from runner.cli.start import plan, start
 from runner.errors import ExitStatus
 from runner.rundir import custody, evaluations, lease, provenance
 from runner.rundir.custody import Custody
@@ -173,7 +173,7 @@ class TestMove:
     @SOME_CHANGES
     def test_killed_before_a_change(self, made: Path, tmp_path: Path, quick: None, stride: int) -> None:
         """The whole run is at one of the two places; if at the first, the same command moves it."""
-        from runner.cli.mv import main
+        from runner.cli.runs.mv import main
 
         before = contents(made)
         count = changes(made, tmp_path, lambda source, target: main([str(source), str(target)]))
@@ -385,7 +385,7 @@ class TestRemove:
     @SOME_CHANGES
     def test_killed_before_a_change(self, made: Path, tmp_path: Path, quick: None, stride: int) -> None:
         """The whole run or, under its name, nothing; the same command then leaves nothing at all."""
-        from runner.cli.rm import main
+        from runner.cli.runs.rm import main
 
         before, states = contents(made), set()
         for number in range(0, changes(made, tmp_path, lambda source, _: main([str(source), "--yes"])), stride):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.cli import inspect
+from runner.cli.look import inspect
 from runner.data.elastic import ElasticSampler
 from runner.data.order.batch_shape import BatchShape, append_shape
 from runner.data.order.segments import Segment
@@ -424,7 +424,7 @@ def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
         run = in_run(tmp_path / kind, seeded(kind))
         asked += [[run, *question] for question in QUESTIONS if question[0] not in ("--step", "--sample")]
     code = (
-        "import sys; from runner.cli.inspect import main; "
+        "import sys; from runner.cli.look.inspect import main; "
         f"status = any([main(question) for question in {asked!r}]); "
         "sys.exit(status or any(name in sys.modules for name in ('torch', 'hydra', 'omegaconf')))"
     )

@@ -12,7 +12,7 @@ import pytest
 from disk import tree_of
 from fake_launcher import Command, FakeLauncher, fail, finish, run_dirs
 
-from runner.cli.plan import plan_run
+from runner.cli.start.plan import plan_run
 from runner.config.composition import Composed, Composer, compose
 from runner.contracts import JobInfo
 from runner.errors import UserError

@@ -10,10 +10,10 @@ import torch
 from runs import TINY
 from torch import nn
 
-from runner.cli import sizes
-from runner.cli.doctor import main
-from runner.cli.launcher import idle_ranks, rank_count_errors
-from runner.cli.start import start
+from runner.cli.base.launcher import idle_ranks, rank_count_errors
+from runner.cli.doctor import sizes
+from runner.cli.doctor.doctor import main
+from runner.cli.start.start import start
 from runner.config.composition import compose
 from runner.contracts import RankCounts
 from runner.training.model import build

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from launch import requeue
 from runner import __main__ as entry
-from runner.cli import status
-from runner.cli.console import Lines, counted, table
+from runner.cli.base.console import Lines, counted, table
+from runner.cli.look import status
 from runner.contracts import JobInfo
 from runner.errors import UserError
 from runner.rundir import submitted_jobs
@@ -641,7 +641,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_status_answers_without_torch_hydra_or_numpy() -> None:
-    code = "import sys, runner.cli.status, launch.slurm\nprint({'torch', 'hydra', 'numpy'} & sys.modules.keys())"
+    code = "import sys, runner.cli.look.status, launch.slurm\nprint({'torch', 'hydra', 'numpy'} & sys.modules.keys())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )

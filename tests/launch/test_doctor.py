@@ -9,7 +9,7 @@ import pytest
 from runs import TINY
 
 from runner.checkpoint import TrainStateManager
-from runner.cli.doctor import measure_save
+from runner.cli.doctor.doctor import measure_save
 from runner.config.composition import compose
 from runner.system import clock
 

@@ -12,7 +12,7 @@ from fake_slurm import FakeSlurm, runs, slurm
 from runs import TINY
 
 from launch.slurm import SlurmLauncher
-from runner.cli.start import start
+from runner.cli.start.start import start
 from runner.errors import UserError
 
 __all__ = ["runs", "slurm"]

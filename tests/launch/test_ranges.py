@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from launch.ranges import parse
-from runner.cli.launcher import rank_count_errors
+from runner.cli.base.launcher import rank_count_errors
 from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.contracts import RankCounts
 from runner.errors import UserError

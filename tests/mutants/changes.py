@@ -28,7 +28,7 @@ MODULES = """
     runner/training/attempt.py runner/training/step/step.py
     runner/metrics/jsonl.py runner/system/files.py
     launch/requeue.py launch/job.py launch/slurm.py launch/scheduler.py
-    runner/cli/start.py runner/cli/plan.py
+    runner/cli/start/start.py runner/cli/start/plan.py
 """.split()
 """The modules behind the promises: a kill loses nothing, nobody else interferes, the data order, the requeue."""
 

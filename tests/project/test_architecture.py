@@ -27,8 +27,9 @@ WITHOUT_TORCH = """
     runner.errors runner.contracts runner.__main__ runner.system.files runner.system.clock runner.system.processes
     runner.system.signals runner.system.distributed runner.rundir.paths runner.rundir.lease runner.rundir.attempt_log
     runner.rundir.submitted_jobs runner.rundir.provenance runner.config.schema runner.config.schedule
-    runner.config.search_path runner.cli.help runner.cli.status runner.cli.checkpoints runner.training.attempt
-    runner.training.job runner.data.order.batch_shape runner.checkpoint.files.directory launch.slurm launch.local
+    runner.config.search_path runner.cli.base.help runner.cli.look.status runner.cli.runs.checkpoints
+    runner.training.attempt runner.training.job runner.data.order.batch_shape runner.checkpoint.files.directory
+    launch.slurm launch.local
 """.split()
 Imports = Mapping[str, Collection[str]]
 
@@ -136,7 +137,7 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("package", ["training", "checkpoint"])
+@pytest.mark.parametrize("package", ["training", "checkpoint", "cli"])
 def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
     """Not even for types does a room import the top, or one beside or above it; and so there is no circle of rooms."""
     prefix = f"runner.{package}."
@@ -161,12 +162,16 @@ def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
     [
         ("runner.rundir.paths", "def f():\n    from runner.cli import start", "is in a layer above it"),
         ("runner.data.text", "import runner.checkpoint.files.commit", "is a part beside it"),
-        ("runner.cli.start", "import_module('launch.slurm')", "is chosen by the config, never imported"),
-        ("runner.cli.start", "importlib.import_module(f'launch.{name}')", "is chosen by the config, never imported"),
+        ("runner.cli.start.start", "import_module('launch.slurm')", "is chosen by the config, never imported"),
+        (
+            "runner.cli.start.start",
+            "importlib.import_module(f'launch.{name}')",
+            "is chosen by the config, never imported",
+        ),
         ("launch.local", "from runner.config.schema import Config", "is not shared with launch"),
         ("runner.training.model.build", "__import__('omegaconf')", "belongs to runner.config."),
         ("launch.local", "import submitit", "belongs to launch.batch"),
-        ("runner.cli.start", "from runner.training import attempt", None),
+        ("runner.cli.start.start", "from runner.training import attempt", None),
         ("runner.training.model.build", "import_module(name)", None),
         ("runner.data.text", "if TYPE_CHECKING:\n    from runner.cli import start", None),
         ("launch.batch", "import submitit\nimport torch\nfrom runner.system import files", None),
@@ -190,7 +195,7 @@ def test_what_needs_no_torch_imports_none(tmp_path: Path) -> None:
 import importlib, sys
 for name in {WITHOUT_TORCH!r}:
     importlib.import_module(name)
-from runner.cli import status
+from runner.cli.look import status
 status.main([sys.argv[1], "--json"])
 print("heavy:", sorted({{"torch", "numpy", "hydra", "omegaconf", "submitit"}} & sys.modules.keys()))
 """
@@ -199,4 +204,4 @@ print("heavy:", sorted({{"torch", "numpy", "hydra", "omegaconf", "submitit"}} & 
 
 def test_inspect_imports_neither_torch_nor_hydra() -> None:
     heavy = "{'torch', 'hydra', 'omegaconf', 'submitit'}"
-    assert _fresh(f"import sys, runner.cli.inspect; print({heavy} & sys.modules.keys())") == "set()\n"
+    assert _fresh(f"import sys, runner.cli.look.inspect; print({heavy} & sys.modules.keys())") == "set()\n"

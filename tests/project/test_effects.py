@@ -27,7 +27,7 @@ PACKAGES = (
 
 EXCEPTIONS = {
     "runner/checkpoint/tensors/writer.py: threading.Lock at import": "held during an import, through no door",
-    "runner/cli/show.py: .resolve": "an option of the command",
+    "runner/cli/base/show.py: .resolve": "an option of the command",
     "runner/config/composition.py: os.environ": "a variable of Hydra's, which reads it itself",
     "runner/config/search_path.py: .is_dir": "where the installed config files are, which Hydra reads itself",
     "runner/config/search_path.py: .resolve": "where the installed config files are, which Hydra reads itself",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from properties import given_in_tiers
 from runs import TINY, Run
 
-from runner.cli import report
+from runner.cli.look import report
 from runner.report import goodput
 from runner.report.runs import RunResults, read_run
 from runner.report.tables import goodput_table, week_table

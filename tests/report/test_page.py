@@ -17,7 +17,7 @@ from reported import losses, write_run
 from runs import ROOT, TINY, Run
 
 from runner.__main__ import run as command_line
-from runner.cli.report import results
+from runner.cli.look.report import results
 from runner.report.page import page
 from runner.system import files
 

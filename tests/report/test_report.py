@@ -19,7 +19,7 @@ import pytest
 from reported import losses, write_run
 
 from runner.__main__ import run as command_line
-from runner.cli import report as cli_report
+from runner.cli.look import report as cli_report
 from runner.report.compare import grouped, ranked
 from runner.report.runs import lower_is_better, read_run
 from runner.rundir.paths import RunDir
@@ -286,7 +286,7 @@ def test_any_way_to_name_the_runs(sweep: Path, report: Report, monkeypatch: pyte
 def test_a_run_that_is_removed_meanwhile_is_left_out(
     sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.cli import report as module
+    from runner.cli.look import report as module
 
     def read(run: RunDir, *arguments: Any) -> Any:
         if run.path.name == "t1-s1":
@@ -449,7 +449,7 @@ def test_the_command_runs_once_the_sweep_has_ended(
     sweep: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not while a run waits or trains, and not between two runs of a sweep on this machine, of which one is to come."""
-    from runner.cli import report as module
+    from runner.cli.look import report as module
 
     states = [{"t1-s1": "running"}, {"t1-s1": "not started"}, {"t1-s1": "pending"}, {"t1-s1": "finished"}]
     read = module.results
@@ -500,7 +500,7 @@ def test_what_others_are_composed_from_is_no_run(sweep: Path, report: Report) ->
 def test_the_page_is_written_before_a_reader_closes_the_pipe(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runner.cli import report as module
+    from runner.cli.look import report as module
 
     def closed(*_: object) -> None:
         raise BrokenPipeError

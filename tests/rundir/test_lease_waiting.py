@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from composing import compose
 
-from runner.cli import start
-from runner.cli.plan import PlannedRun
+from runner.cli.start import start
+from runner.cli.start.plan import PlannedRun
 from runner.errors import ExitStatus, LockedError, StoppedError, SupersededError, UserError
 from runner.rundir import lease, provenance
 from runner.rundir.lease import Lease

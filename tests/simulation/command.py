@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from runner.cli.console import console, print_errors
+from runner.cli.base.console import console, print_errors
 from runner.errors import ExitStatus, UserError, nearest
 from runner.system import processes
 from simulation.scenario import Story, play

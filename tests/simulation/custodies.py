@@ -23,7 +23,8 @@ from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.choice import Candidate, Retention
 from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.store import Fence
-from runner.cli import checkpoints, edits, housekeeping, plan, start
+from runner.cli.runs import checkpoints, housekeeping
+from runner.cli.start import edits, plan, start
 from runner.contracts import JobInfo
 from runner.errors import CheckpointError, ExitStatus, UserError
 from runner.metrics import jsonl

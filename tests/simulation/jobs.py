@@ -27,7 +27,8 @@ from launch import batch, display, requeue, submission
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
-from runner.cli import launcher, start
+from runner.cli.base import launcher
+from runner.cli.start import start
 from runner.config import frozen, targets
 from runner.config.composition import Composed, Composer
 from runner.contracts import is_same_job

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files.directory import Directory
-from runner.cli import archive
+from runner.cli.runs import archive
 from runner.rundir.custody import custody
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir

@@ -26,7 +26,7 @@ from runner.checkpoint.files.manifest import NAME as MANIFEST
 from runner.checkpoint.files.manifest import TRAIN_STATE, Manifest
 from runner.checkpoint.manager import TrainStateManager
 from runner.checkpoint.saver import PendingSave, Saver
-from runner.cli import checkpoints as checkpoints_command
+from runner.cli.runs import checkpoints as checkpoints_command
 from runner.config import targets
 from runner.config.composition import Composer
 from runner.config.frozen import to_yaml

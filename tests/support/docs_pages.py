@@ -28,6 +28,8 @@ from pathlib import Path
 
 import here
 
+from runner.cli.base.commands import module
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"((?:^<!-- test: .*? -->\n)*)^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -164,7 +166,7 @@ def commands(page: Path) -> Iterator[Command]:
             end = next((i for i, word in enumerate(words) if word in ("|", "||", "&", "&&", ";", ">")), None)
             words = words[:end]
             if len(words) > 1 and words[1].isalpha():  # a command besides training
-                words = [f"runner.cli.{words[1]}", *words[2:]]
+                words = [module(words[1]).__name__, *words[2:]]
             inside = re.search(r"cd (\S+) && ", found[0])
             where = ROOT / inside[1] if inside else None
             yield Command(words[0], tuple(words[1:]), tuple(each.strip() for each in errors), where)

@@ -96,8 +96,8 @@ def preload() -> None:
     """Import what every attempt needs, so that a fork has it already."""
     for module in (
         "runner.config.composition",
-        "runner.cli.start",
-        "runner.cli.checkpoints",
+        "runner.cli.start.start",
+        "runner.cli.runs.checkpoints",
         "runner.training.session",
         "torch.distributed.checkpoint",
         "torch._inductor",  # torch imports it for train.deterministic, which takes seconds

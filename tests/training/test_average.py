@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import nn
 
 from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
-from runner.cli import checkpoints as command
+from runner.cli.runs import checkpoints as command
 from runner.errors import CheckpointError, UserError
 from runner.system.distributed import World
 from runner.training.model.average import Average

@@ -21,7 +21,7 @@ from fake_job import FakeJob
 from runs import PACED, PATIENCE_S, ROOT, Run
 
 from runner.checkpoint.files import reading
-from runner.cli.status import find_runs
+from runner.cli.look.status import find_runs
 from runner.config.composition import Composer
 from runner.config.identity import evaluation_digest
 from runner.rundir import evaluations
@@ -131,8 +131,8 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
         "def stat(path, *rest, **more):\n"
         "    if os.environ['RANK'] == '1' and 'step_00000004' in str(path): raise OSError(errno.ESTALE, 'Stale')\n"
         "    return real(path, *rest, **more)\n"
-        "files.stat = stat\nread = files.read_regular\n"
-        "files.read_regular = lambda path, **more: (stat(path), read(path, **more))[1]\n"
+        "files.stat = stat\nopened = files.open_regular\n"
+        "files.open_regular = lambda path, **more: (stat(path), opened(path, **more))[1]\n"
     )
     done = subprocess.run(
         [*launch, sys.executable, "-c", code.replace("from fake_job", refuses + "from fake_job")],

@@ -15,7 +15,8 @@ from runner.checkpoint.files import pins
 from runner.checkpoint.files.commit import remove_tree
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
-from runner.cli import archive, mv, rm, start
+from runner.cli.runs import archive, mv, rm
+from runner.cli.start import start
 from runner.rundir import custody, lease, submitted_jobs
 from runner.rundir.paths import RunDir
 from runner.system import files

@@ -13,7 +13,7 @@ import pytest
 from launch import requeue, scheduler, submission
 from launch.requeue import Requeuer
 from launch.scheduler import RecordedJob
-from runner.cli import start
+from runner.cli.start import start
 from runner.config.composition import Composed
 from runner.rundir import attempt_log, lease
 from runner.rundir.attempt_log import AttemptLog

@@ -19,7 +19,7 @@ from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.choice import Candidate, Retention, Stranger
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
-from runner.cli.console import PROGRAM, Parser, console, size, table, tell
+from runner.cli.base.console import PROGRAM, Parser, console, size, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from runner.cli.commands import COMMANDS
+from runner.cli.base.commands import COMMANDS
 from runner.config.search_path import conf_dir, groups
 
 TEXT = """\
@@ -66,7 +66,7 @@ def text(config_dirs: Sequence[str | Path] = ()) -> str:
     """The help, with the groups and options of the shipped configs and of `config_dirs`."""
     found = groups([conf_dir(), *(Path(directory) for directory in config_dirs)])
     lines = {group: ", ".join(options) for group, options in found.items()}
-    commands = {f"{name} {arguments}": about for name, (arguments, about) in COMMANDS.items()}
+    commands = {f"{name} {arguments}": about for name, (_, arguments, about) in COMMANDS.items()}
     return TEXT.replace("{commands}", _columns(commands)).replace("{groups}", _columns(lines))
 
 

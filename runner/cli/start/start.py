@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from runner.cli.arguments import dirs, parse
-from runner.cli.console import counted, say, shown, tell
-from runner.cli.edits import Changes
-from runner.cli.housekeeping import remove, remove_rest
-from runner.cli.launcher import common_launcher, idle_ranks
-from runner.cli.plan import PlannedRun, plan_run, plan_runs, unusable
+from runner.cli.base.arguments import dirs, parse
+from runner.cli.base.console import counted, say, shown, tell
+from runner.cli.base.launcher import common_launcher, idle_ranks
+from runner.cli.runs.housekeeping import remove, remove_rest
+from runner.cli.start.edits import Changes
+from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, UserError

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.cli.console import PROGRAM, Parser
+from runner.cli.base.console import PROGRAM, Parser
 from runner.system import files
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")

@@ -17,8 +17,8 @@ from runner.checkpoint.files.adoption import UNLINKABLE
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.pins import pinned
 from runner.checkpoint.files.store import Fence, step_name
-from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
-from runner.cli.housekeeping import refuse_inside_run, typed
+from runner.cli.base.console import PROGRAM, Parser, say, shown, size, tell
+from runner.cli.runs.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody, run_at
 from runner.rundir.evaluations import submitted

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.chaos.faults import KINDS
-from runner.cli.console import PROGRAM, Parser
+from runner.cli.base.console import PROGRAM, Parser
 from runner.config.schema import Config, rank_invariant
 from runner.errors import UserError, nearest
 from runner.system import processes

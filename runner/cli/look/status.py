@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.cli.console import PROGRAM, Lines, Parser, check_interval, console
+from runner.cli.base.console import PROGRAM, Lines, Parser, check_interval, console
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs

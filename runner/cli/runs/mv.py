@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.console import PROGRAM, Parser, say, shown, tell
-from runner.cli.housekeeping import refuse_inside_run, typed
+from runner.cli.base.console import PROGRAM, Parser, say, shown, tell
+from runner.cli.runs.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError
 from runner.rundir.custody import custody, run_at
 from runner.system import files

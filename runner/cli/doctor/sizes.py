@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.cli.console import size, table
+from runner.cli.base.console import size, table
 from runner.contracts import Finding, RankCounts
 
 if TYPE_CHECKING:

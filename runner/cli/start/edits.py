@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.cli.console import PROGRAM, shown
+from runner.cli.base.console import PROGRAM, shown
 from runner.config.composition import Composed
 from runner.config.frozen import holds, load_plain, to_config, trained
 from runner.config.identity import LENGTH_KEYS, ConfigChange, as_text, differences, identity, length_readers

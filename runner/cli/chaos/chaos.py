@@ -29,8 +29,8 @@ from runner.chaos.plan import PlannedFault, make_plan
 from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import BrokenError
 from runner.chaos.target import LocalTarget, Target
-from runner.cli.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
-from runner.cli.launcher import make_launcher
+from runner.cli.base.launcher import make_launcher
+from runner.cli.chaos.chaos_options import DEFAULT_KILLS, Options, choose_kinds, fixed_ranks, parse, required_settings
 from runner.errors import ExitStatus, UserError
 from runner.system import files
 from runner.system.signals import handled

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.files.pins import pinned
-from runner.cli.console import PROGRAM, Parser, say, shown, size, tell
-from runner.cli.housekeeping import leftovers, remove, remove_rest
+from runner.cli.base.console import PROGRAM, Parser, say, shown, size, tell
+from runner.cli.runs.housekeeping import leftovers, remove, remove_rest
 from runner.errors import FileError, UserError
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.paths import RunDir

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from runner.cli.arguments import add_config_dir, runs_and_settings
-from runner.cli.console import PROGRAM, Parser
+from runner.cli.base.arguments import add_config_dir, runs_and_settings
+from runner.cli.base.console import PROGRAM, Parser
 from runner.errors import UserError
 
 ABOUT = """\
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{strange}pass one run directory, and settings as key=value: "
             f"{PROGRAM} fork outputs/NAME --step N key=value"
         )
-    from runner.cli.start import start
+    from runner.cli.start.start import start
 
     directories = [word for directory in options.config_dir for word in ("--config-dir", directory)]
     flags = [*directories, *(["-m"] if options.multirun else []), *(["-n"] if options.dry_run else [])]

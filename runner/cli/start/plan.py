@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.cli.console import counted, shown
-from runner.cli.edits import Changes
+from runner.cli.base.console import counted, shown
+from runner.cli.start.edits import Changes
 from runner.config.composition import Composed
 from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from runner.cli.arguments import dirs, parse
+from runner.cli.base.arguments import dirs, parse
 from runner.errors import ExitStatus, UserError
 
 
@@ -20,7 +20,7 @@ def show(arguments: Sequence[str]) -> int:
     if options.multirun:
         raise UserError("--cfg, --info and --shell-completion describe one run: leave out -m")
     if options.shell_completion:
-        from runner.cli.completion import complete
+        from runner.cli.base.completion import complete
 
         return complete(options)
     if options.cfg == "job" and options.resolve:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.cli.arguments import add_config_dir, runs_and_settings
-from runner.cli.console import PROGRAM, Parser, console, say, shown, table, tell
-from runner.cli.launcher import make_launcher
-from runner.cli.resume import jobs
+from runner.cli.base.arguments import add_config_dir, runs_and_settings
+from runner.cli.base.console import PROGRAM, Parser, console, say, shown, table, tell
+from runner.cli.base.launcher import make_launcher
+from runner.cli.start.resume import jobs
 from runner.config.identity import evaluation_digest
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, RunDirError, UserError

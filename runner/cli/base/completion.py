@@ -11,11 +11,10 @@ import io
 import os
 import re
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from importlib import import_module
 
-from runner.cli.arguments import parser
-from runner.cli.commands import COMMANDS, WITH_SETTINGS
-from runner.cli.help import config_dirs
+from runner.cli.base.arguments import parser
+from runner.cli.base.commands import COMMANDS, WITH_SETTINGS, module
+from runner.cli.base.help import config_dirs
 from runner.errors import ExitStatus, UserError
 from runner.system import processes
 
@@ -93,7 +92,7 @@ def _flags(command: str | None) -> list[str]:
     else:
         printed = io.StringIO()
         with redirect_stdout(printed), suppress(SystemExit):
-            import_module(f"runner.cli.{command}").main(["--help"])
+            module(command).main(["--help"])
         usage = printed.getvalue().partition("\n\n")[0] + " --help"
     return re.findall(r"(?<![\w-])--[a-z][\w-]*", usage)
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.cli.console import PROGRAM, Parser, check_interval, console, say, shown, table
-from runner.cli.status import STYLES, collect, find_runs
+from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table
+from runner.cli.look.status import STYLES, collect, find_runs
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet

@@ -10,8 +10,8 @@ from runner.checkpoint.files import choice
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.pins import pin, pinned, unpin
 from runner.checkpoint.files.store import step_name
-from runner.cli.checkpoints import checkpoints_of
-from runner.cli.console import PROGRAM, Parser, say
+from runner.cli.base.console import PROGRAM, Parser, say
+from runner.cli.runs.checkpoints import checkpoints_of
 from runner.errors import FileError, UserError
 
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli.arguments import add_config_dir, runs_and_settings
-from runner.cli.console import PROGRAM, Parser, print_errors, say
+from runner.cli.base.arguments import add_config_dir, runs_and_settings
+from runner.cli.base.console import PROGRAM, Parser, print_errors, say
 from runner.config.plain_yaml import read_plain
 from runner.errors import ExitStatus, RunDirError, UserError
 from runner.rundir.paths import RunDir
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
     if errors := [error for path in run_dirs if (error := _not_a_run(path))]:
         raise UserError("\n".join(errors))
-    from runner.cli.start import start_runs
+    from runner.cli.start.start import start_runs
     from runner.config.composition import Composer
 
     found, unusable = jobs(Composer(options.config_dir), run_dirs, overrides)

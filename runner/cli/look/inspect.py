@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.cli.console import PROGRAM, Parser
+from runner.cli.base.console import PROGRAM, Parser
 from runner.data.queries import order_queries
 from runner.data.queries.order_record import OrderRecord
 from runner.data.queries.resume_plan import parse_overrides, resume_plan

@@ -7,7 +7,7 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from runner.cli.console import shown
+from runner.cli.base.console import shown
 from runner.errors import FileError, UserError
 from runner.rundir.custody import Custody, is_run
 from runner.rundir.paths import RunDir

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli import sizes
-from runner.cli.arguments import add_config_dir
-from runner.cli.console import PROGRAM, Parser, console, size
+from runner.cli.base.arguments import add_config_dir
+from runner.cli.base.console import PROGRAM, Parser, console, size
+from runner.cli.doctor import sizes
 from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import ExitStatus, UserError
 from runner.system import clock, files, processes
@@ -75,7 +75,7 @@ def _print(finding: Finding) -> None:
 
 def _sizes(composed: Composed) -> tuple[list[sizes.Size], list[Finding]]:
     """What each size of the run costs, if its number of ranks may vary."""
-    from runner.cli.launcher import make_launcher
+    from runner.cli.base.launcher import make_launcher
 
     counts = make_launcher(composed.plain["launcher"]).rank_counts()
     return sizes.sizes(composed.config, counts) if counts.vary else ([], [])
@@ -91,7 +91,7 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
     Raises:
         UserError: the launcher or the model cannot be created.
     """
-    from runner.cli.launcher import make_launcher
+    from runner.cli.base.launcher import make_launcher
 
     launcher = make_launcher(composed.plain["launcher"])
     errors = launcher.check([composed.run_dir])
@@ -112,7 +112,7 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
 
 def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
     """Whether the run can have each of the numbers of ranks that the launcher may start."""
-    from runner.cli.launcher import idle_ranks, rank_count_errors
+    from runner.cli.base.launcher import idle_ranks, rank_count_errors
 
     try:
         counts: RankCounts = launcher.rank_counts()

@@ -1,0 +1,31 @@
+"""The commands of `python -m runner`: which there are, and what each does."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+# name: (its room, its main arguments, what it does). The command NAME is the module `runner.cli.ROOM.NAME`.
+COMMANDS = {
+    "status": ("look", "[DIR]", "what each run in a directory is doing"),
+    "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
+    "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),
+    "checkpoints": ("runs", "RUN", "list, verify, compare, export and prune checkpoints"),
+    "fork": ("start", "RUN --step N [key=value ...]", "begin a branch of a run"),
+    "evaluate": ("start", "RUN [--step N|best|all]", "evaluate checkpoints of a run"),
+    "pin": ("runs", "RUN [--step N|best]", "keep a checkpoint for good"),
+    "mv": ("runs", "RUN TARGET", "move or rename a run"),
+    "rm": ("runs", "RUN...", "remove runs"),
+    "archive": ("runs", "RUN FILE.tar", "pack a run into one file"),
+    "report": ("look", "[DIR]", "compare runs: tables, curves, where the time went"),
+    "doctor": ("doctor", "[key=value ...]", "check a cluster and a config before submitting"),
+    "chaos": ("chaos", "[key=value ...]", "test whether a config survives being killed"),
+}
+# Those that take settings, and those that create classes that a config names.
+WITH_SETTINGS = ("resume", "fork", "evaluate", "doctor", "chaos")
+WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect")
+
+
+def module(name: str) -> ModuleType:
+    """The module of a command, whose `main(arguments)` returns the exit status."""
+    return import_module(f"runner.cli.{COMMANDS[name][0]}.{name}")

@@ -1,0 +1,1 @@
+"""`runner chaos`: its command line."""

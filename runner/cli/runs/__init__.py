@@ -1,0 +1,1 @@
+"""Commands that change whole runs and their checkpoints."""
