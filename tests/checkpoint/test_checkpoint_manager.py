@@ -115,9 +115,8 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path)
     saving = manager(tmp_path)
     assert saving.save(1, model, None, build_train_state(1, 0), wait=True), saving.last_error
     assert manager(tmp_path).load(other) is not None
-    read = dict(
-        tensors(Folder(tmp_path / "step_00000001"), manifests.read(Folder(tmp_path / "step_00000001")), "model.")
-    )
+    at = Folder(tmp_path / "step_00000001")
+    read = dict(tensors(at, manifests.read(at), "model."))
     for name, value in model.state_dict().items():
         for found in (other.state_dict()[name], read[name]):
             assert tensor_difference(found.resolve_conj(), value.resolve_conj()) is None, name
@@ -204,13 +203,8 @@ def test_the_order_in_which_an_optimizer_keeps_its_state_changes_nothing(tmp_pat
     for parameter, entries in reversed(kept):
         toy.optimizer.state[parameter] = dict(reversed(entries.items()))
     manager(tmp_path / "two").save(1, toy.model, toy.optimizer, state, wait=True)
-    one, two = (tmp_path / name / "step_00000001" for name in ("one", "two"))
-    assert (
-        compare_checkpoints(
-            Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
-        ).differences
-        == []
-    )
+    one, two = (Folder(tmp_path / name / "step_00000001") for name in ("one", "two"))
+    assert compare_checkpoints(one, two, (manifests.read(one), manifests.read(two))).differences == []
 
 
 def test_compiled_and_bare_modules_have_the_same_names(tmp_path: Path) -> None:

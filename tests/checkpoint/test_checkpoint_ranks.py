@@ -177,10 +177,8 @@ def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> N
         for number, last in enumerate(ends):
             on_ranks(stepping, 2, str(tmp_path / name), number, last)
     for strategy in ("ddp", "fsdp"):
-        one, two = (tmp_path / name / strategy / "step_00000002" for name in ("whole", "resumed"))
-        compared = compare_checkpoints(
-            Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
-        )
+        one, two = (Folder(tmp_path / name / strategy / "step_00000002") for name in ("whole", "resumed"))
+        compared = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
         assert compared.differences == []
         assert compared.tensors > 10
 
@@ -229,10 +227,8 @@ def test_shards_that_are_copied_at_the_last_moment_are_those_of_the_save(tmp_pat
     on_ranks(lending, 2, str(tmp_path))
     for strategy in ("ddp", "fsdp"):
         for step in range(1, 5):
-            one, two = (tmp_path / strategy / kind / f"step_{step:08d}" for kind in ("direct", "later"))
-            compared = compare_checkpoints(
-                Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
-            )
+            one, two = (Folder(tmp_path / strategy / kind / f"step_{step:08d}") for kind in ("direct", "later"))
+            compared = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
             assert compared.differences == []
             assert compared.tensors > 10
 

@@ -96,10 +96,8 @@ def test_copies_that_are_made_at_the_last_moment_are_of_the_state_at_the_save(tm
     train(tmp_path / "late", 6)
     train(tmp_path / "sync", 6, mode="sync")
     for step in range(1, 7):
-        one, two = (tmp_path / kind / f"step_{step:08d}" for kind in ("late", "sync"))
-        found = compare_checkpoints(
-            Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
-        )
+        one, two = (Folder(tmp_path / kind / f"step_{step:08d}") for kind in ("late", "sync"))
+        found = compare_checkpoints(one, two, (manifests.read(one), manifests.read(two)))
         assert found.differences == []
         assert found.tensors > 20
 
@@ -157,13 +155,8 @@ def test_a_weight_that_a_forward_pass_changes_now_and_then_spoils_one_save_at_mo
     assert len(caplog.messages) == 1
     assert "step 3 could not be saved (a forward or backward pass changed model.student.bias" in caplog.messages[0]
     for name in names(tmp_path / "late"):
-        one, two = tmp_path / "late" / name, tmp_path / "sync" / name
-        assert (
-            compare_checkpoints(
-                Folder(one), Folder(two), (manifests.read(Folder(one)), manifests.read(Folder(two)))
-            ).differences
-            == []
-        )
+        one, two = Folder(tmp_path / "late" / name), Folder(tmp_path / "sync" / name)
+        assert compare_checkpoints(one, two, (manifests.read(one), manifests.read(two))).differences == []
 
 
 def test_training_waits_for_copies_that_are_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
