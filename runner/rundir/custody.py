@@ -29,7 +29,7 @@ class Custody:
     lease: Lease
 
     def check(self) -> None:
-        """Whether nobody has taken the run over while this process was suspended, say.
+        """Check that nobody has taken the run over while this process was suspended, say.
 
         Raises:
             SupersededError: somebody has.
