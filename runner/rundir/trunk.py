@@ -10,7 +10,7 @@ from runner.system import files
 
 
 def find(path: str, branch: Path) -> RunDir:
-    """Find the directory of a trunk: where it was when the branch was made, or beside the branch under the same name."""
+    """Find the directory of a trunk: where it was when the branch was made, or beside the branch by its name."""
     there, beside = Path(path), branch.parent / Path(path).name
     return RunDir(beside if not files.is_dir(there) and files.is_dir(beside) else there)
 
