@@ -48,7 +48,7 @@ def is_over(state: str) -> bool:
 
 
 def state_of(run_dir: Path, job: JobInfo | None) -> str:
-    """What a run is doing, in one word; `waiting` as long as the file system does not tell."""
+    """Tell in one word what a run is doing; `waiting` as long as the file system does not tell."""
     try:
         return look(RunDir(run_dir), job).word
     except (OSError, ValueError):

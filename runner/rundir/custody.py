@@ -29,7 +29,7 @@ class Custody:
     lease: Lease
 
     def check(self) -> None:
-        """Whether nobody has taken the run over while this process was suspended, say.
+        """Check that nobody has taken the run over while this process was suspended, say.
 
         Raises:
             SupersededError: somebody has.
@@ -46,20 +46,20 @@ class Custody:
             OSError: the file system refused; the run is where it was, or the message states where it is.
         """
         source = self.run.path
-        self.check()
         self._rename(target)
         try:
-            self.check()  # once more, where nobody else finds it any more
             for parent in {source.parent, target.parent}:
                 files.fsync_dir(parent)
-        except (OSError, SupersededError) as error:
+        except OSError as error:
             try:
                 self._rename(source)
-            except OSError as refused:
-                raise OSError(refused.errno, f"{error}; it is {target} now", str(source)) from error
+            except (OSError, SupersededError):
+                raise OSError(error.errno, f"{error.strerror}; it is {target} now", str(source)) from error
             raise
 
     def _rename(self, target: Path) -> None:
+        # One look, right before: after it, another `rm` may already delete what this one has renamed.
+        self.check()
         files.rename(self.run.path, target)
         self.run = RunDir(target)
         self.submission.moved(self.run.submission)

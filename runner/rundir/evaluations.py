@@ -54,7 +54,7 @@ class Request:
 
     @classmethod
     def read(cls, directory: Path) -> Request:
-        """The request of a submitted evaluation.
+        """Read the request of a submitted evaluation.
 
         Raises:
             RunDirError: it is not what `write` writes.
@@ -71,7 +71,7 @@ def _request_file(directory: Path) -> Path:
 
 
 def submitted(run: RunDir) -> list[RunDir]:
-    """The directories of the evaluations of a run that were submitted.
+    """List the directories of the evaluations of a run that were submitted.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -80,7 +80,7 @@ def submitted(run: RunDir) -> list[RunDir]:
 
 
 def results(run: RunDir) -> list[dict[str, Any]]:
-    """All results of a run, in the order of their steps; what is no result of ours is left out.
+    """Read all results of a run, in the order of their steps; what is no result of ours is left out.
 
     Raises:
         OSError: they cannot be read.
@@ -90,7 +90,7 @@ def results(run: RunDir) -> list[dict[str, Any]]:
 
 
 def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
-    """The results by these settings, by step.
+    """Read the results by these settings, by step.
 
     Raises:
         OSError: they cannot be read.

@@ -50,12 +50,12 @@ class State:
 
     @property
     def step(self) -> int:
-        """The last step that was recorded; the status may be some seconds older."""
+        """Return the last step that was recorded; the status may be some seconds older."""
         return max(entry(self.newest, "step", int) or 0, entry(self.status, "step", int) or 0)
 
     @property
     def reason(self) -> str | None:
-        """Why the run failed, or why its job waits."""
+        """Explain why the run failed, or why its job waits."""
         recorded: str | None = entry(self.status, "reason", str)
         if self.job is None:
             return recorded
@@ -65,7 +65,7 @@ class State:
 
     @property
     def cause(self) -> str | None:
-        """Why its last attempt ended, or why there was none."""
+        """Explain why its last attempt ended, or why there was none."""
         if self.word in ("killed", "failed", "cancelled") and not self.status:
             return "ended before it started training: see its logs" if _has_log(self.run) else "left the queue"
         recorded: str | None = entry(self.status, "cause", str)
@@ -75,7 +75,7 @@ class State:
 def look(
     run: RunDir, job: JobInfo | None = None, unanswered: bool = False, watcher: LeaseWatcher | None = None
 ) -> State:
-    """What a run is doing now.
+    """Look at what a run is doing now.
 
     Args:
         run: its directory, which may be missing.
@@ -100,7 +100,7 @@ def look(
 
 
 def holder_of(lease: Path) -> str | None:
-    """Who holds a lease, if that process is certainly alive; in doubt, whoever acquires it finds out.
+    """Name the holder of a lease, if that process is certainly alive; in doubt, whoever acquires it finds out.
 
     Raises:
         OSError: it cannot be read.
@@ -112,7 +112,7 @@ def holder_of(lease: Path) -> str | None:
 
 
 def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
-    """The entry `name` of a record, None if there is none.
+    """Return the entry `name` of a record, None if there is none.
 
     Raises:
         ValueError: it is of another type.
@@ -126,7 +126,7 @@ def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def submitted_job(run: RunDir) -> str | None:
-    """The id of the job that was submitted last."""
+    """Read the id of the job that was submitted last."""
     job_id: str | None = entry(files.read_object(run.job), "job_id", str)
     return job_id
 

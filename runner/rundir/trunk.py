@@ -10,13 +10,13 @@ from runner.system import files
 
 
 def find(path: str, branch: Path) -> RunDir:
-    """The directory of a trunk: where it was when the branch was made, or beside the branch under the same name."""
+    """Find the directory of a trunk: where it was when the branch was made, or beside the branch by its name."""
     there, beside = Path(path), branch.parent / Path(path).name
     return RunDir(beside if not files.is_dir(there) and files.is_dir(beside) else there)
 
 
 def missing(run: RunDir, step: int) -> str:
-    """That there is no checkpoint of `step`, and which there are."""
+    """Say that there is no checkpoint of `step`, and which there are."""
     steps = run.checkpoint_steps()
     those = f"that of step {steps[0]}" if len(steps) == 1 else f"those of steps {', '.join(map(str, steps))}"
     there = f"it has {those}" if steps else "it has none"
@@ -24,7 +24,7 @@ def missing(run: RunDir, step: int) -> str:
 
 
 def remedy(run: RunDir, step: int, total: int | None, every_steps: int | None) -> str:
-    """What to do about a checkpoint of `step` that is not there.
+    """Say what to do about a checkpoint of `step` that is not there.
 
     Args:
         run: the trunk.

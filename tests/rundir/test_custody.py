@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 from disk import tree_of
 
 from runner.contracts import JobInfo
-from runner.errors import LockedError, RunDirError, SupersededError, UserError
+from runner.errors import LockedError, RunDirError, UserError
 from runner.rundir import custody as module
 from runner.rundir import submitted_jobs
 from runner.rundir.custody import check_idle, custody, run_at
@@ -135,40 +136,35 @@ def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
 
 
 def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its new name cannot be synced, and the disk does not rename it back."""
+    """Its new name cannot be synced, and by then somebody else has taken it over."""
     target = run.path.with_name("b-12345678")
 
-    def refuse(*paths: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
-
-    def unsynced(directory: Path) -> None:
-        monkeypatch.setattr(files, "rename", refuse)
-        refuse(directory)
+    def taken_over(directory: Path) -> None:
+        (RunDir(target).lease / "00000009.json").write_text("{}")
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
 
     with custody(run) as held:
-        monkeypatch.setattr(files, "fsync_dir", unsynced)
-        with pytest.raises(OSError, match=f"Input/output error.*; it is {target} now"):
+        monkeypatch.setattr(files, "fsync_dir", taken_over)
+        with pytest.raises(OSError, match=f"Input/output error; it is {target} now"):
             held.move(target)
-        monkeypatch.undo()
     assert not run.path.exists()
 
 
-def test_a_run_that_was_taken_over_while_it_was_renamed_has_its_name_back(
+def test_what_another_removal_deletes_meanwhile_is_not_renamed_back(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This process was suspended after its last look."""
-    rename = files.rename
+    """Two `rm` at once: the second takes what the first has just renamed for the rest of one that was killed."""
+    target, rename = run.path.with_name(".a-12345678.removed-1-00000000"), files.rename
 
-    def late(source: Path, target: Path) -> None:
-        monkeypatch.setattr(files, "rename", rename)
-        (run.lease / "00000009.json").write_text("{}")
-        rename(source, target)
+    def deleted(source: Path, to: Path) -> None:
+        rename(source, to)
+        shutil.rmtree(to)
 
     with custody(run) as held:
-        monkeypatch.setattr(files, "rename", late)
-        with pytest.raises(SupersededError):
-            held.move(run.path.with_name("b-12345678"))
-    assert run.config.exists()
+        monkeypatch.setattr(files, "rename", deleted)
+        held.move(target)
+        monkeypatch.undo()
+    assert list(run.path.parent.iterdir()) == []
 
 
 class TestQueue:

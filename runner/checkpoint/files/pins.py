@@ -19,7 +19,7 @@ LOOKS, PAUSE_S = 20, 0.05
 
 
 def pinned(directory: Path) -> set[int]:
-    """The steps of the pins in a directory of checkpoints.
+    """List the steps of the pins in a directory of checkpoints.
 
     Raises:
         OSError: the directory cannot be read.
@@ -28,7 +28,7 @@ def pinned(directory: Path) -> set[int]:
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    """Whether the checkpoint at this path, which need not be there any more, has a pin.
+    """Tell whether the checkpoint at this path, which need not be there any more, has a pin.
 
     Raises:
         OSError: the directory cannot be read.

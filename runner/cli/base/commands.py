@@ -27,5 +27,5 @@ WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect")
 
 
 def module(name: str) -> ModuleType:
-    """The module of a command, whose `main(arguments)` returns the exit status."""
+    """Import the module of a command, whose `main(arguments)` returns the exit status."""
     return import_module(f"runner.cli.{COMMANDS[name][0]}.{name}")

@@ -23,7 +23,7 @@ def typed(path: Path) -> str:
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What a removal of the run at `path` has left, because it was killed.
+    """List what a removal of the run at `path` has left, because it was killed.
 
     Raises:
         FileError: the directory cannot be read.
