@@ -14,7 +14,7 @@ from torch import nn
 from runner import bounds
 from runner.checkpoint.background import Background
 from runner.checkpoint.files import choice
-from runner.checkpoint.files.choice import Info, Retention
+from runner.checkpoint.files.choice import Intact, Retention
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.manifest import BEST_METRIC, BEST_MODES
 from runner.checkpoint.files.reading import in_one_line
@@ -201,7 +201,7 @@ class TrainStateManager:
         """Return when no save is in flight, whether it succeeded or not; for use before the lease is released."""
         self._background.join()
 
-    def newest(self) -> Info | None:
+    def newest(self) -> Intact | None:
         """The newest checkpoint that verifies (every byte is read); changes nothing.
 
         Returns:
@@ -242,8 +242,8 @@ class TrainStateManager:
             found = self._restore(model, optimizer, averaged, another_optimizer)
         if found is None:
             return None
-        info, state = found
-        self._committed.add(info.step)
+        chosen, state = found
+        self._committed.add(chosen.step)
         return replace(state, optimizer=None, model_extra=None, version=None).to_dict()
 
     def _restore(
@@ -252,18 +252,18 @@ class TrainStateManager:
         optimizer: OptimizerLike | None,
         averaged: Averaged | None,
         another_optimizer: Callable[[int], bool],
-    ) -> tuple[Info, TrainState] | None:
+    ) -> tuple[Intact, TrainState] | None:
         self._world.run_on_main(self._store.look_anew)
         self._world.run_on_main(self._saver.sweep)
 
-        def load(info: Info) -> tuple[Info, TrainState]:
-            return info, self._load(info, model, optimizer, averaged, another_optimizer(info.step))
+        def load(chosen: Intact) -> tuple[Intact, TrainState]:
+            return chosen, self._load(chosen, model, optimizer, averaged, another_optimizer(chosen.step))
 
         return select(self._store, self._world, load, self._saver.set_aside)
 
     def _load(
         self,
-        info: Info,
+        chosen: Intact,
         model: nn.Module,
         optimizer: OptimizerLike | None,
         averaged: Averaged | None,
@@ -275,7 +275,7 @@ class TrainStateManager:
             CorruptionError: it is corrupt; model and optimizer may hold anything.
         """
         world = self._world
-        state, reader = agreed(world, lambda: open_checkpoint(info, self._fingerprint))
+        state, reader = agreed(world, lambda: open_checkpoint(chosen, self._fingerprint))
         with reader:
             if another_optimizer and optimizer is not None:
                 present = collect(model, optimizer).optimizer
@@ -283,8 +283,8 @@ class TrainStateManager:
                     if world.is_main:
                         _log.warning(f"the optimizer begins without a state: {difference}")
                     optimizer = None
-            world.run_on_all(lambda: check_fit(reader, state, model, optimizer, averaged, f"checkpoint {info.path}"))
-            verified = tensor_files(info.manifest, world)
+            world.run_on_all(lambda: check_fit(reader, state, model, optimizer, averaged, f"checkpoint {chosen.path}"))
+            verified = tensor_files(chosen.manifest, world)
             agreed(world, lambda: load_tensors(reader, state, model, optimizer, averaged, verified))
         return state
 

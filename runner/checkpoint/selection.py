@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.choice import Candidate, Info
+from runner.checkpoint.files.choice import Intact
 from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, Manifest
 from runner.checkpoint.files.store import Store
 from runner.checkpoint.tensors.checks import check_fingerprint
@@ -24,7 +24,7 @@ SMALL = (INDEX, TRAIN_STATE)
 """Files that every rank reads."""
 
 
-def select(store: Store, world: World, load: Callable[[Info], T], set_aside: Callable[[int, str], None]) -> T | None:
+def select(store: Store, world: World, load: Callable[[Intact], T], set_aside: Callable[[int, str], None]) -> T | None:
     """What `load` makes of the highest step that verifies. What is no checkpoint is named in a warning.
 
     Args:
@@ -47,9 +47,9 @@ def select(store: Store, world: World, load: Callable[[Info], T], set_aside: Cal
         if candidate.error is not None:
             raise candidate.error
         try:
-            if candidate.manifest is None:
+            if not isinstance(candidate, Intact):
                 raise CorruptionError(str(candidate.corruption))
-            return load(Info(candidate.at, candidate.manifest))
+            return load(candidate)
         except CorruptionError as corruption:
             corruptions.append(f"{candidate.path.name}: {corruption}")
             world.run_on_main(partial(set_aside, candidate.step, str(corruption)))
@@ -83,11 +83,11 @@ def tensor_files(manifest: Manifest, world: World) -> list[str]:
     return sorted(set(manifest.files) - set(SMALL))[world.rank :: world.size]
 
 
-def open_checkpoint(info: Info, fingerprint: Mapping[str, Any]) -> tuple[TrainState, CheckpointReader]:
+def open_checkpoint(found: Intact, fingerprint: Mapping[str, Any]) -> tuple[TrainState, CheckpointReader]:
     """The train state and the tensors of a checkpoint.
 
     Args:
-        info: a checkpoint whose manifest is intact. What is read here is verified, the tensors are not.
+        found: the checkpoint. What is read here is verified, the tensors are not.
         fingerprint: of this run.
 
     Raises:
@@ -95,18 +95,18 @@ def open_checkpoint(info: Info, fingerprint: Mapping[str, Any]) -> tuple[TrainSt
         CheckpointError: it is of another run or an unknown format version, lacks an entry, or contains something that
             does not belong in a checkpoint.
     """
-    corruption = choice.size_error(Candidate(info.at, info.step, info.manifest))
+    corruption = choice.size_error(found)
     if corruption is not None:
         raise CorruptionError(corruption)
-    reader = CheckpointReader(info.at, info.manifest)
-    loaded = load_train_state(info.at, info.manifest)
-    check_fingerprint(info.manifest.fingerprint, fingerprint, f"checkpoint {info.path}")
-    where = str(info.path / TRAIN_STATE)
+    reader = CheckpointReader(found.at, found.manifest)
+    loaded = load_train_state(found.at, found.manifest)
+    check_fingerprint(found.manifest.fingerprint, fingerprint, f"checkpoint {found.path}")
+    where = str(found.path / TRAIN_STATE)
     state = TrainState.from_dict(loaded, where)
     manifests.check_version(state.version, where)
-    if state.step != info.step:
+    if state.step != found.step:
         raise CheckpointError(
-            f"{where} is of step {state.step}, but its manifest is of step {info.step}: it was edited; remove "
-            f"{info.path}, and rerun to resume from an older checkpoint"
+            f"{where} is of step {state.step}, but its manifest is of step {found.step}: it was edited; remove "
+            f"{found.path}, and rerun to resume from an older checkpoint"
         )
     return state, reader

@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from runner.checkpoint.files import choice
-from runner.checkpoint.files.choice import Candidate
+from runner.checkpoint.files.choice import Candidate, Intact
 from runner.checkpoint.files.directory import Directory
 from runner.config.frozen import trained
 from runner.config.schema import Config
@@ -30,7 +28,7 @@ from runner.training.attempt import beginning, carry_out
 from runner.training.evaluation.evaluation import Evaluation
 from runner.training.evaluation.held_out import evaluation_sets
 from runner.training.evaluation.metrics import build_metrics
-from runner.training.exactness import make_exact
+from runner.training.exactness import begin_exactly
 from runner.training.load import restore, train_state
 from runner.training.model import build
 from runner.training.records.run_state import RunState
@@ -56,10 +54,7 @@ class Evaluator:
 
     def __init__(self, config: Config, first: Mapping[str, Any], world: World) -> None:
         config = every_set(config)
-        device = build.choose_device(config.train.device, world)
-        make_exact(config, device)
-        torch.set_num_threads(config.run.threads)  # their number decides how sums are split
-        build.seed_everything(config.seed)
+        device = begin_exactly(config, world)
         self._world = world
         self._task = build_task(config)
         self._model = build.model(config).to(device)
@@ -72,7 +67,7 @@ class Evaluator:
         self._task.check_evaluation()
         self._evaluation = Evaluation(forward, sets, build_metrics(config, device), config.seed)
 
-    def results(self, chosen: Candidate, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def results(self, chosen: Intact, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The results of a verified checkpoint; None if `stop()`, agreed across ranks, is true before the end.
 
         Raises:
@@ -82,14 +77,14 @@ class Evaluator:
         self._world.run_on_all(lambda: self._restore(chosen))
         return self._evaluation.run(chosen.step, stop)
 
-    def _restore(self, chosen: Candidate) -> None:
+    def _restore(self, chosen: Intact) -> None:
         with still_there(chosen):
             restore(self._model, chosen)
             self._task.restore(RunState.from_extra(train_state(chosen)).task, self._world.rank)
 
 
 @contextmanager
-def still_there(chosen: Candidate) -> Iterator[None]:
+def still_there(chosen: Intact) -> Iterator[None]:
     """While a verified checkpoint is read: the run may delete it meanwhile.
 
     Raises:
@@ -238,7 +233,7 @@ class Work:
             self.say(f"step {record['step']}: {numbers}")
         self.on_progress()
 
-    def _made(self, chosen: Candidate) -> Evaluator:
+    def _made(self, chosen: Intact) -> Evaluator:
         def first() -> dict[str, Any]:
             with still_there(chosen):
                 return train_state(chosen)

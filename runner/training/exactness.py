@@ -8,7 +8,25 @@ import torch
 
 from runner.config.schema import Config
 from runner.system import processes
+from runner.system.distributed import World
+from runner.training.model.build import choose_device, seed_everything
 from runner.training.records.run_state import RunState
+
+
+def begin_exactly(config: Config, world: World) -> torch.device:
+    """Choose the device, torch's algorithms and threads, and seed the generators; returns the device.
+
+    To be called before this process computes anything in several threads, or on a GPU. A dataset or a task may draw
+    when it is created.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    device = choose_device(config.train.device, world)
+    make_exact(config, device)
+    torch.set_num_threads(config.run.threads)  # their number decides how sums are split
+    seed_everything(config.seed)
+    return device
 
 
 def make_exact(config: Config, device: torch.device) -> None:

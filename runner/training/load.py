@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files.choice import Candidate
+from runner.checkpoint.files.choice import Candidate, Intact
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.manifest import refusing_corruption
 from runner.checkpoint.tensors.checks import check_model
@@ -95,13 +95,12 @@ def load(
     return Loaded(model.eval(), config, chosen.step, averaged)
 
 
-def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
+def restore(model: nn.Module, chosen: Intact, raw: bool = False) -> bool:
     """Fill a model that is not wrapped with the weights of a verified checkpoint; whether they are averaged.
 
     Raises:
         CheckpointError: it does not fit.
     """
-    assert chosen.manifest is not None
     where = str(chosen.path)
     with refusing_corruption(chosen.path), CheckpointReader(chosen.at, chosen.manifest) as opened:
         averaged = AVERAGE_COUNT in opened.entries and not raw
@@ -118,12 +117,11 @@ def restore(model: nn.Module, chosen: Candidate, raw: bool = False) -> bool:
     return averaged
 
 
-def train_state(chosen: Candidate) -> dict[str, Any]:
+def train_state(chosen: Intact) -> dict[str, Any]:
     """The train state of a checkpoint that was verified when it was chosen.
 
     Raises:
         CheckpointError: it has changed since, or contains something that does not belong in a checkpoint.
     """
-    assert chosen.manifest is not None
     with refusing_corruption(chosen.path):
         return load_train_state(chosen.at, chosen.manifest)

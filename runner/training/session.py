@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.checkpoint.files.reading import newest_step
 from runner.config.frozen import load_plain
@@ -36,8 +34,8 @@ from runner.training.data.sources import fingerprint, open_sources, tokens_per_s
 from runner.training.data.training_data import open_training_data, record_order, run_state_at
 from runner.training.effects import mixing_without_effect
 from runner.training.evaluation.evaluation import Evaluation
-from runner.training.exactness import inexact, make_exact
-from runner.training.model.build import choose_device, seed_everything
+from runner.training.exactness import begin_exactly, inexact
+from runner.training.model.build import seed_everything
 from runner.training.records.profiler import Profiler
 from runner.training.records.recorder import Recorder
 from runner.training.records.resources import StepMeter
@@ -163,10 +161,7 @@ class _Opening:
 
     def _restored(self) -> _Restored:
         """Build what is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
-        device = choose_device(self.config.train.device, self.world)
-        make_exact(self.config, device)
-        torch.set_num_threads(self.config.run.threads)  # their number decides how sums are split
-        seed_everything(self.config.seed)  # a dataset or a task may draw when it is created
+        device = begin_exactly(self.config, self.world)
         datasets = open_sources(self.config)
         self._weigh(datasets)
         task = build_task(self.config)

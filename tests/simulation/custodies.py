@@ -20,7 +20,7 @@ from unittest import mock
 from runner.__main__ import run as run_command
 from runner.checkpoint.files import choice, pins
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.choice import Candidate, Retention
+from runner.checkpoint.files.choice import Intact, Retention
 from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.store import Fence
 from runner.cli.runs import checkpoints, housekeeping
@@ -538,7 +538,7 @@ class Custodies(Scenario):
         work.do()
         return 0
 
-    def _results(self, run: RunDir, chosen: Candidate, stop: Callable[[], bool]) -> dict[str, float]:
+    def _results(self, run: RunDir, chosen: Intact, stop: Callable[[], bool]) -> dict[str, float]:
         clock.sleep(self.random.uniform(0.2, 2.0))
         return {"eval_loss": float(chosen.step)}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.choice import Candidate
+from runner.checkpoint.files.choice import Candidate, Intact
 from runner.checkpoint.files.commit import DIRECTORY_MODE, Transaction, write_file
 from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.files.manifest import CorruptionError
@@ -44,7 +44,7 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
     if isinstance(choice.judge(Folder(final)), Candidate):
         return
     found = choice.judge(Folder(source))
-    if not isinstance(found, Candidate) or found.manifest is None:
+    if not isinstance(found, Intact):
         reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
     fence.check()  # where the branch was moved or removed meanwhile, nothing of it is made anew

@@ -35,18 +35,6 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Info(_Entry):
-    """A committed checkpoint that was verified."""
-
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        """Completed optimizer steps."""
-        return self.manifest.step
-
-
-@dataclass(frozen=True)
 class Candidate(_Entry):
     """A checkpoint that was committed under its name, judged by its manifest.
 
@@ -62,6 +50,13 @@ class Candidate(_Entry):
     manifest: Manifest | None
     corruption: str | None = None
     error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Intact(Candidate):
+    """A checkpoint whose manifest is intact."""
+
+    manifest: Manifest
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Retention:
 
     def to_delete(self, found: Iterable[Candidate], pinned: Collection[int] = ()) -> list[Candidate]:
         """The intact ones among `found` that need not be kept, oldest first; not those of `pinned` steps."""
-        intact = sorted((c for c in found if c.manifest is not None), key=lambda c: c.step)
+        intact = sorted((c for c in found if isinstance(c, Intact)), key=lambda c: c.step)
         kept = {c.path for c in intact[-max(self.keep_last, 1) :]}
         if self.keep_every_steps:
             kept |= {c.path for c in intact if c.step % self.keep_every_steps == 0}
@@ -173,7 +168,7 @@ def judge(at: Stored) -> Candidate | Stranger | None:
     except OSError:  # deleted meanwhile
         return None
     if at.path.name == step_name(manifest.step):
-        return Candidate(at, step, manifest)
+        return Intact(at, step, manifest)
     wrong = f"it contains step {manifest.step}, so its name would have to be {step_name(manifest.step)}"
     return Stranger(at, wrong, manifest.step)
 
@@ -197,7 +192,7 @@ def corruption_of(candidate: Candidate) -> str | None:
     """
     if candidate.error is not None:
         raise candidate.error
-    if candidate.manifest is None:
+    if not isinstance(candidate, Intact):
         return candidate.corruption
     try:
         manifests.verify(candidate.at, candidate.manifest)
@@ -214,7 +209,7 @@ def size_error(candidate: Candidate) -> str | None:
     """
     if candidate.error is not None:
         raise candidate.error
-    if candidate.manifest is None:
+    if not isinstance(candidate, Intact):
         return candidate.corruption
     for name, expected in sorted(candidate.manifest.files.items()):
         try:
@@ -226,7 +221,7 @@ def size_error(candidate: Candidate) -> str | None:
     return None
 
 
-def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None = None) -> Info | None:
+def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None = None) -> Intact | None:
     """The highest step that verifies; changes nothing.
 
     Args:
@@ -242,8 +237,8 @@ def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None 
     corruptions = []
     for candidate in candidates(store):
         corruption = corruption_of(candidate)
-        if corruption is None and candidate.manifest is not None:
-            return Info(candidate.at, candidate.manifest)
+        if corruption is None and isinstance(candidate, Intact):
+            return candidate
         corruptions.append(f"{candidate.path.name}: {corruption}")
         if on_corruption is not None:
             on_corruption(candidate, str(corruption))
@@ -285,7 +280,7 @@ def set_aside_earlier(store: Store) -> list[str]:
 
 def choose(
     store: Store, which: str | int = LAST, on_corruption: Callable[[Candidate, str], None] | None = None
-) -> Candidate:
+) -> Intact:
     """The checkpoint that `which` means, of which every byte was verified.
 
     Args:
@@ -301,7 +296,7 @@ def choose(
         latest = newest(store, on_corruption)
         if latest is None:
             raise UserError(f"{store.path} has no checkpoint")
-        return Candidate(latest.at, latest.step, latest.manifest)
+        return latest
     found = candidates(store)
     if which == BEST:
         chosen = best(found)
@@ -314,7 +309,8 @@ def choose(
         chosen = next((one for one in found if str(one.step) == str(which)), None)
         if chosen is None:
             raise UserError(f"there is no checkpoint of step {which} in {store.path}; available: {_steps(found)}")
-    if corruption := corruption_of(chosen):
+    corruption = corruption_of(chosen)
+    if corruption is not None or not isinstance(chosen, Intact):
         raise CheckpointError(f"{chosen.path} is corrupt: {corruption}")
     return chosen
 

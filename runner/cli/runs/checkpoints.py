@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import directory as checkpoint_dir
-from runner.checkpoint.files.choice import Candidate, Retention, Stranger
+from runner.checkpoint.files.choice import Candidate, Intact, Retention, Stranger
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
 from runner.cli.base.console import PROGRAM, Parser, console, size, table, tell
@@ -256,7 +256,6 @@ def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: 
     if target.suffix != ".safetensors":
         return export_folder(directory, target, step, raw, as_json)
     chosen = choice.choose(Directory(directory), choice.LAST if step is None else step, _skipped)
-    assert chosen.manifest is not None
     averaged = {} if raw else dict(reader.tensors(chosen.at, chosen.manifest, AVERAGE))
     weights = averaged or dict(reader.tensors(chosen.at, chosen.manifest, MODEL))
     try:
@@ -328,7 +327,7 @@ def _skipped(bad: Candidate, why: str) -> None:
     tell(f"warning: {bad.path} is corrupt ({why}): skipped")
 
 
-def compared(directory: Path | None, which: str) -> Candidate:
+def compared(directory: Path | None, which: str) -> Intact:
     """The checkpoint of a step in `directory`, or at a path; every byte was verified.
 
     Raises:
@@ -353,8 +352,6 @@ def diff(directory: Path | None, first: str, second: str, *, as_json: bool) -> i
     from runner.checkpoint.tensors.compare import compare_checkpoints
 
     one, two = compared(directory, first), compared(directory, second)
-    assert one.manifest is not None
-    assert two.manifest is not None
     found = compare_checkpoints(one.at, two.at, (one.manifest, two.manifest)).differences
     if as_json:
         rows = [asdict(difference) for difference in found]

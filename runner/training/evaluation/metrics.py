@@ -132,9 +132,9 @@ class EvaluationMetric:
         """The values by name, and by source where there are several; the same on every rank."""
 
         def compute() -> dict[str, Any]:
-            found: dict[str, Any] = dict(self._numbers(self._call(metrics[None].compute, {})))
+            found: dict[str, Any] = dict(self._floats(self._call(metrics[None].compute, {})))
             by_source = {
-                source: self._numbers(self._call(metric.compute, {}))
+                source: self._floats(self._call(metric.compute, {}))
                 for source, metric in metrics.items()
                 if source is not None
             }
@@ -174,7 +174,7 @@ class EvaluationMetric:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(f"{self.where}: {reason}" + (f" (called with {shapes})" if shapes else "")) from error
 
-    def _numbers(self, value: Any) -> dict[str, float]:
+    def _floats(self, value: Any) -> dict[str, float]:
         """The numbers in what `compute` returned: one, or one for each key or element."""
         if isinstance(value, Mapping):
             parts = {f"{self.name}_{key}": part for key, part in value.items()}

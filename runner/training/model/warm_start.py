@@ -112,7 +112,6 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
     except UserError as error:
         began = "" if step is None else f"this run began with step {step}, whose checkpoint is needed again: "
         raise type(error)(f"init_from={run.path}@{at}: {began}{error}") from error
-    assert chosen.manifest is not None
     digest = hashlib.sha256(chosen.manifest.encode()).hexdigest()
     averaged = dict(reader.tensors(chosen.at, chosen.manifest, AVERAGE))
     weights = averaged or dict(reader.tensors(chosen.at, chosen.manifest, MODEL))
