@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.checkpoint.files.adoption import adopt
 from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.reading import newest_step
 from runner.checkpoint.files.store import Fence
 from runner.config.schema import Config
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, MismatchError, UserError
 from runner.metrics import jsonl
 from runner.rundir.paths import RunDir
 from runner.rundir.trunk import find, missing
@@ -49,6 +52,29 @@ def trunk_of(config: Config) -> RunDir | None:
     return None if config.fork.run is None else find(config.fork.run, Path(config.run.dir or "."))
 
 
-def restarts_optimizers(config: Config) -> bool:
-    """Whether a branch that trains by `config` changes optimizers or schedules in another way than by a phase."""
-    return any(key.startswith(("optimizer.", "optimizers.", "scheduler.")) for key in config.fork.was)
+def restarts_optimizers(config: Config, step: int) -> bool:
+    """Whether a branch begins at `step` that changes optimizers or schedules in another way than by a phase."""
+    changed = any(key.startswith(("optimizer.", "optimizers.", "scheduler.")) for key in config.fork.was)
+    return changed and config.fork.begins_at(step)
+
+
+@contextmanager
+def fitting(run: RunDir, config: Config) -> Iterator[None]:
+    """Report what the checkpoint of a trunk does not fit as an error in the command that begins the branch.
+
+    Raises:
+        UserError: in place of a MismatchError.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        fork = config.fork
+        if not fork.begins_at(newest_step(run)):
+            raise
+        # Without its remedy, which is for a run of its own.
+        reason = re.split(r"; |: (?=restore|set|use)", str(error))[0]
+        raise UserError(
+            f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "
+            f"the trunk has it, or begin a new run with the weights that fit (init_from={fork.run}@{fork.step} "
+            "init_from.strict=false)"
+        ) from None

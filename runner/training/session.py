@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runner.checkpoint import TrainStateManager, restore_train_state
-from runner.checkpoint.files.reading import newest_step
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.schema import Config, NonFinite
 from runner.data.order.batch_shape import BatchShape
-from runner.errors import MismatchError, UserError
 from runner.metrics.lineage import FINISHED, STOPPED
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.evaluations import add
@@ -26,7 +23,7 @@ from runner.rundir.time_account import TimeAccount
 from runner.system import generators
 from runner.system.distributed import World
 from runner.system.signals import STOP
-from runner.training.branch import restarts_optimizers, trunk_of
+from runner.training.branch import fitting, restarts_optimizers, trunk_of
 from runner.training.callbacks.callbacks import Callbacks
 from runner.training.data.consumption import Consumption
 from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_steps
@@ -169,7 +166,7 @@ class _Opening:
         trained = Trained.build(task, config, self.run, self.world, device)
         seed_everything(config.seed, self.world.rank)
         manager = make_manager(config, self.run, self.lease, fingerprint(config, datasets))
-        with self.account.doing("restore"), self._fits():
+        with self.account.doing("restore"), fitting(self.run, self.config):
             state = self._load(manager, trained)
         if not state:
             self.world.run_on_main(lambda: check_beginning(config, self.run, self.log))
@@ -188,7 +185,7 @@ class _Opening:
     def _load(self, manager: TrainStateManager, trained: Trained) -> Mapping[str, Any]:
         """Restore what is trained; return the train state, empty at a fresh start."""
         averaged = trained.average.averaged if trained.average else None
-        restarts = self._restarts_optimizers
+        restarts = partial(restarts_optimizers, self.config)
         return manager.load(trained.model, trained.optimizers, averaged, another_optimizer=restarts) or {}
 
     def _assembled(self, of: _Restored) -> Session:
@@ -240,8 +237,8 @@ class _Opening:
 
     def _restore_position(self, of: _Restored, consumption: Consumption) -> int:
         """Restore loader, schedules and random generators; return the tokens seen so far."""
-        anew, optimizers = self._restarts_optimizers(of.step), of.trained.optimizers
-        with self._fits():
+        anew, optimizers = restarts_optimizers(self.config, of.step), of.trained.optimizers
+        with fitting(self.run, self.config):
             _, tokens, _ = restore_train_state(of.state, None if anew else optimizers, consumption.loader)
             if anew:
                 optimizers.restart(of.state["scheduler"], of.step)
@@ -275,28 +272,3 @@ class _Opening:
             OSError: the file system refused.
         """
         add(self.run, {**record, "digest": evaluation_digest(load_plain(self.run.path))})
-
-    def _restarts_optimizers(self, step: int) -> bool:
-        """Whether optimizers and schedules begin anew at `step`."""
-        return restarts_optimizers(self.config) and self.config.fork.begins_at(step)
-
-    @contextmanager
-    def _fits(self) -> Iterator[None]:
-        """Report what the checkpoint of a trunk does not fit as an error in the command that begins the branch.
-
-        Raises:
-            UserError: in place of a MismatchError.
-        """
-        try:
-            yield
-        except MismatchError as error:
-            fork = self.config.fork
-            if not fork.begins_at(newest_step(self.run)):
-                raise
-            # Without its remedy, which is for a run of its own.
-            reason = re.split(r"; |: (?=restore|set|use)", str(error))[0]
-            raise UserError(
-                f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "
-                f"the trunk has it, or begin a new run with the weights that fit (init_from={fork.run}@{fork.step} "
-                "init_from.strict=false)"
-            ) from None

@@ -21,7 +21,8 @@ from runner.metrics.lineage import Fork
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system.distributed import World
-from runner.training import session
+from runner.training import branch
+from runner.training.branch import fitting
 from runner.training.data.order import warn_of_idle_ranks
 from runner.training.data.training_data import open_training_data
 from runner.training.evaluation import evaluation
@@ -152,9 +153,9 @@ def test_what_a_branch_cannot_change_is_refused_with_its_own_remedy(
 ) -> None:
     """At its beginning, where a remedy for the trunk's checkpoints would be of no use."""
     opening = opening_of(tmp_path, run="trunk", step=4)
-    monkeypatch.setattr(session, "newest_step", lambda run: 4 if begins else 6)
+    monkeypatch.setattr(branch, "newest_step", lambda run: 4 if begins else 6)
     error = "a branch of trunk at step 4 cannot change this: other weights; leave it as" if begins else "; restore it"
-    with pytest.raises(UserError, match=error) as raised, opening._fits():
+    with pytest.raises(UserError, match=error) as raised, fitting(opening.run, opening.config):
         raise MismatchError("other weights; restore it")
     assert isinstance(raised.value, MismatchError) != begins
 
