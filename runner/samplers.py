@@ -1,7 +1,7 @@
 """The kinds of sampler: what the rest of the runner asks of one.
 
-A new kind is a class here, named at the end, and a file in `conf/sampler/` that has this name as its `kind`. Imports
-neither torch nor numpy: a sampler is imported when it is made.
+A new kind that draws whole epochs is a class here, named at the end, and a file in `conf/sampler/` that has this name
+as its `kind`. Imports neither torch nor numpy: a sampler is imported when it is made.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from runner.chaos.slurm_target import SlurmTarget
 from runner.chaos.stage import Stage, TooLateError, UnansweredError
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
-from runner.checkpoint.files.directory import Directory, Folder
+from runner.checkpoint.files.directory import Folder, store_of
 from runner.checkpoint.files.store import step_name
 from runner.errors import CheckpointError, ExitStatus
 
@@ -338,7 +338,7 @@ def kill(stage: Stage) -> None:
 def newest(stage: Stage) -> int:
     """Step of the newest checkpoint, every byte of which was read; 0 if there is none yet."""
     try:
-        found = choice.newest(Directory(stage.run.checkpoints))
+        found = choice.newest(store_of(stage.run))
     except CheckpointError as error:
         raise UnansweredError(str(error)) from None
     return found.step if found else 0

@@ -206,7 +206,7 @@ def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Gua
         return JsonlWriter(path, files.replace_by_part(path, file.fileno(), size, guard=guard), size, reached, guard)
 
 
-def take_over(run: RunDir, other: RunDir, step: int) -> None:
+def copy_records(run: RunDir, other: RunDir, step: int) -> None:
     """Take the records of another run up to `step` over into a run that has none, which begins as its branch.
 
     Raises:

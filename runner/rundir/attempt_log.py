@@ -25,7 +25,7 @@ from runner.system import clock, files, processes
 T = TypeVar("T")
 
 # Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
-HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted", "superseded"})
+HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted"})
 CRASH_LOOP_LIMIT = 3
 TIME_LIMIT = "time limit"
 TIMEOUTS = "timeouts"  # the end of a job after too many time limits
@@ -47,7 +47,6 @@ STATE_AFTER = {
     "interrupted": "interrupted",
     "crash loop": "crash loop",
     "hang": "stuck",
-    "superseded": "running",
 }
 
 

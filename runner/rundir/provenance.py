@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from runner.errors import RunDirError
 from runner.rundir.paths import RunDir
 from runner.rundir.sources import Sources, changed_files, named_targets
 from runner.system import clock, files, processes
@@ -72,6 +73,7 @@ def write_code(
     overrides: Sequence[str],
     guard: files.Guard | None = None,
     edit: dict[str, Any] | None = None,
+    config: str = "",
 ) -> None:
     """Write code.json; the commits and overrides of earlier submissions of the run are kept in `earlier`.
 
@@ -81,12 +83,39 @@ def write_code(
         overrides: of the command.
         guard: the right to change the run.
         edit: what the command changes in an existing run, and so in its results: see `edits`.
+        config: the content that config.yaml is about to get.
     """
     before = files.read_object(path)
     earlier = before.get("earlier")
     kept = [*(earlier if isinstance(earlier, list) else []), _summary(before)] if before else []
     edited = [*_edits(before), *([edit] if edit else [])]
-    files.write_json(path, {"overrides": list(overrides), **code, "earlier": kept, "edits": edited}, guard=guard)
+    described = {**code, "config": _digest(config.encode()), "earlier": kept, "edits": edited}
+    files.write_json(path, {"overrides": list(overrides), **described}, guard=guard)
+
+
+def check_config(run: RunDir) -> None:
+    """Refuse a run whose config.yaml is not as a command wrote it: a resume would follow only some of an edit.
+
+    Raises:
+        RunDirError: it was edited by hand.
+        OSError: it cannot be read.
+    """
+    code = files.read_object(run.code)
+    if not isinstance(code.get("config"), str):
+        return  # code.json is gone, or the run was made by a program
+    earlier = code.get("earlier")
+    before = [each.get("config") for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
+    # The one before, too: a command may have been killed before it wrote config.yaml, which it does last.
+    if _digest(files.read_regular(run.config)) not in (code["config"], *before[-1:]):
+        raise RunDirError(
+            f"{run.config} was edited by hand, and training would follow only part of that: undo the edit; to change "
+            f"settings, give them to a command: runner resume {run.path} key=value, or runner fork {run.path} --step N "
+            "key=value"
+        )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def edits(run_dir: Path) -> list[dict[str, Any]]:
@@ -172,7 +201,8 @@ def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _summary(code: dict[str, Any]) -> dict[str, Any]:
     repositories = _part(code, "repositories")
     commits = {root: _part(repositories, root).get("commit") for root in repositories}
-    return {"time": code.get("time"), "overrides": code.get("overrides"), "commits": commits}
+    kept = {name: code.get(name) for name in ("time", "overrides", "config")}
+    return {**kept, "commits": commits}
 
 
 def _version(package: str) -> str | None:

@@ -23,7 +23,7 @@ from runner.rundir.attempt_log import TIME_LIMIT, TIMEOUTS, AttemptLog, Finish, 
 from runner.rundir.lease import Lease, acquire_for_job, is_continued
 from runner.rundir.origin import search_modules, working_in
 from runner.rundir.paths import RunDir
-from runner.rundir.provenance import changes_at_start, code_changes
+from runner.rundir.provenance import changes_at_start, check_config, code_changes
 from runner.rundir.time_account import TimeAccount
 from runner.rundir.trust import check_trusted
 from runner.system import files, processes
@@ -97,28 +97,11 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
         from runner.config.frozen import load
 
         check_trusted(run)
+        check_config(run)
         config = load(run.path)
         search_modules(run, config.run.directory)
     with working_in(config.run.directory):
-        return _carried_out(run, job, world, config, held)
-
-
-def _carried_out(run: RunDir, job: Job, world: World, config: Config, held: Lease | None) -> ExitStatus:
-    """Make the attempt in the directory in which the run was started."""
-    made = _Attempt(run, job, world, config)
-    made.watch.start()
-    try:
-        made.join_ranks()
-        with _leased(run, job, world, made.config, held) as lease:
-            if lease:
-                made.run, made.lease = replace(run, guard=lease.guard), lease
-            return made.make()
-    except SupersededError:
-        if made.lease and not is_continued(run.lease, job.identity()):
-            job.yield_verdict("its lease was taken by a process that does not continue the run")
-        raise
-    finally:
-        made.watch.stop()
+        return _Attempt(run, job, world, config).make(held)
 
 
 @contextmanager
@@ -195,7 +178,23 @@ class _Attempt:
             MAX_INTERVAL_S if train.hang_timeout_s is None else train.hang_timeout_s / LOOKS,
         )
 
-    def join_ranks(self) -> None:
+    def make(self, held: Lease | None) -> ExitStatus:
+        """Join the other ranks, acquire the lease unless it is `held`, train, and record how that ended."""
+        self.watch.start()
+        try:
+            self._join_ranks()
+            with _leased(self.run, self.job, self.world, self.config, held) as lease:
+                if lease:
+                    self.run, self.lease = replace(self.run, guard=lease.guard), lease
+                return self._make()
+        except SupersededError:
+            if self.lease and not is_continued(self.run.lease, self.job.identity()):
+                self.job.yield_verdict("its lease was taken by a process that does not continue the run")
+            raise
+        finally:
+            self.watch.stop()
+
+    def _join_ranks(self) -> None:
         """Join the process group (nothing to do with one rank).
 
         Raises:
@@ -211,7 +210,7 @@ class _Attempt:
         except PeerError as error:
             raise PeerError(self.watch.silent() or self.watch.absent() or str(error)) from error
 
-    def make(self) -> ExitStatus:
+    def _make(self) -> ExitStatus:
         """Train, and record how it ended, whatever happens."""
         with beginning(self.job):
             finished = self.world.run_on_main(self._begin)

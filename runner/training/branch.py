@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.checkpoint.files.adoption import adopt
-from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.directory import store_of
 from runner.checkpoint.files.reading import newest_step
 from runner.checkpoint.files.store import Fence
 from runner.config.schema import Config
@@ -40,10 +40,10 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
         files.look_anew(run.checkpoints)
     if run.newest_step():
         return
-    Directory(trunk.checkpoints).look_anew()
+    store_of(trunk).look_anew()
     if not files.is_dir(trunk.checkpoint(step)):
         raise CheckpointError(missing(trunk, step))
-    jsonl.take_over(run, trunk, step)
+    jsonl.copy_records(run, trunk, step)
     adopt(trunk.checkpoint(step), run.checkpoints, fence)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files.choice import Candidate, Intact
-from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.directory import store_of
 from runner.config.frozen import trained
 from runner.config.schema import Config
 from runner.contracts import Job
@@ -179,7 +179,7 @@ class Work:
         """
         try:
             # Every rank reads and verifies it, so that all of them fail if one does.
-            chosen = self.world.run_on_all(lambda: choice.choose(Directory(self.run.checkpoints), step))
+            chosen = self.world.run_on_all(lambda: choice.choose(store_of(self.run), step))
         except (UserError, OSError) as error:
             return self._left_out(step, error)
         try:
@@ -304,7 +304,7 @@ def committed(run: RunDir) -> list[int]:
     Raises:
         CheckpointError: their directory is not readable.
     """
-    return sorted(one.step for one in choice.candidates(Directory(run.checkpoints)))
+    return sorted(one.step for one in choice.candidates(store_of(run)))
 
 
 def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, str], None] | None = None) -> list[int]:
@@ -326,4 +326,4 @@ def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, st
     known = evaluated(run, request.settings)
     if request.step.isdigit() and int(request.step) in known:
         return [int(request.step)]  # the checkpoint may be gone
-    return [choice.choose(Directory(run.checkpoints), request.step, on_corruption).step]
+    return [choice.choose(store_of(run), request.step, on_corruption).step]

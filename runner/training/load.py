@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files.choice import Candidate, Intact
-from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.directory import store_of
 from runner.checkpoint.files.manifest import refusing_corruption
 from runner.checkpoint.tensors.checks import check_model
 from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
@@ -84,7 +84,7 @@ def load(
         check_trusted(found)
         config = load_config(found.path)
         search_modules(found, config.run.directory)
-        chosen = choice.choose(Directory(found.checkpoints), choice.LAST if step is None else step, _skipped)
+        chosen = choice.choose(store_of(found), choice.LAST if step is None else step, _skipped)
     with generators.lent():
         model = build.model(config)
     averaged = restore(model, chosen, raw)

@@ -18,6 +18,7 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import clock
 from runner.system.signals import STOP
+from runner.training.attempt import attempt
 
 pytestmark = pytest.mark.slow  # every test composes configs several times
 
@@ -246,3 +247,18 @@ def test_torchrun_resumes_a_run_with_more_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert [record["step"] for record in resumed.records() if "loss" in record] == list(range(1, 9))
     assert resumed.status()["state"] == "finished"
+
+
+def test_a_config_that_was_edited_by_hand_is_refused_with_the_command_to_use(
+    started: Path, run: Command, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever resumes it: only part of the edit would take effect, since a checkpoint has the optimizer's options."""
+    config = RunDir(started).config
+    config.write_text(config.read_text().replace("lr: 0.001\n", "lr: 0.5\n"))
+    assert command("resume", str(started), "train.steps=20") == ExitStatus.USAGE
+    assert run("train.steps=10", f"run.dir={started}", launcher="here") == ExitStatus.USAGE
+    assert attempt(started) == ExitStatus.USAGE
+    for error in errors(capsys):
+        assert "config.yaml was edited by hand" in error
+        assert f"runner resume {started} key=value, or runner fork" in error
+    assert FakeLauncher.launched == []

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from runner.errors import SupersededError, UserError
 from runner.metrics import jsonl, resume_jsonl
 from runner.metrics.external import ExternalWriter, scalars
-from runner.metrics.jsonl import take_over
+from runner.metrics.jsonl import copy_records
 from runner.metrics.lineage import Fork, Lineage, Summary
 from runner.metrics.mlflow import MLflow
 from runner.metrics.progress import ProgressBar, duration, quantity
@@ -209,7 +209,7 @@ def test_a_branch_takes_over_the_records_up_to_its_step_and_nothing_of_its_own_i
     write(run, 1, 12)
     branch.metrics.write_text("other")
     branch.timings.write_text("other")
-    take_over(branch, run, 7)
+    copy_records(branch, run, 7)
     assert steps(branch) == list(range(1, 8))
     assert branch.timings.read_text() == ""
     assert steps(run) == list(range(1, 13))

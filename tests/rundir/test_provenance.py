@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.errors import RunDirError
 from runner.rundir import provenance
+from runner.rundir.paths import RunDir
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -265,3 +267,18 @@ def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
     provenance.code_changes(run)
     provenance.write_code(run / "code.json", provenance.describe_code(), ["seed=1"])
     assert json.loads((run / "code.json").read_text())["overrides"] == ["seed=1"]
+
+
+def test_a_config_edited_by_hand_is_refused_and_one_of_a_killed_command_is_not(tmp_path: Path) -> None:
+    """A resume would follow only part of the edit: the state of an optimizer has its options, too."""
+    run = RunDir(freeze(tmp_path))
+    run.config.write_text("lr: 0.1\n")
+    provenance.check_config(RunDir(tmp_path / "elsewhere"))  # code.json is not a condition
+    for text in ("lr: 0.1\n", "lr: 0.2\n"):
+        provenance.write_code(run.code, {}, [], config=text)
+        provenance.check_config(run)  # the second time killed right here, before config.yaml was written
+    run.config.write_text("lr: 0.2\n")
+    provenance.check_config(run)
+    run.config.write_text("lr: 0.3\n")
+    with pytest.raises(RunDirError, match=r"edited by hand.*undo the edit.*runner resume"):
+        provenance.check_config(run)

@@ -28,8 +28,9 @@ from typing import BinaryIO
 from runner.checkpoint.files.commit import DIRECTORY_MODE, NewFiles, Transaction, remove_tree, temporary_name
 from runner.checkpoint.files.pins import is_pinned, pinned
 from runner.checkpoint.files.reading import patiently
-from runner.checkpoint.files.store import SET_ASIDE, Fence
+from runner.checkpoint.files.store import SET_ASIDE, Fence, Store
 from runner.errors import CheckpointError
+from runner.rundir.paths import RunDir
 from runner.system import files
 
 _log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class Directory:
             mine = temporary_name(step, self._fence, f"-swept{next(_COUNT)}")
             left = path
             try:
-                _take_over(path, mine, self._fence)
+                _claim(path, mine, self._fence)
                 left = mine
                 for name in files.list_dir(mine):
                     if SET_ASIDE.fullmatch(name) and not files.is_taken(self.path / name):
@@ -195,6 +196,11 @@ class Directory:
         self._prepared = True
 
 
+def store_of(run: RunDir, fence: Fence = NOBODY) -> Store:
+    """The store of a run's checkpoints; who adds another than a directory chooses it here, and in `make_manager`."""
+    return Directory(run.checkpoints, fence)
+
+
 def leftovers(directory: Path) -> list[Path]:
     """Temporary directories: of a save or a deletion that is in progress, or that was killed."""
     named = (directory / name for name in Directory(directory).names() if _TEMPORARY.fullmatch(name))
@@ -216,7 +222,7 @@ def _take(path: Path, name: str, fence: Fence) -> Path:
     return container
 
 
-def _take_over(path: Path, mine: Path, fence: Fence) -> None:
+def _claim(path: Path, mine: Path, fence: Fence) -> None:
     found = _TEMPORARY.fullmatch(path.name)
     if found is None or int(found["fence"]) >= fence.number:  # of this attempt's own save, which failed
         files.rename(path, mine)

@@ -14,7 +14,7 @@ from typing import IO
 
 from runner.checkpoint.files import choice
 from runner.checkpoint.files.adoption import UNLINKABLE
-from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.directory import store_of
 from runner.checkpoint.files.pins import pinned
 from runner.checkpoint.files.store import Fence, step_name
 from runner.cli.base.console import PROGRAM, Parser, say, shown, size, tell
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         with custody(run, tell) as held:
             # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
             fence = Fence(held.lease.fence, held.lease.check_fence)
-            Directory(run.checkpoints, fence).sweep()
+            store_of(run, fence).sweep()
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
             held.check()  # last: what was packed is the run only if nobody else has changed it meanwhile
@@ -174,7 +174,7 @@ def _kept(run: RunDir, which: str) -> set[str] | None:
         return None
     steps = pinned(run.checkpoints)
     if which != "none":
-        steps.add(choice.choose(Directory(run.checkpoints), which).step)
+        steps.add(choice.choose(store_of(run), which).step)
     return {step_name(step) for step in steps}
 
 

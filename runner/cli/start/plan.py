@@ -17,6 +17,7 @@ from runner.rundir import submitted_jobs
 from runner.rundir.attempt_log import Finish, incomplete_records
 from runner.rundir.lease import read_holder
 from runner.rundir.paths import RunDir
+from runner.rundir.provenance import check_config
 from runner.rundir.state import State, entry, look
 from runner.rundir.trunk import find, missing, remedy
 from runner.rundir.trust import check_trusted, reading
@@ -108,6 +109,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         _check_place(run)
         check_trusted(run)
         return _new(job)
+    check_config(run)
     changes = Changes.of(job)
     if (edited := changes.edited()) is not None:
         return PlannedRun(job, "edited", edited[0], refused=not edited[1])

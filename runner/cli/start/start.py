@@ -312,10 +312,10 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             changes = provenance.code_changes(run.path, code, sources)
             for change in changes:
                 say(f"  the code has changed since this run last started: {change}")
-            _take_over(job, run, guard)
+            _begin_branch(job, run, guard)
             edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
             described = {**code, **provenance.describe_sources(job.plain, sources), "changes": changes}
-            provenance.write_code(run.code, described, job.overrides, guard, edit)
+            provenance.write_code(run.code, described, job.overrides, guard, edit, job.text)
             # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:
@@ -330,7 +330,7 @@ def _show_code_changes(jobs: Sequence[Composed]) -> None:
             say(f"  the code has changed since {shown(job.run_dir)} last started: {change}")
 
 
-def _take_over(job: Composed, run: RunDir, guard: files.Guard) -> None:
+def _begin_branch(job: Composed, run: RunDir, guard: files.Guard) -> None:
     """Take the checkpoint and the records of a trunk over into a branch that has none."""
     fork = job.config.fork
     if fork.run is not None and fork.step is not None and not run.newest_step():

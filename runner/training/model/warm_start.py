@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint.files import choice
-from runner.checkpoint.files.directory import Directory
+from runner.checkpoint.files.directory import store_of
 from runner.checkpoint.files.reading import newest_step
 from runner.checkpoint.tensors import reader
 from runner.checkpoint.tensors.staging import AVERAGE, MODEL, model_state
@@ -108,7 +108,7 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
     step = recorded.get("step")
     try:
         # The best may be another by now.
-        chosen = choice.choose(Directory(run.checkpoints), at if step is None else str(step))
+        chosen = choice.choose(store_of(run), at if step is None else str(step))
     except UserError as error:
         began = "" if step is None else f"this run began with step {step}, whose checkpoint is needed again: "
         raise type(error)(f"init_from={run.path}@{at}: {began}{error}") from error
