@@ -50,10 +50,10 @@ def schema(kind: type = Config) -> DictConfig:
 
 def to_yaml(plain: dict[str, Any]) -> str:
     """The text of `config.yaml` for a resolved config."""
-    return "".join(_text(name, value) for name, value in plain.items())
+    return "".join(_section_text(name, value) for name, value in plain.items())
 
 
-def _text(name: str, value: Any) -> str:
+def _section_text(name: str, value: Any) -> str:
     """The lines of one section; the runs of a sweep share most of them."""
     key = name, repr(value)
     if key not in _TEXTS:
@@ -73,7 +73,7 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
         # Over the schema's defaults, so that an option added since then has its default.
-        return _by_section(text) or plain_values(OmegaConf.merge(schema(), _whole(text)))
+        return _by_section(text) or plain_values(OmegaConf.merge(schema(), _values_of_all_sections(text)))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
     except OSError as error:  # kept as the cause: one that may pass, such as EIO, decides nothing
@@ -97,12 +97,12 @@ def over_schema(values: dict[str, Any]) -> dict[str, Any]:
     names = [field.name for field in fields(Config)]
     if sorted(values) == sorted(names):
         with suppress(*READ_ERRORS):
-            made: dict[str, Any] = copied({name: _merged(_text(name, values[name]))[1] for name in names})
+            made: dict[str, Any] = copied({name: _merged(_section_text(name, values[name]))[1] for name in names})
             return made
     return plain_values(OmegaConf.merge(schema(), escaped(values)))
 
 
-def _whole(text: str) -> dict[str, Any]:
+def _values_of_all_sections(text: str) -> dict[str, Any]:
     values = parsed(text)
     if lost := [field.name for field in fields(Config) if field.name not in values]:
         raise ValueError(f"it has no {', '.join(lost)}")
@@ -127,11 +127,11 @@ def _by_section(text: str) -> dict[str, Any] | None:
 def _merged(text: str) -> tuple[str, Any]:
     """The name of a section of a config, and its value over the schema's defaults."""
     name, value = section(text)
-    return name, plain_values(OmegaConf.merge(_part(name), {name: value}))[name]
+    return name, plain_values(OmegaConf.merge(_section_schema(name), {name: value}))[name]
 
 
 @cache
-def _part(name: str) -> DictConfig:
+def _section_schema(name: str) -> DictConfig:
     """The schema of one section."""
     (kept,) = (each for each in fields(Config) if each.name == name)
     only = field(default=kept.default) if kept.default is not MISSING else field(default_factory=kept.default_factory)

@@ -267,7 +267,7 @@ def readable_name(
         is_usual = _is_left_out(key, values[key]) or values[key] == usual.get(key, ABSENT)
         if key == "seed" or values[key] == {} or (key not in own and is_usual):
             continue
-        part = _part(key, values[key])
+        part = _part_of_name(key, values[key])
         if part not in (title, *parts.values()) and len("-".join([title, *parts.values(), part])) <= (
             MAX_GIVEN if key in own else MAX_NAME
         ):
@@ -286,7 +286,7 @@ def _is_left_out(key: str, value: Any) -> bool:
     return value is None or value is ABSENT or isinstance(value, dict | list)
 
 
-def _part(key: str, value: Any) -> str:
+def _part_of_name(key: str, value: Any) -> str:
     """A key and its value, or only the value where that is clear, as a part of a file name."""
     if key.endswith("_target_"):
         return _slug(as_text(value).rpartition(".")[2])

@@ -118,7 +118,7 @@ def run_here(planned: PlannedRun) -> int:
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
-    missing, status, attempts = _missing([run.lease, run.submission]), int(ExitStatus.USAGE), 0
+    missing, status, attempts = _missing_dirs([run.lease, run.submission]), int(ExitStatus.USAGE), 0
     holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
     try:
         if planned.state == "new":
@@ -186,7 +186,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         single: it is one run on this machine.
     """
     new, jobs = [run.job for run in planned if run.state == "new"], [run.job for run in planned if run.starts]
-    missing = _missing(RunDir(job.run_dir).submission for job in new)
+    missing = _missing_dirs(RunDir(job.run_dir).submission for job in new)
     started, guards = int(ExitStatus.USAGE), dict[Path, files.Guard]()
     try:
         for job in new:
@@ -211,7 +211,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
     return launcher.follow(run_dirs) if status == 0 and run_dirs and launcher.wait else status
 
 
-def _missing(folders: Iterable[Path]) -> set[Path]:
+def _missing_dirs(folders: Iterable[Path]) -> set[Path]:
     """Which of these directories, and of those above them, are not there."""
     return {each for folder in folders for each in (folder, *folder.parents) if not files.exists(each)}
 
