@@ -149,14 +149,13 @@ def changing_callbacks(plain: dict[str, Any]) -> list[str]:
     return found
 
 
-def target_errors(plain: dict[str, Any], known: dict[str, str | None] | None = None) -> list[str]:
+def target_errors(plain: dict[str, Any], known: dict[str, str | None]) -> list[str]:
     """A line for each `_target_` in a resolved config that names nothing callable.
 
     Args:
         plain: the config.
         known: target -> why it is unusable, or None; what is found out is added.
     """
-    known = {} if known is None else known
     # A launcher with its own Python has other modules than this one.
     checked = {"launcher": plain["launcher"]} if plain["launcher"].get("python") else plain
     found = [(key, node["_target_"]) for key, node in instantiated_nodes(checked)]
