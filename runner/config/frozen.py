@@ -28,13 +28,14 @@ from runner.config.plain_yaml import (
     sections,
 )
 from runner.config.schema import Config, config_errors
-from runner.errors import RunDirError, UserError
+from runner.errors import RunDirError, refuse
 from runner.rundir.paths import RunDir
 from runner.system import files
 
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 
+_hints = cache(get_type_hints)
 _TEXTS: dict[tuple[str, str], str] = {}
 
 
@@ -153,8 +154,7 @@ def load(run_dir: Path) -> Config:
         UserError: it is missing, cannot be read, or does not fit the schema.
     """
     plain = load_plain(run_dir)
-    if errors := config_errors(to_config(plain)):
-        raise UserError("\n".join(f"{RunDir(run_dir).config}: {error}" for error in errors))
+    refuse(f"{RunDir(run_dir).config}: {error}" for error in config_errors(to_config(plain)))
     return trained(plain)
 
 
@@ -204,11 +204,6 @@ def _kind(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "enum"
     return "dict" if get_origin(hint) is dict and get_args(hint)[1] is not Any else "value"
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def plain_values(config: DictConfig | ListConfig, resolve: bool = True) -> dict[str, Any]:

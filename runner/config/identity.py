@@ -121,8 +121,7 @@ def identity(plain: dict[str, Any]) -> str:
     flat = identifying_values(plain)
     # The seeded mixture draws from its sources in the order in which they are listed.
     flat["data.sources in order"] = list(plain["data"]["sources"])
-    text = json.dumps(flat, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    return _digest_of(flat)
 
 
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +185,12 @@ def evaluation_digest(plain: dict[str, Any]) -> str:
     flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
     flat = {key: value for key, value in flat.items() if not key.endswith((".every_steps", ".cache_dir", ".at_end"))}
     flat["eval.batch_size"] = plain["eval"]["batch_size"] or plain["train"]["batch_size"]
-    return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:HASH_DIGITS]
+    return _digest_of(flat)
+
+
+def _digest_of(flat: dict[str, Any]) -> str:
+    text = json.dumps(flat, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChange]:

@@ -15,7 +15,7 @@ from runner.cli.base.launcher import make_launcher
 from runner.cli.start.resume import jobs
 from runner.config.identity import evaluation_digest
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, RunDirError, UserError
+from runner.errors import ExitStatus, RunDirError, UserError, refuse
 from runner.rundir.evaluations import Request, evaluated
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -65,8 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     from runner.config.frozen import load_plain
 
     found, unusable = jobs(Composer(options.config_dir), [run.path], overrides)
-    if unusable:
-        raise RunDirError("\n".join(unusable))
+    refuse(unusable, RunDirError)
     composed = found[0]
     settings = evaluation_digest(composed.plain)
     changed = settings != evaluation_digest(load_plain(run.path))
@@ -87,8 +86,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         errors.append(f"--step {options.step}: must be a step, best, last or all")
     if int(processes.environment.get("WORLD_SIZE", "1")) > 1:
         errors.append("evaluate does not run under torchrun: run it alone, or submit it (launcher=slurm)")
-    if errors:
-        raise UserError("\n".join(errors))
+    refuse(errors)
     options.step = options.step.lstrip("0") or "0" if options.step.isdigit() else options.step
 
 
@@ -190,8 +188,7 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
     try:
         if is_queued():
             return int(ExitStatus.FINISHED)
-        if errors := launcher.check([directory]):
-            raise UserError("\n".join(errors))
+        refuse(launcher.check([directory]))
         with Lease.acquire(
             RunDir(directory).submission,
             None,

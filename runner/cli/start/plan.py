@@ -12,7 +12,7 @@ from runner.cli.start.edits import Changes
 from runner.config.composition import Composed
 from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher
-from runner.errors import LockedError, RunDirError, UserError
+from runner.errors import LockedError, RunDirError, UserError, refuse
 from runner.rundir import submitted_jobs
 from runner.rundir.attempt_log import incomplete_records
 from runner.rundir.paths import RunDir
@@ -58,13 +58,17 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
     """
     # Nothing is asked about a finished run: its job may be ending for long, and the scheduler may be away.
     unfinished: list[RunDir] = []
+    finished: dict[Path, State] = {}
     broken: dict[Path, RunDirError] = {}
     for job in jobs:
         run = RunDir(job.run_dir)
         try:
             with reading(run):
                 files.read_object(run.job)  # launchers read it as well, of all runs at once
-                if not _is_finished(look(run), job):
+                first = look(run)
+                if _is_finished(first, job):
+                    finished[run.path] = first
+                else:
                     unfinished.append(run)
         except RunDirError as error:
             broken[job.run_dir] = error
@@ -75,22 +79,24 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
             if job.run_dir in broken:
                 raise broken[job.run_dir]
             with reading(RunDir(job.run_dir)):
-                planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single))
+                state = finished.get(job.run_dir)
+                planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single, state=state))
         except RunDirError as error:
             if len(jobs) == 1:
                 raise
             planned.append(PlannedRun(job, "unusable", str(error)))
         except UserError as error:
             errors.append(str(error))
-    if errors:
-        raise UserError("\n".join(dict.fromkeys(errors)))
+    refuse(dict.fromkeys(errors))
     if single and planned[0].state == "live":
         lines = [f"{jobs[0].run_dir} is in use: {planned[0].summary}; wait for it, or stop it first"]
         raise LockedError("\n".join([*lines, *planned[0].notes]))
     return planned
 
 
-def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False) -> PlannedRun:
+def plan_run(
+    job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False, state: State | None = None
+) -> PlannedRun:
     """What to do about one run.
 
     Args:
@@ -98,6 +104,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         queued: its live job, if any.
         retry_failed: whether a run that has failed is started again.
         held: whether this command holds the lease of the run.
+        state: of a run that was found finished; None: look at it now.
 
     Raises:
         RunDirError: the run would start, and its directory is not to be trusted; or it was to be resumed and is gone.
@@ -105,7 +112,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    state, exists = look(run, queued), files.exists(run.config)
+    state, exists = state or look(run, queued), files.exists(run.config)
     finished = _is_finished(state, job)  # then neither its job nor the process that made it matters any more
     if queued is not None and not finished:
         return _live(job, f"{queued.state}, job {queued.job_id}", f"cancel job {queued.job_id}")
