@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -157,7 +156,8 @@ class Sweep:
 
     def run(self) -> list[int]:
         """The exit status of every run, in their order; INTERRUPTED for one that was not started any more."""
-        with self._signals():
+        # The runs save and exit at the first signal, and exit at once at a second Ctrl-C.
+        with signals.received_by(self._receive):
             try:
                 if self._alone:
                     while not all(map(display.is_over, self._step().values())):
@@ -207,16 +207,6 @@ class Sweep:
         threads = max(1, processes.cores() // (self._slots * self._ranks))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         return environment
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Receive stop signals for the runs, which save and exit at the first, and exit at once at a second Ctrl-C."""
-        before = {signum: signal.signal(signum, self._receive) for signum in signals.handled()}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         """Only note the signal: it may come while a run is being started."""

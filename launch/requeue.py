@@ -322,7 +322,8 @@ class Requeuer:
         """Whether Slurm has lost this job (its state was deleted, say) and given the id to a later one.
 
         The path of its batch script tells; where sbatch is a wrapper that submits a copy, its user, name and time do.
-        requeue.sh asks the same.
+        In doubt it is this job, which would otherwise be lost; `RecordedJob.is_same`, which must not take another job
+        for the run's, decides the other way. requeue.sh asks the same as this.
         """
         restarts = int(found.get("Restarts", self._restart_count))
         if restarts < self._restart_count:

@@ -112,7 +112,7 @@ class SlurmLauncher(SlurmOptions):
             parts = self._arrays(run_dirs)
         except scheduler.SchedulerError:
             parts = [run_dirs]
-        folder, name = _folder(run_dirs), _name(run_dirs)
+        folder, name = _submission_folder(run_dirs), _job_name(run_dirs)
         return "\n".join(self._script(len(part), len(run_dirs), folder, name) for part in parts)
 
     def _script(self, runs: int, total: int, folder: Path, name: str, unique: str = "") -> str:
@@ -141,7 +141,7 @@ class SlurmLauncher(SlurmOptions):
             parts = iter(runs)
             for size in map(len, self._arrays(run_dirs)):
                 part = list(islice(parts, size))
-                submitted += self._submit(part, attempt, _folder(run_dirs), _name(run_dirs), len(runs))
+                submitted += self._submit(part, attempt, _submission_folder(run_dirs), _job_name(run_dirs), len(runs))
         except (OSError, RuntimeError) as refused:  # RuntimeError: with the message of sbatch
             error = refused
         except KeyboardInterrupt:
@@ -373,18 +373,18 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
     if not files.exists(run.job) and status.get("launcher") is None:
         return []  # never submitted
     job = files.read_object(run.job)
-    user, name, submitted = (_text(job.get(key)) for key in ("user", "name", "submit_time"))
+    user, name, submitted = (_text_or_none(job.get(key)) for key in ("user", "name", "submit_time"))
     noted = _slurm_time(job.get("submitted"), CLOCKS_DIFFER_S) if submitted is None else None
-    found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text(job.get("submission")))]
+    found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text_or_none(job.get("submission")))]
     # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
-    named, seen = _text(status.get("job_name")), _slurm_time(status.get("updated"))
+    named, seen = _text_or_none(status.get("job_name")), _slurm_time(status.get("updated"))
     earliest = submitted if is_same_job(status, job) else None
-    trained = _text(status.get("submission"))
+    trained = _text_or_none(status.get("submission"))
     found.append(RecordedJob(str(status.get("job_id")), user, named, earliest, seen, trained))
     return [each for each in found if scheduler.is_job_id(each.job_id)]
 
 
-def _text(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
@@ -397,7 +397,7 @@ def _slurm_time(seconds: object, more_s: float = 0.0) -> str | None:
 
 def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) -> JobInfo | None:
     """What is known about a job, completed by why its last start failed before an attempt could begin."""
-    recorded = _text(files.read_object(RunDir(run_dir).job).get("folder"))
+    recorded = _text_or_none(files.read_object(RunDir(run_dir).job).get("folder"))
     # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
     folders = [Path(recorded)] if recorded and files.seems_dir(recorded) else []
     folders += [RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER]
@@ -426,11 +426,11 @@ def _refusal(error: Exception) -> str:
     return lines[-1]
 
 
-def _folder(run_dirs: list[Path]) -> Path:
+def _submission_folder(run_dirs: list[Path]) -> Path:
     """Where a submission's files go: the logs of a single run, or a directory beside the runs of a sweep."""
     first = run_dirs[0].absolute()
     return RunDir(first).logs if len(run_dirs) == 1 else first.parent / SWEEP_FOLDER
 
 
-def _name(run_dirs: list[Path]) -> str:
+def _job_name(run_dirs: list[Path]) -> str:
     return run_dirs[0].name if len(run_dirs) == 1 else f"sweep-of-{len(run_dirs)}"

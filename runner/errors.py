@@ -105,6 +105,16 @@ class TimeoutsError(UserError):
     status = ExitStatus.FAILED
 
 
+def refuse(errors: Iterable[str], kind: type[UserError] = UserError) -> None:
+    """Raise one error with a line for each of `errors`, if there are any.
+
+    Raises:
+        UserError: or its subclass `kind`.
+    """
+    if lines := "\n".join(errors):
+        raise kind(lines)
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the valid name nearest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(valid), n=1)

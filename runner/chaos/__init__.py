@@ -2,9 +2,8 @@
 
     plan.py           which fault is injected when: a pure function of the seed
     watch.py          what can be observed of a run from outside, by its files
-    triggers.py       the conditions under which a fault may be injected
     target.py         the target of faults: a process (slurm_target.py: a job)
-    stage.py          one run directory under faults
+    stage.py          one run directory under faults, and when one may be injected
     faults.py         the kinds of fault, each with what it requires of the run
     drill.py          the reference run, the runs under faults
     compare.py        two run directories, bit for bit

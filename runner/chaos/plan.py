@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Faults come in this part of a run: nothing would notice one at its very end.
 BUSY = 0.8
@@ -87,10 +87,7 @@ def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: in
     order = list(left)
     draw.shuffle(order)
     at = spread(draw, len(order), max(2, int(steps * 0.7**round_number)))
-    return [
-        PlannedFault(fault.number, fault.kind, fault.trigger, step, fault.fraction)
-        for fault, step in zip(order, at, strict=True)
-    ]
+    return [replace(fault, step=step) for fault, step in zip(order, at, strict=True)]
 
 
 def spread(draw: random.Random, count: int, steps: int) -> list[int]:

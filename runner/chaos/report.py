@@ -1,4 +1,4 @@
-"""The result of a drill: a table on the terminal, and a report in Markdown, HTML or JSON."""
+"""The result of a drill: a table on the terminal, and a report in HTML or JSON."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def _results(result: Result) -> list[RunResults]:
 
 def _facts(result: Result) -> list[str]:
     return [
-        f"Command: `{result.command}`",
-        f"Reference: `{result.reference.path}`",
-        "Under faults: " + ", ".join(f"`{run.path}`" for run in result.killed),
+        f"Command: {result.command}",
+        f"Reference: {result.reference.path}",
+        "Under faults: " + ", ".join(str(run.path) for run in result.killed),
         *(f"Set for the drill: {note}" for note in result.settings),
     ]
 
@@ -184,7 +184,7 @@ def as_html(result: Result) -> str:
         _html_list(rest),
         _html_table(COLUMNS, rows(result.outcomes)),
         f"<details><summary>Every fault</summary>{_html_table(DETAILS, singles)}</details>",
-        _html_list([fact.replace("`", "") for fact in _facts(result)]),
+        _html_list(_facts(result)),
     ]
     return page(_results(result), f"{result.config} under faults", "loss", intro="".join(parts))
 

@@ -1,4 +1,4 @@
-"""One run directory under faults: what the kinds of fault work with."""
+"""One run directory under faults: what the kinds of fault work with, and when a fault may be injected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from runner.chaos.display import Display
 from runner.chaos.plan import PlannedFault
 from runner.chaos.target import Target
-from runner.chaos.triggers import TRIGGERS
 from runner.chaos.watch import Watch
 from runner.errors import ExitStatus, TrainingError
 from runner.rundir.paths import RunDir
@@ -154,7 +153,7 @@ class Stage:
 
     def committed(self, fence: int | None = None) -> set[Path]:
         """Checkpoints on disk; with `fence`, those written by the holder of that fencing number."""
-        paths = {self.run.checkpoints / f"step_{step:08d}" for step in self.run.checkpoint_steps()}
+        paths = {self.run.checkpoint(step) for step in self.run.checkpoint_steps()}
         if fence is None:
             return paths
         return {path for path in paths if files.read_object(path / "manifest.json").get("fence") == fence}
@@ -214,3 +213,61 @@ class Stage:
 
     def _signs(self) -> tuple[Any, ...]:
         return self.watch.step(), self.watch.holder()[0], self.target.tail()
+
+
+Trigger = Callable[[Stage, PlannedFault], bool]
+"""A condition on the observed run, polled until it is true."""
+
+
+def start(stage: Stage, planned: PlannedFault) -> bool:
+    """An attempt imports, builds and restores."""
+    return stage.owned() and (stage.seconds_since_owned() >= planned.fraction * stage.start_s or stage.made_steps())
+
+
+def step(stage: Stage, planned: PlannedFault) -> bool:
+    """During a step."""
+    return stage.watch.step() >= planned.step and stage.made_steps()
+
+
+def evaluation(stage: Stage, planned: PlannedFault) -> bool:
+    """During an evaluation."""
+    return stage.watch.evaluating(stage.eval_every) and step(stage, planned)
+
+
+def save(stage: Stage, planned: PlannedFault) -> bool:
+    """The files of a checkpoint are being written."""
+    return bool(stage.watch.saves()) and stage.watch.step() >= planned.step and stage.owned()
+
+
+def rename(stage: Stage, planned: PlannedFault) -> bool:
+    """A checkpoint lacks only its final name."""
+    return bool(stage.watch.renames()) and stage.watch.step() >= planned.step and stage.owned()
+
+
+def after_a_save(stage: Stage, planned: PlannedFault) -> bool:
+    """During a step, once the attempt has saved."""
+    saved = stage.run.newest_step()
+    return step(stage, planned) and saved > int(stage.watch.attempt().get("start_step") or 0)
+
+
+def two_checkpoints(stage: Stage, planned: PlannedFault) -> bool:
+    """During a step, with two checkpoints on disk."""
+    return step(stage, planned) and len(stage.run.checkpoint_steps()) >= 2
+
+
+def room_left(stage: Stage, planned: PlannedFault) -> bool:
+    """During a step, with a checkpoint on disk and time for two more saves before the end."""
+    early = stage.watch.step() <= stage.steps - 2 * stage.save_every
+    return early and step(stage, planned) and bool(stage.run.checkpoint_steps())
+
+
+TRIGGERS: dict[str, Trigger] = {
+    "start": start,
+    "step": step,
+    "evaluation": evaluation,
+    "save": save,
+    "rename": rename,
+    "after a save": after_a_save,
+    "two checkpoints": two_checkpoints,
+    "room left": room_left,
+}

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 from runner.errors import ExitStatus
 from runner.system import clock, files, processes
-from runner.system.signals import handled
+from runner.system.signals import received_by
 
 TAIL_LINES = 12
 STOPPING_S = 60.0  # how long a process that was asked to stop may take to save
@@ -70,12 +70,10 @@ class Target(Protocol):
 def uninterrupted() -> Iterator[None]:
     """Delay what stops the command until the end of the block: a process that was started must be known."""
     came: list[tuple[int, FrameType | None]] = []
-    before = {signum: signal.signal(signum, lambda *received: came.append(received)) for signum in handled()}
     try:
-        yield
+        with received_by(lambda *received: came.append(received)) as before:
+            yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
         if came and callable(handler := before[signal.Signals(came[0][0])]):
             handler(*came[0])
 

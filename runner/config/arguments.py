@@ -15,7 +15,7 @@ from typing import Any
 from runner.config.optimizers import OWN_KEYS
 from runner.config.schedule import SchedulerConfig
 from runner.config.schema import SamplerConfig
-from runner.config.targets import HYDRA_KEYS
+from runner.config.targets import HYDRA_KEYS, instantiated_nodes
 from runner.errors import nearest
 from runner.system import modules
 
@@ -36,26 +36,14 @@ def argument_errors(plain: dict[str, Any], known: dict[str, Names | None]) -> li
     """
     if plain["launcher"].get("python"):  # which has other modules than this one
         return []
-    return [line for key, node in _nodes(plain) for line in _errors(key, node, known)]
-
-
-def _nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted key, node) of every node that will be instantiated."""
-    if isinstance(node, list):
-        node = dict(enumerate(node))
-    if not isinstance(node, dict) or key in ELSEWHERE:
-        return
-    if isinstance(node.get("_target_"), str):
-        yield key, node
-    if node.get("_recursive_", True):
-        for name, part in node.items():
-            yield from _nodes(part, f"{key}.{name}" if key else str(name))
+    checked = {name: node for name, node in plain.items() if name not in ELSEWHERE}
+    return [line for key, node in instantiated_nodes(checked) for line in _errors(key, node, known)]
 
 
 def _errors(key: str, node: dict[str, Any], known: dict[str, Names | None]) -> Iterator[str]:
     given = [name for name in node if name not in HYDRA_KEYS and name not in _taken_by_the_runner(key)]
     target = node["_target_"]
-    if not given or not all(part.isidentifier() for part in target.split(".")):
+    if not given or not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         return
     if target not in known:
         known[target] = names_of(target)
@@ -129,7 +117,7 @@ class _Module:
         """The arguments of a function or class that the module defines or imports."""
         match self._bound(name):
             case ast.FunctionDef() as function:
-                return None if function.decorator_list else _names(function, 0)
+                return None if function.decorator_list else _parameters(function, 0)
             case ast.ClassDef() as kind:
                 return self._of_class(kind, hops)
             case ast.ImportFrom() as imported:
@@ -155,7 +143,7 @@ class _Module:
             return None
         if own:
             init = own[0] if len(own) == 1 else None
-            return _names(init, 1) if isinstance(init, ast.FunctionDef) and not init.decorator_list else None
+            return _parameters(init, 1) if isinstance(init, ast.FunctionDef) and not init.decorator_list else None
         if len(kind.bases) > 1:
             return None
         base = self._dotted(kind.bases[0]) if kind.bases else "object"
@@ -197,7 +185,7 @@ def _binds(statement: ast.AST, name: str) -> bool:
     return any(_binds(child, name) for child in ast.iter_child_nodes(statement))
 
 
-def _names(function: ast.FunctionDef, skipped: int) -> Names | None:
+def _parameters(function: ast.FunctionDef, skipped: int) -> Names | None:
     """The arguments of a function but the first ones; None if it takes any others."""
     arguments = function.args
     if arguments.kwarg is not None:

@@ -24,7 +24,7 @@ from runner.config.paths import anchor, relocate
 from runner.config.schema import Config, config_errors
 from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
-from runner.errors import UserError, nearest
+from runner.errors import UserError, nearest, refuse
 from runner.rundir import provenance
 from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
@@ -106,8 +106,7 @@ class Composer:
             UserError: the trunk's config cannot be read, or all errors of the config, one per line.
         """
         trunk = Path(os.path.abspath(base / trunk.expanduser()))
-        if errors := [line for text in overrides if (line := _not_for_branches(text))]:
-            raise UserError("\n".join(errors))
+        refuse(line for text in overrides if (line := _not_for_branches(text)))
         if not files.exists(trunk):
             remedy = "if it was removed, runner resume continues its branches"
             raise UserError(f"fork={trunk}@{step}: {trunk} is not a run directory; {remedy}")
@@ -137,7 +136,7 @@ class Composer:
             )
         return Composed(config, plain, given, run_dir)
 
-    def recompose(self, run_dir: Path, overrides: Sequence[str], base: Path | None = None) -> Composed:
+    def recompose(self, run_dir: Path, overrides: Sequence[str]) -> Composed:
         """The job of an existing run: its frozen config with `overrides` applied, checked.
 
         Choosing an option of a group (`launcher=slurm`) replaces the frozen values of that group.
@@ -145,7 +144,6 @@ class Composer:
         Args:
             run_dir: of the run; it stays the run's directory.
             overrides: as on the command line, without sweeps.
-            base: the directory that relative paths are resolved against; the current one by default.
 
         Raises:
             UserError: the frozen config cannot be read, or all errors of the config, one per line.
@@ -154,11 +152,9 @@ class Composer:
         relocate(frozen, run_dir)
         search_modules(RunDir(run_dir), frozen["run"]["directory"])
         fixed = [text for text in overrides if re.match(r"[+~]*run\.(dir|root|name)\b", text)]
-        if fixed:
-            raise UserError("\n".join(f"{text} cannot move the run {run_dir}: leave it out" for text in fixed))
+        refuse(f"{text} cannot move the run {run_dir}: leave it out" for text in fixed)
         _, plain = self._checked(overrides, lambda texts: self.tree.compose(texts, frozen), run_dir)
-        base = Path.cwd() if base is None else base
-        fill_in(plain, base)
+        fill_in(plain, Path.cwd())
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, tuple(overrides), run_dir, resumed=True)
 
@@ -208,8 +204,7 @@ class Composer:
                 errors.append(f"{text}: an interval cannot be enumerated; use range(...) or a list of values")
             else:
                 alternatives[key] = values
-        if errors:
-            raise UserError("\n".join(errors))
+        refuse(errors)
         return alternatives
 
     def sweeping(self) -> Composer:
@@ -243,8 +238,7 @@ class Composer:
             except UserError as error:
                 for line in str(error).splitlines():
                     first_with.setdefault(line, f"job {number} ({' '.join(job)})")
-        if first_with:
-            raise UserError("\n".join(f"{job}: {line}" for line, job in first_with.items()))
+        refuse(f"{job}: {line}" for line, job in first_with.items())
         if not jobs:
             raise UserError("the sweep has no jobs: one of its settings has no values; pass at least one for each")
         seen: dict[object, Composed] = {}
@@ -288,8 +282,7 @@ class Composer:
             params = OmegaConf.select(config, "hydra.sweeper.params")
         except ERRORS:
             return []  # composing the jobs reports the error
-        if lines := unused_in_files(self.tree.hydra_changes(config)):
-            raise UserError("\n".join(lines))
+        refuse(unused_in_files(self.tree.hydra_changes(config)))
         return [f"{key}={value}" for key, value in params.items()] if params else []
 
     def _checked(
@@ -325,9 +318,8 @@ class Composer:
             wrong |= found
             if self._sweep and not any(map(self.tree.group_of, found)):  # for the other jobs, which have them too
                 self._wrong |= {(over, choices, text): line for text, line in found.items()}
-        if unused or wrong or others:
-            ordered = sorted(wrong, key=lambda text: (text not in choices, given.index(text)))
-            raise UserError("\n".join([*unused.values(), *(wrong[text] for text in ordered), *others]))
+        ordered = sorted(wrong, key=lambda text: (text not in choices, given.index(text)))
+        refuse([*unused.values(), *(wrong[text] for text in ordered), *others])
         return chosen, plain
 
     def _dropping_nothing(self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig]) -> list[str]:
@@ -396,8 +388,7 @@ class Composer:
             choices, config = varied
         else:
             composed = compose(overrides)
-            if lines := unused_in_files(self.tree.hydra_changes(composed)):
-                raise UserError("\n".join(lines))
+            refuse(unused_in_files(self.tree.hydra_changes(composed)))
             choices, config = dict(composed.hydra.runtime.choices), _without_hydra(composed)
         plain = over_schema(plain_values(_complete(config)))
         drop_sources(plain, overrides)
@@ -600,8 +591,8 @@ def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictCo
     """`config`, if `given` without missing values; see `_resolved`."""
     flat = flatten(plain_values(config, resolve=False))
     missing = sorted(key for key, value in flat.items() if value == "???")
-    if missing and given is None:
-        raise UserError("\n".join(f"{key} must be given: {key}=..." for key in missing))
+    if given is None:
+        refuse(f"{key} must be given: {key}=..." for key in missing)
     for key in missing:
         OmegaConf.update(config, key, (given or {}).get(key))
     if given is not None and not _resolves(config):

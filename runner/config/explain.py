@@ -125,7 +125,7 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
             f"{error.override!r} cannot be parsed ({_first_line(error)}): write key=value, and quote values with spaces"
         )
     if isinstance(error, MissingConfigException):
-        return _missing(error, override)
+        return _no_such_option(error, override)
     if str(error).startswith("Ambiguous value") or "requires --multirun" in str(error):
         return f"{where}several values are a sweep, which needs -m; write a list as key=[a,b]"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
@@ -159,7 +159,7 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _missing(error: MissingConfigException, override: str | None) -> str:
+def _no_such_option(error: MissingConfigException, override: str | None) -> str:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     if not group:
         return f"--config-name {option}: no such config; pass the name of a .yaml file without the extension"

@@ -28,13 +28,14 @@ from runner.config.plain_yaml import (
     sections,
 )
 from runner.config.schema import Config, config_errors
-from runner.errors import RunDirError, UserError
+from runner.errors import RunDirError, refuse
 from runner.rundir.paths import RunDir
 from runner.system import files
 
 # What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 
+_hints = cache(get_type_hints)
 _TEXTS: dict[tuple[str, str], str] = {}
 
 
@@ -50,10 +51,10 @@ def schema(kind: type = Config) -> DictConfig:
 
 def to_yaml(plain: dict[str, Any]) -> str:
     """The text of `config.yaml` for a resolved config."""
-    return "".join(_text(name, value) for name, value in plain.items())
+    return "".join(_section_text(name, value) for name, value in plain.items())
 
 
-def _text(name: str, value: Any) -> str:
+def _section_text(name: str, value: Any) -> str:
     """The lines of one section; the runs of a sweep share most of them."""
     key = name, repr(value)
     if key not in _TEXTS:
@@ -73,7 +74,7 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
         # Over the schema's defaults, so that an option added since then has its default.
-        return _by_section(text) or plain_values(OmegaConf.merge(schema(), _whole(text)))
+        return _by_section(text) or plain_values(OmegaConf.merge(schema(), _values_of_all_sections(text)))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
     except OSError as error:  # kept as the cause: one that may pass, such as EIO, decides nothing
@@ -97,12 +98,12 @@ def over_schema(values: dict[str, Any]) -> dict[str, Any]:
     names = [field.name for field in fields(Config)]
     if sorted(values) == sorted(names):
         with suppress(*READ_ERRORS):
-            made: dict[str, Any] = copied({name: _merged(_text(name, values[name]))[1] for name in names})
+            made: dict[str, Any] = copied({name: _merged(_section_text(name, values[name]))[1] for name in names})
             return made
     return plain_values(OmegaConf.merge(schema(), escaped(values)))
 
 
-def _whole(text: str) -> dict[str, Any]:
+def _values_of_all_sections(text: str) -> dict[str, Any]:
     values = parsed(text)
     if lost := [field.name for field in fields(Config) if field.name not in values]:
         raise ValueError(f"it has no {', '.join(lost)}")
@@ -127,11 +128,11 @@ def _by_section(text: str) -> dict[str, Any] | None:
 def _merged(text: str) -> tuple[str, Any]:
     """The name of a section of a config, and its value over the schema's defaults."""
     name, value = section(text)
-    return name, plain_values(OmegaConf.merge(_part(name), {name: value}))[name]
+    return name, plain_values(OmegaConf.merge(_section_schema(name), {name: value}))[name]
 
 
 @cache
-def _part(name: str) -> DictConfig:
+def _section_schema(name: str) -> DictConfig:
     """The schema of one section."""
     (kept,) = (each for each in fields(Config) if each.name == name)
     only = field(default=kept.default) if kept.default is not MISSING else field(default_factory=kept.default_factory)
@@ -153,8 +154,7 @@ def load(run_dir: Path) -> Config:
         UserError: it is missing, cannot be read, or does not fit the schema.
     """
     plain = load_plain(run_dir)
-    if errors := config_errors(to_config(plain)):
-        raise UserError("\n".join(f"{RunDir(run_dir).config}: {error}" for error in errors))
+    refuse(f"{RunDir(run_dir).config}: {error}" for error in config_errors(to_config(plain)))
     return trained(plain)
 
 
@@ -204,11 +204,6 @@ def _kind(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "enum"
     return "dict" if get_origin(hint) is dict and get_args(hint)[1] is not Any else "value"
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def plain_values(config: DictConfig | ListConfig, resolve: bool = True) -> dict[str, Any]:

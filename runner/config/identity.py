@@ -121,8 +121,7 @@ def identity(plain: dict[str, Any]) -> str:
     flat = identifying_values(plain)
     # The seeded mixture draws from its sources in the order in which they are listed.
     flat["data.sources in order"] = list(plain["data"]["sources"])
-    text = json.dumps(flat, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    return _digest_of(flat)
 
 
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +185,12 @@ def evaluation_digest(plain: dict[str, Any]) -> str:
     flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
     flat = {key: value for key, value in flat.items() if not key.endswith((".every_steps", ".cache_dir", ".at_end"))}
     flat["eval.batch_size"] = plain["eval"]["batch_size"] or plain["train"]["batch_size"]
-    return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:HASH_DIGITS]
+    return _digest_of(flat)
+
+
+def _digest_of(flat: dict[str, Any]) -> str:
+    text = json.dumps(flat, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChange]:
@@ -267,7 +271,7 @@ def readable_name(
         is_usual = _is_left_out(key, values[key]) or values[key] == usual.get(key, ABSENT)
         if key == "seed" or values[key] == {} or (key not in own and is_usual):
             continue
-        part = _part(key, values[key])
+        part = _part_of_name(key, values[key])
         if part not in (title, *parts.values()) and len("-".join([title, *parts.values(), part])) <= (
             MAX_GIVEN if key in own else MAX_NAME
         ):
@@ -286,7 +290,7 @@ def _is_left_out(key: str, value: Any) -> bool:
     return value is None or value is ABSENT or isinstance(value, dict | list)
 
 
-def _part(key: str, value: Any) -> str:
+def _part_of_name(key: str, value: Any) -> str:
     """A key and its value, or only the value where that is clear, as a part of a file name."""
     if key.endswith("_target_"):
         return _slug(as_text(value).rpartition(".")[2])

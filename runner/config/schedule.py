@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.bounds import MAX_COUNT
 from runner.config.own_target import Replaceable, option_errors
-from runner.errors import UserError, nearest
+from runner.errors import UserError, nearest, refuse
 
 MAX_FACTOR = 1e15  # of learning rates: the product of two fits into a float32
 WARMUP_STEPS = 20  # if warmup_steps is not set
@@ -91,8 +91,7 @@ class PhaseSchedule:
         temperature: float = 1.0,
     ) -> None:
         base = {name: _weight(weight) for name, weight in (base_weights or {}).items()}
-        if errors := list(_phase_errors(phases, base)):
-            raise ScheduleError("\n".join(errors))
+        refuse(_phase_errors(phases, base), ScheduleError)
         ordered = sorted(phases.items(), key=lambda item: item[1].start_step)
         self.by_name = dict(phases)
         self._starts = [phase.start_step for _, phase in ordered]
@@ -240,8 +239,7 @@ class LearningRate:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if errors := list(self._errors()):
-            raise ScheduleError("\n".join(errors))
+        refuse(self._errors(), ScheduleError)
 
     def _errors(self) -> Iterator[str]:
         if self.decay not in CURVES:
@@ -360,8 +358,7 @@ def to_scheduler(key: str, node: Mapping[str, Any]) -> SchedulerConfig:
         elif value is not None and (isinstance(value, bool) or not isinstance(value, _SCHEDULER_TYPES[name])):
             kind = "a number" if name == "min_ratio" else "a whole number"
             errors.append(f"{key}.{name}={value} must be {kind} or null")
-    if errors:
-        raise ScheduleError("\n".join(errors))
+    refuse(errors, ScheduleError)
     made = SchedulerConfig(**typed)
     made.options.update({name: value for name, value in node.items() if name not in names})
     return made

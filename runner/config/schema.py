@@ -378,16 +378,22 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
 def _path_errors(config: Config) -> Iterator[str]:
     """Paths of the datasets that come with this package; held-out sources often have those of the training data."""
     reported: list[Any] = []
-    for group, nodes in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
-        for name, node in nodes.items():
-            target = node.get("_target_") if isinstance(node, dict) else None
-            if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
-                continue
-            paths = node.get("paths")
-            listed = paths if isinstance(paths, list) else [paths]
-            if paths not in reported and not (listed and all(isinstance(path, str) and path for path in listed)):
-                reported.append(paths)
-                yield f"data.{group}.{name}.paths={paths} must be a path, or a list of paths: a/b, or [a,b]"
+    for key, node in _source_nodes(config):
+        target = node.get("_target_") if isinstance(node, dict) else None
+        if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
+            continue
+        paths = node.get("paths")
+        listed = paths if isinstance(paths, list) else [paths]
+        if paths not in reported and not (listed and all(isinstance(path, str) and path for path in listed)):
+            reported.append(paths)
+            yield f"{key}.paths={paths} must be a path, or a list of paths: a/b, or [a,b]"
+
+
+def _source_nodes(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the node of every source, the held-out ones last."""
+    for group in ("sources", "eval_sources"):
+        for name, node in getattr(config.data, group).items():
+            yield f"data.{group}.{name}", node
 
 
 def _is_size(value: Any) -> bool:
@@ -403,10 +409,9 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
         )
     if not config.model.get("_target_"):
         yield "model._target_ is missing: choose a model, for example model=gpt"
-    for group, nodes in (("data.sources", config.data.sources), ("data.eval_sources", config.data.eval_sources)):
-        for name, node in nodes.items():
-            if not isinstance(node, dict) or not node.get("_target_"):
-                yield f"{group}.{name} has no _target_: name the class of the dataset"
+    for key, node in _source_nodes(config):
+        if not isinstance(node, dict) or not node.get("_target_"):
+            yield f"{key} has no _target_: name the class of the dataset"
     if config.data.loader and not config.data.loader.get("_target_"):
         yield "data.loader has no _target_: name the class of your loader"
     if config.data.collate and not config.data.collate.get("_target_"):
@@ -518,12 +523,11 @@ def _length_of_sample_errors(config: Config) -> Iterator[str]:
     if config.model.get("_target_") != "runner.models.gpt.GPT" or not _is_size(most):
         return
     found: dict[str, Any] = {}
-    for group, nodes in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
-        for name, node in nodes.items():
-            length = node.get("sequence_length", 0) if isinstance(node, dict) else 0
-            if _is_size(length) and length > most:
-                shared = length == config.data.sequence_length
-                found["data.sequence_length" if shared else f"data.{group}.{name}.sequence_length"] = length
+    for key, node in _source_nodes(config):
+        length = node.get("sequence_length", 0) if isinstance(node, dict) else 0
+        if _is_size(length) and length > most:
+            shared = length == config.data.sequence_length
+            found["data.sequence_length" if shared else f"{key}.sequence_length"] = length
     for key, length in found.items():
         yield (
             f"{key}={length} must be {most} or less, which is model.sequence_length: shorten the samples, or remove "

@@ -149,33 +149,32 @@ def changing_callbacks(plain: dict[str, Any]) -> list[str]:
     return found
 
 
-def target_errors(plain: dict[str, Any], known: dict[str, str | None] | None = None) -> list[str]:
+def target_errors(plain: dict[str, Any], known: dict[str, str | None]) -> list[str]:
     """A line for each `_target_` in a resolved config that names nothing callable.
 
     Args:
         plain: the config.
         known: target -> why it is unusable, or None; what is found out is added.
     """
-    known = {} if known is None else known
     # A launcher with its own Python has other modules than this one.
     checked = {"launcher": plain["launcher"]} if plain["launcher"].get("python") else plain
-    found = list(_targets(checked))
+    found = [(key, node["_target_"]) for key, node in instantiated_nodes(checked)]
     for target in {str(target) for _, target in found} - known.keys():
         known[target] = _target_error(target)
     return [f"{key}._target_={target}: {error}" for key, target in found if (error := known[str(target)])]
 
 
-def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, target) of every node that will be instantiated."""
+def instantiated_nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted key and the values of every node that will be instantiated."""
     if isinstance(node, list):
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
     if node.get("_target_"):  # if not, the group's typed options hold, or a check names what is missing
-        yield key, node["_target_"]
+        yield key, node
     if node.get("_recursive_", True):
         for name, part in node.items():
-            yield from _targets(part, f"{key}.{name}" if key else str(name))
+            yield from instantiated_nodes(part, f"{key}.{name}" if key else str(name))
 
 
 def _target_error(target: str) -> str | None:

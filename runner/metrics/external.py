@@ -25,15 +25,20 @@ CLOSE_TIMEOUT_S = 20.0  # a preempted run cannot wait longer for a network
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record by name, nested ones as `a/b`; without `step` and everything that is not a number."""
-    return dict(_flat(record))
+    return {
+        name: float(value)
+        for name, value in flattened(record, "/")
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
 
 
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in record.items():
+def flattened(node: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings with their names, joined by `separator`."""
+    for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and prefix + key != "step":
-            yield prefix + key, float(value)
+            yield from flattened(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield f"{prefix}{key}", value
 
 
 class ExternalWriter(ABC):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from runner.metrics.external import ExternalWriter
+from runner.metrics.external import ExternalWriter, flattened
 from runner.metrics.lineage import FAILED, FINISHED, STOPPED
 from runner.metrics.media import Media
 from runner.rundir.paths import RunDir
@@ -71,7 +71,7 @@ class MLflow(ExternalWriter):
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
         made = self._client.create_run(experiment, tags=self._tags(), run_name=self.run.path.name)
-        params = [self._param(key, value[:PARAM_LENGTH]) for key, value in _flat(self.lineage.settings)]
+        params = [self._param(key, str(value)[:PARAM_LENGTH]) for key, value in flattened(self.lineage.settings, ".")]
         for first in range(0, len(params), PARAMS):
             self._client.log_batch(made.info.run_id, params=params[first : first + PARAMS])
         return str(made.info.run_id)
@@ -115,11 +115,3 @@ class MLflow(ExternalWriter):
         self.sync()
         self._client.set_tag(self._id, "runner.state", self.ended)
         self._client.set_terminated(self._id, status=STATUS[self.ended])
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

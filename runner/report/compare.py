@@ -181,7 +181,7 @@ def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, An
                 "fork": None if run.fork is None else dict(zip(("run", "step"), run.fork, strict=True)),
                 "goodput": _rounded(run.seconds),
                 "metrics": {
-                    name: {"last": _finite(result.last), "best": result.best, "best_step": result.best_step}
+                    name: {"last": for_json(result.last), "best": result.best, "best_step": result.best_step}
                     for name, result in run.metrics.items()
                 },
             }
@@ -194,7 +194,7 @@ def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, An
                 "failed": group.failed,
                 "left_out": group.left_out,
                 "metrics": {
-                    name: {"mean": _finite(one.mean), "std": one.std, "runs": one.runs, "step": one.step}
+                    name: {"mean": for_json(one.mean), "std": one.std, "runs": one.runs, "step": one.step}
                     for name, one in group.metrics.items()
                 },
             }
@@ -217,9 +217,5 @@ def for_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list(map(for_json, value))
     if isinstance(value, float):
-        return _finite(value)
+        return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -137,7 +137,7 @@ def _run(run: RunResults, keys: Sequence[str], points: int, keep: Sequence[int])
         "steps": run.steps,
         "ranks": ranks_text(run.ranks) if run.ranks not in ([], [1]) else None,
         "settings": {key: for_json(run.settings[key]) for key in keys if key in run.settings},
-        "metrics": {name: [_finite(one.last), one.best, one.best_step] for name, one in run.metrics.items()},
+        "metrics": {name: [for_json(one.last), one.best, one.best_step] for name, one in run.metrics.items()},
         "series": {
             name: _packed(one.thinned(points // 4 if "/" in name else points, keep))
             for name, one in {**run.series, **_hours(run)}.items()
@@ -213,7 +213,3 @@ def _clock(run: RunResults) -> dict[int, float]:
 def _trunk_steps(run: RunResults) -> int:
     """The steps of a branch that its trunk made, at a time when there was no branch."""
     return 0 if run.fork is None else run.fork[1]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

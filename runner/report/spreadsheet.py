@@ -28,7 +28,7 @@ def of_runs(runs: Sequence[RunResults]) -> str:
         for name, one in run.metrics.items():
             row |= {name: one.last, f"{name} best": one.best, f"{name} best step": one.best_step}
         rows.append(row)
-    return _text(columns, rows)
+    return _as_csv(columns, rows)
 
 
 def of_steps(runs: Sequence[RunResults]) -> str:
@@ -40,17 +40,17 @@ def of_steps(runs: Sequence[RunResults]) -> str:
         table: dict[int, dict[str, Any]] = {}
         for record in read_records(RunDir(run.path).metrics):
             row = table.setdefault(record["step"], {"run": run.name, "step": record["step"]})
-            row |= {name: _whole(value) for name, value in scalars(record).items()}
+            row |= {name: _without_fraction(value) for name, value in scalars(record).items()}
             row |= {name: value for name, value in record.items() if isinstance(value, str)}
         rows += [table[step] for step in sorted(table)]
-    return _text(list(dict.fromkeys(["run", "step", *(name for row in rows for name in row)])), rows)
+    return _as_csv(list(dict.fromkeys(["run", "step", *(name for row in rows for name in row)])), rows)
 
 
-def _whole(value: float) -> Any:
+def _without_fraction(value: float) -> Any:
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
-def _text(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
+def _as_csv(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

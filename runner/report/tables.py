@@ -54,7 +54,7 @@ def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[
         row = [run.name, run.state, str(run.steps or ""), *([ranks_text(run.ranks)] if several else [])]
         row += [_setting(run.settings, key) for key in keys]
         for metric in metrics:
-            row += _result(run.metrics.get(metric))
+            row += _result_cells(run.metrics.get(metric))
         rows.append(row)
     return columns, rows
 
@@ -70,7 +70,7 @@ def _setting(settings: dict[str, Any], key: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}…{text[1 - MAX_TEXT // 2 :]}"
 
 
-def _result(result: Result | None) -> list[str]:
+def _result_cells(result: Result | None) -> list[str]:
     if result is None:
         return ["", "", ""]
     return [number(result.last), number(result.best), str(result.best_step or "")]
@@ -84,7 +84,7 @@ def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[s
     for group in groups:
         row = [_setting(group.by, key) for key in group.by]
         row += [str(len(group.runs)), _left_out(group)]
-        row += [_spread(group.metrics.get(metric)) for metric in metrics]
+        row += [_spread_text(group.metrics.get(metric)) for metric in metrics]
         rows.append(row)
     return columns, rows
 
@@ -154,7 +154,7 @@ def hours(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread_text(spread: Spread | None) -> str:
     if spread is None:
         return ""
     values = number(spread.mean) + ("" if spread.std is None else f" ± {number(spread.std)}")

@@ -76,7 +76,7 @@ def submitted(run: RunDir) -> list[RunDir]:
     Raises:
         OSError: the run directory cannot be read.
     """
-    return [RunDir(run.evaluations / name) for name in _names(run) if name.startswith(PREFIX)]
+    return [RunDir(run.evaluations / name) for name in _file_names(run) if name.startswith(PREFIX)]
 
 
 def results(run: RunDir) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def results(run: RunDir) -> list[dict[str, Any]]:
     Raises:
         OSError: they cannot be read.
     """
-    found = [files.read_object(run.evaluations / name) for name in _names(run) if _RESULT.fullmatch(name)]
+    found = [files.read_object(run.evaluations / name) for name in _file_names(run) if _RESULT.fullmatch(name)]
     return sorted((one for one in found if isinstance(one.get("step"), int)), key=lambda one: int(one["step"]))
 
 
@@ -112,12 +112,12 @@ def add(run: RunDir, record: Mapping[str, Any]) -> None:
     except FileNotFoundError:
         if not files.exists(path):  # nobody has written the same, and removed what this process had begun
             raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command") from None
-    for name in _names(run):
+    for name in _file_names(run):
         if name.startswith(f"{path.name}.tmp-"):  # of a process that was killed while it wrote
             files.remove(run.evaluations / name)
 
 
-def _names(run: RunDir) -> list[str]:
+def _file_names(run: RunDir) -> list[str]:
     try:
         return files.list_dir(run.evaluations)
     except FileNotFoundError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeGuard
 
 from runner.system.stopwatch import Stopwatch
@@ -29,37 +28,24 @@ class Laps(NamedTuple):
     seconds: tuple[float, ...] = ()
 
 
-class TimeAccount:
-    """Of the attempt that this process makes.
+class TimeAccount(Stopwatch):
+    """The seconds of the attempt that this process makes, by activity.
 
     Args:
         since: when it began, on the monotonic clock; now by default.
     """
 
     def __init__(self, since: float | None = None) -> None:
-        self._watch = Stopwatch("start", since)
+        super().__init__("start", since)
         self._saves = 0
         self._trained: dict[int, float] = {}  # seconds of steps so far, by the step that was saved then
         self._lapped = 0.0
         self.laps = Laps()
         """Of the steps so far; replaced as a whole, so that any thread may read it."""
 
-    @property
-    def activity(self) -> str:
-        """What the attempt is doing now; any thread may ask."""
-        return self._watch.current
-
-    def switch(self, activity: str) -> None:
-        """From now on the attempt does this."""
-        self._watch.switch(activity)
-
-    def doing(self, activity: str) -> AbstractContextManager[None]:
-        """Within the block the attempt does this, and afterwards what it did before."""
-        return self._watch.doing(activity)
-
     def stepped(self) -> None:
         """A step is complete, with all that belongs to it."""
-        seconds = self._watch.seconds()
+        seconds = self.seconds()
         before, self._lapped = self._lapped, seconds.get("steps", 0.0) + seconds.get("data_wait", 0.0)
         steps, laps = self.laps
         # The first step compiles, starts workers and fills caches.
@@ -69,19 +55,19 @@ class TimeAccount:
         """The state after `step` is about to be saved."""
         self._saves += 1
         # Replaced as a whole: the thread of the heartbeat may be reading it.
-        trained = {**self._trained, step: round(self._watch.of("steps"), 3)}
+        trained = {**self._trained, step: round(self.of("steps"), 3)}
         self._trained = {each: trained[each] for each in sorted(trained)[-MAX_SAVES:]}
 
     def state(self) -> dict[str, Any]:
         """For status.json and the heartbeat."""
         trained = {str(step): seconds for step, seconds in self._trained.items()}
-        return {"seconds": _rounded(self._watch.seconds()), "saves": self._saves, "trained": trained}
+        return {"seconds": _rounded(self.seconds()), "saves": self._saves, "trained": trained}
 
 
 def latest(attempt: Any, *records: Mapping[str, Any]) -> Any:
     """The last of the states of an attempt's account, each in a record with the number of its `attempt`; or None."""
     states = [record.get("time") for record in records if record.get("attempt") == attempt]
-    return max(states, key=lambda state: sum(_numbers(state, "seconds").values()), default=None)
+    return max(states, key=lambda state: sum(_durations(state, "seconds").values()), default=None)
 
 
 def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | None = None) -> dict[str, Any]:
@@ -93,7 +79,7 @@ def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | No
         checkpoint_step: of the newest checkpoint when the attempt ended; the steps after it have to be made again.
         end_step: the last step of an attempt that ended between two steps; others may have begun another one.
     """
-    seconds, trained = (_numbers(state, name) for name in ("seconds", "trained"))
+    seconds, trained = (_durations(state, name) for name in ("seconds", "trained"))
     if not seconds:
         return {}
     steps = seconds.get("steps", 0.0)
@@ -111,11 +97,12 @@ def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | No
 
 def kept_up_to(attempt: Mapping[str, Any], step: int) -> float:
     """The part of its `steps` that an attempt kept, if the next one resumed at `step` from an older checkpoint."""
-    trained = _numbers(attempt, "trained")
+    trained = _durations(attempt, "trained")
     return max((seconds for each, seconds in trained.items() if each.isdecimal() and int(each) <= step), default=0.0)
 
 
-def _numbers(state: Any, name: str) -> dict[str, float]:
+def _durations(state: Any, name: str) -> dict[str, float]:
+    """The entries of an object within a record that are durations; none if there is no such object."""
     found = state.get(name) if isinstance(state, Mapping) else None
     if not isinstance(found, Mapping):
         return {}
@@ -127,7 +114,7 @@ def lived_s(attempt: Mapping[str, Any]) -> float | None:
 
     One without an account: by the wall clock, which of a killed attempt only tells when the next one began.
     """
-    if seconds := _numbers(attempt, "seconds"):
+    if seconds := _durations(attempt, "seconds"):
         return sum(seconds.values())
     started, ended = attempt.get("started"), attempt.get("ended")
     return max(ended - started, 0.0) if is_duration(started) and is_duration(ended) else None

@@ -171,13 +171,13 @@ class World:
 
         return wait
 
-    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The values of rank `source` in `tensor` on every rank, in place; on any device that training uses."""
+    def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of rank 0 in `tensor` on every rank, in place; on any device that training uses."""
         if self.size > 1:
             import torch.distributed as dist
 
             with _peer_errors():
-                dist.broadcast(tensor, src=source, group=self._group)
+                dist.broadcast(tensor, src=0, group=self._group)
         return tensor
 
     def broadcast(self, value: T, source: int = 0) -> T:

@@ -59,9 +59,6 @@ open_fd = os.open
 as_file = os.fdopen
 """A file object that reads or writes a descriptor and closes it, as `os.fdopen` makes it."""
 
-read_fd = os.read
-"""Read from a file descriptor; returns at most the number of bytes asked for."""
-
 write_fd = os.write
 """Write to a file descriptor; returns the number of bytes written, perhaps fewer than passed."""
 
@@ -384,11 +381,6 @@ def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
     return as_file(fd, "rb")
 
 
-def size(file: BinaryIO) -> int:
-    """The size of an open file, in bytes."""
-    return stat_fd(file.fileno()).st_size
-
-
 def open_append(path: Path) -> BinaryIO:
     """Open a regular file for appending; it is created if it is missing, writable by nobody but its owner.
 
@@ -451,7 +443,7 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
         OSError: see `open_regular`; or the file is larger.
     """
     with open_regular(path, follow=follow) as file:
-        size = stat_fd(file.fileno()).st_size  # 0 for what the kernel makes up
+        size = size_of(file.fileno())  # 0 for what the kernel makes up
         data = file.read(min(size, limit) + 1)  # a buffer of the limit would take longer than the file
         if len(data) > size:
             data += file.read(limit + 1 - len(data))
@@ -465,7 +457,7 @@ def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
 
     Reads only as far as it is iterated.
     """
-    at, data, ended = stat_fd(fd).st_size, b"", False
+    at, data, ended = size_of(fd), b"", False
     while at:
         length = min(at, max(TAIL_BYTES, len(data)))  # twice as far each time: a line may be long
         at -= length
@@ -749,7 +741,7 @@ def read_lines(path: Path, *, limit: int | None = None, having: bytes = b"") -> 
     except FileNotFoundError:
         return
     with file:
-        if limit is not None and stat_fd(file.fileno()).st_size > limit:
+        if limit is not None and size_of(file.fileno()) > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
         while (line := file.readline(MAX_RECORD_BYTES)).endswith(b"\n"):
             if having not in line:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 STDERR = 2  # the file descriptor
@@ -40,6 +41,17 @@ def announce(interrupts: int) -> None:
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(STDERR, f"\n{FIRST_INTERRUPT if interrupts == 1 else SECOND_INTERRUPT}\n".encode())
+
+
+@contextmanager
+def received_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
+    """Let `handler` receive the stop signals until the end of the block; yield the handlers before, which come back."""
+    before = {signum: signal.signal(signum, handler) for signum in handled()}
+    try:
+        yield before
+    finally:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
 
 
 @contextmanager

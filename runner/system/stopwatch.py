@@ -23,8 +23,8 @@ class Stopwatch:
         self._state: tuple[str, float, dict[str, float]] = (doing, clock.monotonic() if since is None else since, {})
 
     @property
-    def current(self) -> str:
-        """What it is doing now."""
+    def activity(self) -> str:
+        """What it is doing now; any thread may ask."""
         return self._state[0]
 
     def switch(self, doing: str) -> str:

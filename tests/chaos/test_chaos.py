@@ -21,8 +21,7 @@ from runner.chaos.display import Display
 from runner.chaos.drill import Drill
 from runner.chaos.faults import KINDS, DiskFull, Fault, flip
 from runner.chaos.plan import Outcome, PlannedFault, make_plan, replan
-from runner.chaos.stage import BrokenError, Stage, TooLateError, UnansweredError
-from runner.chaos.triggers import TRIGGERS
+from runner.chaos.stage import TRIGGERS, BrokenError, Stage, TooLateError, UnansweredError
 from runner.chaos.watch import Watch
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.files.directory import Folder

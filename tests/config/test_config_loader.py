@@ -1,4 +1,4 @@
-"""How often the config tree is read and merged: once per command, however many jobs and errors it has."""
+"""How often the config tree is read and merged, however many jobs and errors a command has."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> No
 @pytest.mark.parametrize(
     ("overrides", "merged", "lines"),
     [
-        (["experiment=smoke"], 1, 0),
-        (["data=mixture", "seed=3", "train.steps=9"], 1, 0),
-        (["train.stpes=3"], 1, 1),
-        (["experiment=smoke", "seed=3", "train.stpes=3", "train.batch_size=x", "optimizer.lr=-1", "run.name=x"], 1, 3),
-        (["optimizer.lr=${nope}", "seed=x"], 1, 2),
+        (["experiment=smoke"], 2, 0),
+        (["data=mixture", "seed=3", "train.steps=9"], 2, 0),
+        (["train.stpes=3"], 2, 1),
+        (["experiment=smoke", "seed=3", "train.stpes=3", "train.batch_size=x", "optimizer.lr=-1", "run.name=x"], 2, 3),
+        (["optimizer.lr=${nope}", "seed=x"], 3, 2),
         (["experiment=smok"], 1, 1),
         (["optimizer=sgd", "experiment=smok", "train.stpes=3", "launcher=slrum"], 2, 2),
     ],
 )
-def test_files_are_merged_once_however_many_errors_there_are(
+def test_files_are_merged_as_often_however_many_errors_there_are(
     merges: list[Any], overrides: list[str], merged: int, lines: int
 ) -> None:
-    """Except to find out which of several options is wrong."""
+    """Again only for the run's name, without its settings, or to find the errors among them."""
     found = ""
     try:
         Composer().compose(overrides)

@@ -60,7 +60,7 @@ def installed(world: World, disk: Disk, run: Run | None = None) -> Iterator[None
 
 
 DISK = """
-    open_fd read_fd write_fd read_at write_at copy_range fsync_fd begin_writeback truncate_fd close_fd stat_fd as_file
+    open_fd write_fd read_at write_at copy_range fsync_fd begin_writeback truncate_fd close_fd stat_fd as_file
     append_from_now_on make_dir rename unlink remove_dir list_dir scan walk remove_tree make_link make_symlink
     read_link_raw disk_usage stat lstat set_times has_access_list open_file
 """.split()

@@ -64,7 +64,7 @@ class Folder:
     def open(self, name: str) -> tuple[BinaryIO, int]:
         file = files.open_regular(self.path / name)
         try:
-            return file, files.size(file)
+            return file, files.size_of(file.fileno())
         except BaseException:
             file.close()
             raise

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.base.console import PROGRAM, Parser
+from runner.errors import UserError
 from runner.system import files
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -60,3 +61,19 @@ def runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     settings = [word for word in words if ("=" in word or word[:1] in ("+", "~")) and not files.seems_dir(word)]
     return [word for word in words if word and word not in settings], settings
+
+
+def one_run_and_settings(words: Sequence[str], usage: str) -> tuple[str, list[str]]:
+    """The only run directory among `words`, and the settings.
+
+    Raises:
+        UserError: there is none, or several; the message shows the `usage`.
+    """
+    runs, settings = runs_and_settings(words)
+    if len(runs) != 1:
+        strange = f"{runs[1]}: " if runs else ""
+        raise UserError(
+            f"{strange}pass one run directory, and settings as key=value: {PROGRAM} {usage}; "
+            f"{PROGRAM} status lists run directories"
+        )
+    return runs[0], settings

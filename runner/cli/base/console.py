@@ -7,8 +7,9 @@ table.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
     from rich.table import Table
+
+    from runner.checkpoint.files.choice import Candidate
 
 T = TypeVar("T")
 PROGRAM = "python -m runner"
@@ -55,6 +58,16 @@ def _path(text: str) -> Path:
 def tell(message: str) -> None:
     """Print a line beside the output: a warning, or what a command waits for."""
     print(printable(message), file=sys.stderr, flush=True)
+
+
+def skip_corrupt(bad: Candidate, why: str) -> None:
+    """Report a corrupt checkpoint, in whose place an older one is chosen."""
+    tell(f"warning: {bad.path} is corrupt ({why}): skipped")
+
+
+def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` for JSON, which has no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def check_interval(seconds: float | None) -> None:

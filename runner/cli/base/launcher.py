@@ -11,7 +11,7 @@ from runner.config.identity import differences
 from runner.config.schema import Config, rank_invariant
 from runner.config.targets import instantiate
 from runner.contracts import Finding, Launcher, RankCounts
-from runner.errors import UserError
+from runner.errors import UserError, refuse
 
 # Attributes and methods of the protocol.
 MEMBERS = (*Launcher.__annotations__, *(name for name in vars(Launcher) if not name.startswith("_")))
@@ -51,8 +51,7 @@ def common_launcher(jobs: Sequence[Composed]) -> Launcher:
             )
     launcher = make_launcher(node)
     counts = launcher.rank_counts()
-    if errors := dict.fromkeys(error for job in jobs for error in rank_count_errors(counts, job.config)):
-        raise UserError("\n".join(errors))
+    refuse(dict.fromkeys(error for job in jobs for error in rank_count_errors(counts, job.config)))
     return launcher
 
 

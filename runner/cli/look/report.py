@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table
-from runner.cli.look.status import STYLES, collect, find_runs
+from runner.cli.look.status import STYLES, Row, collect
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet
@@ -149,20 +149,18 @@ def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any
 def results(roots: Sequence[Path]) -> list[RunResults]:
     """The results of all runs at and below `roots`, with their states; each once."""
     base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
-    found = {files.resolve(run.path): run for root in roots for run in find_runs(root)}
-    points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(found), 1))))
     rows = {files.resolve(row.path): row for root in roots for row in collect(root)[0]}
+    points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(rows), 1))))
 
-    def read_one(run: RunDir, keep: Collection[int] = ()) -> RunResults:
-        made = read_run(run, base, points, keep)
-        row = rows.get(files.resolve(run.path))
-        if row is not None and made.state != "unreadable":
+    def read_one(row: Row, keep: Collection[int] = ()) -> RunResults:
+        made = read_run(RunDir(Path(row.path)), base, points, keep)
+        if made.state != "unreadable":
             made.state, made.reason = row.state, row.reason
         return made
 
-    read = [read_one(run) for run in found.values()]
+    read = [read_one(row) for row in rows.values()]
     if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # else every step is there anyway
-        read = [read_one(run, keep) for run in found.values()]
+        read = [read_one(row, keep) for row in rows.values()]
     return [run for run in read if files.is_dir(run.path)]  # others were removed or moved meanwhile
 
 

@@ -9,7 +9,6 @@ answer comes at once.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.cli.base.console import PROGRAM, Lines, Parser, check_interval, console
+from runner.cli.base.console import PROGRAM, Lines, Parser, check_interval, console, without_nan
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
@@ -237,11 +236,6 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{', '.join(runs[:MAX_NAMES])}{more}: {text}"
 
 
-def _finite(row: Row) -> dict[str, Any]:
-    """The row for JSON, which has no NaN and no infinity: null."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in vars(row).items()}
-
-
 def _time_of_day(time: float | None) -> str:
     """`Mar 02 14:32` in local time: no age, since the clock of the file system may differ from this machine's."""
     if time is None:
@@ -272,7 +266,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
     check_interval(options.watch)
     if options.json:
-        print(json.dumps([_finite(row) for row in collect(root)[0]], indent=2))
+        print(json.dumps([without_nan(vars(row)) for row in collect(root)[0]], indent=2))
     elif options.watch is not None:
         _watch(root, options.watch)
     else:

@@ -27,9 +27,7 @@ from runner.system import accounts, files, processes
 
 SUFFIXES = {".tar": "w", ".tar.gz": "w:gz", ".tar.xz": "w:xz"}
 KEEP = ("all", "last", "best", "none")
-BLOCK_BYTES = 1 << 20
 DIGEST_LENGTH = 64
-NOTHING = hashlib.sha256().hexdigest()
 
 
 def parser() -> Parser:
@@ -72,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
             held.check()  # last: what was packed is the run only if nobody else has changed it meanwhile
-            _name(temporary, target)
+            _publish(temporary, target)
     except OSError as error:
         raise FileError(f"{error.filename or options.file}: {error.strerror or error}") from error
     finally:
@@ -102,7 +100,7 @@ def _leftovers(target: Path) -> list[Path]:
     return [target.with_name(each) for each in files.list_dir(target.parent) if name.fullmatch(each)]
 
 
-def _name(temporary: Path, target: Path) -> None:
+def _publish(temporary: Path, target: Path) -> None:
     """Give the file its name, durably, and replace nothing.
 
     Raises:
@@ -205,12 +203,12 @@ def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[
                 written[name] = _add(tar, root / member, name)
         out.flush()
         files.fsync_fd(out.fileno())
-    if _read(target) != written:
+    if _read_back(target) != written:
         raise OSError(None, "what was written reads back differently", str(target))
     return written
 
 
-def _read(target: Path) -> dict[str, str]:
+def _read_back(target: Path) -> dict[str, str]:
     """What is in the file, by name."""
     with files.open_regular(target) as packed, tarfile.open(fileobj=packed, mode="r") as tar:
         return {entry.name: _content(tar, entry) for entry in tar}
@@ -250,11 +248,5 @@ def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:
         return f"link to {entry.linkname}"
     if entry.isdir():
         return "directory"
-    return _digest(tar.extractfile(entry))
-
-
-def _digest(file: IO[bytes] | None) -> str:
-    digest = hashlib.sha256()
-    while file is not None and (block := file.read(BLOCK_BYTES)):
-        digest.update(block)
-    return digest.hexdigest()
+    file = tar.extractfile(entry)
+    return "" if file is None else hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

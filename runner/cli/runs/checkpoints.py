@@ -19,7 +19,7 @@ from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.choice import Candidate, Intact, Retention, Stranger
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
-from runner.cli.base.console import PROGRAM, Parser, console, size, table, tell
+from runner.cli.base.console import PROGRAM, Parser, console, size, skip_corrupt, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -251,11 +251,10 @@ def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: 
 
     from runner.checkpoint.tensors import reader
     from runner.checkpoint.tensors.staging import AVERAGE, MODEL
-    from runner.system import files
 
     if target.suffix != ".safetensors":
         return export_folder(directory, target, step, raw, as_json)
-    chosen = choice.choose(Directory(directory), choice.LAST if step is None else step, _skipped)
+    chosen = choice.choose(Directory(directory), choice.LAST if step is None else step, skip_corrupt)
     averaged = {} if raw else dict(reader.tensors(chosen.at, chosen.manifest, AVERAGE))
     weights = averaged or dict(reader.tensors(chosen.at, chosen.manifest, MODEL))
     try:
@@ -280,7 +279,6 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
     Raises:
         UserError: the model has no `save_pretrained`, the folder exists, or there is no such step.
     """
-    from runner.system import files
     from runner.training.load import load
 
     if target.suffix in WEIGHT_FILES:
@@ -321,10 +319,6 @@ def _sync(folder: Path) -> None:
             with files.open_regular(Path(path) / name, follow=True) as file:
                 files.fsync_fd(file.fileno())
         files.fsync_dir(Path(path))
-
-
-def _skipped(bad: Candidate, why: str) -> None:
-    tell(f"warning: {bad.path} is corrupt ({why}): skipped")
 
 
 def compared(directory: Path | None, which: str) -> Intact:

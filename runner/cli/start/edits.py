@@ -12,7 +12,7 @@ from runner.config.frozen import holds, load_plain, to_config, trained
 from runner.config.identity import LENGTH_KEYS, ConfigChange, as_text, differences, identity, length_readers
 from runner.config.schedule import learning_rate, to_scheduler
 from runner.config.schema import Config
-from runner.errors import UserError
+from runner.errors import refuse
 from runner.rundir import provenance
 from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
@@ -90,8 +90,7 @@ class Changes:
             else:
                 continue
             errors.append(f"{change} {what} in the run {where}: {remedy}")
-        if errors:
-            raise UserError("\n".join(sorted(errors, key=lambda line: " cannot be changed in " not in line)))
+        refuse(sorted(errors, key=lambda line: " cannot be changed in " not in line))
 
     def notes(self, step: int) -> list[str]:
         """Return what the changes mean for a run at `step`, one line each."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.cli.base.arguments import add_config_dir, runs_and_settings
-from runner.cli.base.console import PROGRAM, Parser, console, say, shown, table, tell
+from runner.cli.base.arguments import add_config_dir, one_run_and_settings
+from runner.cli.base.console import PROGRAM, Parser, console, say, shown, skip_corrupt, table, tell, without_nan
 from runner.cli.base.launcher import make_launcher
 from runner.cli.start.resume import jobs
 from runner.config.identity import evaluation_digest
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, RunDirError, UserError
+from runner.errors import ExitStatus, RunDirError, UserError, refuse
 from runner.rundir.evaluations import Request, evaluated
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -25,7 +24,6 @@ from runner.system import files, processes
 from runner.system.signals import STOP
 
 if TYPE_CHECKING:
-    from runner.checkpoint.files.choice import Candidate
     from runner.config.composition import Composed
 
 ATTEMPT = "runner.training.evaluate:attempt"
@@ -58,25 +56,22 @@ def main(arguments: Sequence[str]) -> int:
         UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
     """
     options = parser().parse_intermixed_args(list(arguments))
-    words, overrides = runs_and_settings(options.words)
-    if len(words) != 1:
-        raise UserError(f"pass one run directory: {PROGRAM} evaluate outputs/NAME; {PROGRAM} status lists them")
+    given, overrides = one_run_and_settings(options.words, "evaluate outputs/NAME key=value")
     _check(options, overrides)
-    run = RunDir(Path(words[0]).absolute())
+    run = RunDir(Path(given).absolute())
     if not files.is_file(run.config):
-        raise RunDirError(f"{words[0]} is not a run directory, which has a config.yaml: pass one, such as outputs/NAME")
+        raise RunDirError(f"{given} is not a run directory, which has a config.yaml: pass one, such as outputs/NAME")
     from runner.config.composition import Composer
     from runner.config.frozen import load_plain
 
     found, unusable = jobs(Composer(options.config_dir), [run.path], overrides)
-    if unusable:
-        raise RunDirError("\n".join(unusable))
+    refuse(unusable, RunDirError)
     composed = found[0]
     settings = evaluation_digest(composed.plain)
     changed = settings != evaluation_digest(load_plain(run.path))
-    given = [text for text in overrides if changed and _is_of(text, RESULTS)]
-    request = Request(settings, options.step, tuple(given), composed.plain)
-    if (launcher := _submitting(options.submit, overrides, composed)) is not None:
+    own = [text for text in overrides if changed and _is_of(text, RESULTS)]
+    request = Request(settings, options.step, tuple(own), composed.plain)
+    if (launcher := _submitting_launcher(options.submit, overrides, composed)) is not None:
         return _submit(run, request, composed, launcher)
     return _evaluate(run, request, options.json)
 
@@ -91,8 +86,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         errors.append(f"--step {options.step}: must be a step, best, last or all")
     if int(processes.environment.get("WORLD_SIZE", "1")) > 1:
         errors.append("evaluate does not run under torchrun: run it alone, or submit it (launcher=slurm)")
-    if errors:
-        raise UserError("\n".join(errors))
+    refuse(errors)
     options.step = options.step.lstrip("0") or "0" if options.step.isdigit() else options.step
 
 
@@ -111,7 +105,7 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
 
     config = trained(request.config)
     with reading(run):
-        steps = wanted(run, request, _skipped)
+        steps = wanted(run, request, skip_corrupt)
         before = evaluated(run, request.settings).keys()
     STOP.install()
     work = Work(run, request, config, World(), lambda: bool(STOP), say=tell)
@@ -119,9 +113,9 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
     records = evaluated(run, request.settings)
     found = [records[step] for step in steps if step in records]
     if as_json:
-        print(json.dumps([_finite(record) for record in found], indent=2))
+        print(json.dumps(list(map(without_nan, found)), indent=2))
     else:
-        _print(found)
+        _print_table(found)
     if not done:
         tell(f"interrupted after {len(work.added)} of {len(steps)} checkpoints: rerun the command for the others")
         return int(ExitStatus.INTERRUPTED)
@@ -135,15 +129,7 @@ def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
     return int(ExitStatus.FAILED if damaged else ExitStatus.FINISHED)
 
 
-def _skipped(bad: Candidate, why: str) -> None:
-    tell(f"warning: {bad.path} is corrupt ({why}): skipped")
-
-
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-
-
-def _print(records: Sequence[dict[str, Any]]) -> None:
+def _print_table(records: Sequence[dict[str, Any]]) -> None:
     names = list(
         dict.fromkeys(name for record in records for name, value in record.items() if isinstance(value, float))
     )
@@ -156,7 +142,7 @@ def _print(records: Sequence[dict[str, Any]]) -> None:
 # As a job
 
 
-def _submitting(submit: bool, overrides: Sequence[str], composed: Composed) -> Launcher | None:
+def _submitting_launcher(submit: bool, overrides: Sequence[str], composed: Composed) -> Launcher | None:
     """The launcher that submits the evaluation; None: it is made here.
 
     Raises:
@@ -202,8 +188,7 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
     try:
         if is_queued():
             return int(ExitStatus.FINISHED)
-        if errors := launcher.check([directory]):
-            raise UserError("\n".join(errors))
+        refuse(launcher.check([directory]))
         with Lease.acquire(
             RunDir(directory).submission,
             None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from runner.cli.base.arguments import add_config_dir, runs_and_settings
+from runner.cli.base.arguments import add_config_dir, one_run_and_settings
 from runner.cli.base.console import PROGRAM, Parser
 from runner.errors import UserError
 
@@ -39,17 +39,11 @@ def main(arguments: Sequence[str]) -> int:
         UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
     """
     options = parser().parse_intermixed_args(list(arguments))
-    runs, overrides = runs_and_settings(options.words)
+    run, overrides = one_run_and_settings(options.words, "fork outputs/NAME --step N key=value")
     if named := [word for word in overrides if re.match(r"[+~]*fork\b", word)]:
         raise UserError(f"{named[0]}: RUN and --step say what it is a branch of: leave it out")
-    if len(runs) != 1:
-        strange = f"{runs[1]}: " if runs else ""
-        raise UserError(
-            f"{strange}pass one run directory, and settings as key=value: "
-            f"{PROGRAM} fork outputs/NAME --step N key=value"
-        )
     from runner.cli.start.start import start
 
     directories = [word for directory in options.config_dir for word in ("--config-dir", directory)]
     flags = [*directories, *(["-m"] if options.multirun else []), *(["-n"] if options.dry_run else [])]
-    return start([*flags, f"fork='{runs[0]}@{options.step}'", *overrides])
+    return start([*flags, f"fork='{run}@{options.step}'", *overrides])

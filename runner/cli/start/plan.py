@@ -12,10 +12,9 @@ from runner.cli.start.edits import Changes
 from runner.config.composition import Composed
 from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher
-from runner.errors import LockedError, RunDirError, UserError
+from runner.errors import LockedError, RunDirError, UserError, refuse
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import Finish, incomplete_records
-from runner.rundir.lease import read_holder
+from runner.rundir.attempt_log import incomplete_records
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import check_config
 from runner.rundir.state import State, entry, look
@@ -58,30 +57,47 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
         RunDirError: the only run cannot be used. One of several is planned as `unusable`, and hinders no other.
         UserError: a config does not fit its run directory, or a scheduler that may have a job of a run is silent.
     """
-    broken = {job.run_dir: reason for job in jobs if (reason := _unreadable(job))}
-    queued = _queued([job for job in jobs if job.run_dir not in broken], launcher)
+    # Nothing is asked about a finished run: its job may be ending for long, and the scheduler may be away.
+    unfinished: list[RunDir] = []
+    finished: dict[Path, State] = {}
+    broken: dict[Path, RunDirError] = {}
+    for job in jobs:
+        run = RunDir(job.run_dir)
+        try:
+            with reading(run):
+                files.read_object(run.job)  # launchers read it as well, of all runs at once
+                first = look(run)
+                if _is_finished(first, job):
+                    finished[run.path] = first
+                else:
+                    unfinished.append(run)
+        except RunDirError as error:
+            broken[job.run_dir] = error
+    queued = _queued(unfinished, launcher)
     planned, errors = [], []
     for job in counted(jobs, "looking at runs"):
         try:
             if job.run_dir in broken:
-                raise RunDirError(broken[job.run_dir])
+                raise broken[job.run_dir]
             with reading(RunDir(job.run_dir)):
-                planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single))
+                state = finished.get(job.run_dir)
+                planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single, state=state))
         except RunDirError as error:
             if len(jobs) == 1:
                 raise
             planned.append(PlannedRun(job, "unusable", str(error)))
         except UserError as error:
             errors.append(str(error))
-    if errors:
-        raise UserError("\n".join(dict.fromkeys(errors)))
+    refuse(dict.fromkeys(errors))
     if single and planned[0].state == "live":
         lines = [f"{jobs[0].run_dir} is in use: {planned[0].summary}; wait for it, or stop it first"]
         raise LockedError("\n".join([*lines, *planned[0].notes]))
     return planned
 
 
-def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False) -> PlannedRun:
+def plan_run(
+    job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False, state: State | None = None
+) -> PlannedRun:
     """What to do about one run.
 
     Args:
@@ -89,6 +105,7 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         queued: its live job, if any.
         retry_failed: whether a run that has failed is started again.
         held: whether this command holds the lease of the run.
+        state: of a run that was found finished; None: look at it now.
 
     Raises:
         RunDirError: the run would start, and its directory is not to be trusted; or it was to be resumed and is gone.
@@ -96,9 +113,8 @@ def plan_run(job: Composed, queued: JobInfo | None, retry_failed: bool, held: bo
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
-    state, exists = look(run, queued), files.exists(run.config)
-    # Then neither its job nor the process that made it matters any more.
-    finished = exists and state.finish.covers(job.config.known_steps, job.config.train.epochs)
+    state, exists = state or look(run, queued), files.exists(run.config)
+    finished = _is_finished(state, job)  # then neither its job nor the process that made it matters any more
     if queued is not None and not finished:
         return _live(job, f"{queued.state}, job {queued.job_id}", f"cancel job {queued.job_id}")
     if not held and not finished and state.holder:
@@ -196,27 +212,14 @@ def _trunk_of(job: Composed) -> RunDir | None:
     return trunk
 
 
-def _is_finished(job: Composed) -> bool:
-    """Whether the run has all the steps, or epochs, of this config.
+def _is_finished(state: State, job: Composed) -> bool:
+    """Whether a run has a config, and all the steps, or epochs, of that of `job`.
 
     Raises:
         OSError: the run directory cannot be read.
     """
-    run = RunDir(job.run_dir)
-    return files.exists(run.config) and Finish.of(run).covers(job.config.known_steps, job.config.train.epochs)
-
-
-def _unreadable(job: Composed) -> str | None:
-    """Why the records of a run, which launchers read as well, cannot be read; None if they can."""
-    run = RunDir(job.run_dir)
-    try:
-        with reading(run):
-            for record in (run.job, run.status, run.attempt, run.finished):
-                files.read_object(record)
-            read_holder(run.lease)
-    except RunDirError as error:
-        return str(error)
-    return None
+    covered = state.finish.covers(job.config.known_steps, job.config.train.epochs)
+    return covered and files.exists(state.run.config)
 
 
 def unusable(path: Path, verb: str, error: OSError) -> str:
@@ -225,7 +228,7 @@ def unusable(path: Path, verb: str, error: OSError) -> str:
     return f"the run directory {path} cannot be {verb} ({reason}): fix that, or choose another with run.root or run.dir"
 
 
-def _queued(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]:
+def _queued(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
     """The live job of each run that has one, after waiting for jobs that are ending.
 
     A job that releases its node may be gone for good or about to be requeued.
@@ -235,7 +238,7 @@ def _queued(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]
     """
     deadline, reported = clock.monotonic() + ENDING_WAIT_S, False
     while True:
-        queued = _live_jobs(jobs, launcher)
+        queued = _live_jobs(runs, launcher)
         ending = [info.job_id for info in queued.values() if info.state == "ending"]
         if not ending or STOP or clock.monotonic() > deadline:
             return queued
@@ -246,14 +249,10 @@ def _queued(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]
         clock.sleep(ENDING_POLL_S)
 
 
-def _live_jobs(jobs: Sequence[Composed], launcher: Launcher) -> dict[Path, JobInfo]:
-    """What the schedulers report about unfinished runs: this launcher's, and those that others were submitted to.
-
-    Nothing is asked about a finished run: its job may be ending for long, and the scheduler may be away.
-    """
+def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
+    """What the schedulers report about runs: this launcher's, and those that others were submitted to."""
     mine = f"{type(launcher).__module__}.{type(launcher).__qualname__}"
     try:
-        runs = [RunDir(job.run_dir) for job in jobs if not _is_finished(job)]
         queued = launcher.jobs([run.path for run in runs]) if runs else {}
         elsewhere = [run for run in runs if submitted_jobs.launcher_of(run) not in (None, mine)]
     except OSError as error:

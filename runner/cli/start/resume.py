@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from runner.cli.base.arguments import add_config_dir, runs_and_settings
 from runner.cli.base.console import PROGRAM, Parser, print_errors, say
 from runner.config.plain_yaml import read_plain
-from runner.errors import ExitStatus, RunDirError, UserError
+from runner.errors import ExitStatus, RunDirError, UserError, refuse
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
 from runner.system import files
@@ -67,14 +67,13 @@ def main(arguments: Sequence[str]) -> int:
         say(f"not run directories, left out: {', '.join(map(str, reports))}")
     if not run_dirs:
         raise UserError(f"pass a run directory: {PROGRAM} resume outputs/NAME; {PROGRAM} status lists them")
-    if errors := [error for path in run_dirs if (error := _not_a_run(path))]:
-        raise UserError("\n".join(errors))
+    refuse(error for path in run_dirs if (error := _not_a_run(path)))
     from runner.cli.start.start import start_runs
     from runner.config.composition import Composer
 
     found, unusable = jobs(Composer(options.config_dir), run_dirs, overrides)
     if not found:
-        raise RunDirError("\n".join(unusable))
+        refuse(unusable, RunDirError)
     if unusable:
         print_errors(RunDirError("\n".join(unusable)))
     return start_runs(found, options.dry_run) or int(ExitStatus.FAILED if unusable else ExitStatus.FINISHED)
@@ -88,10 +87,8 @@ def jobs(
     Raises:
         UserError: the config errors of all runs, each once.
     """
-    if deleting := [text for text in overrides if text.startswith("~")]:
-        raise UserError(
-            "\n".join(f"{text}: a value of an existing run cannot be deleted; set one" for text in deleting)
-        )
+    deleting = [text for text in overrides if text.startswith("~")]
+    refuse(f"{text}: a value of an existing run cannot be deleted; set one" for text in deleting)
     # The same command must work again, with the value in the frozen config already.
     texts = [re.sub(r"^\+(?=[^+=]*\.)", "++", text) for text in overrides]
     found: list[Composed] = []
@@ -113,8 +110,7 @@ def jobs(
         # code.json lists the overrides of the run's first command, then those that changed it; the last one holds.
         before = [text for text in first if text not in overrides]
         found.append(replace(composed, overrides=(*before, *overrides)))
-    if errors:
-        raise UserError("\n".join(errors))
+    refuse(errors)
     return list({job.run_dir: job for job in found}.values()), unusable
 
 

@@ -19,7 +19,7 @@ from runner.cli.start.edits import Changes
 from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, FileError, UserError
+from runner.errors import ExitStatus, FileError, UserError, refuse
 from runner.rundir import provenance
 from runner.rundir.attempt_log import Finish, last_step
 from runner.rundir.custody import custody
@@ -67,13 +67,13 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     if int(processes.environment.get("WORLD_SIZE", "1")) > 1 and not launcher.in_process:
         raise UserError("torchrun requires launcher=local")
     if int(processes.environment.get("RANK", "0")) > 0:
-        _refuse(launcher.check([job.run_dir for job in jobs]))
+        refuse(launcher.check([job.run_dir for job in jobs]))
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
     planned = plan_runs(jobs, launcher, single)
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
-    _refuse(launcher.check(starting) if starting else [])
+    refuse(launcher.check(starting) if starting else [])
     _warn_of_idle_ranks(planned, launcher)
     _warn_without_effect([run.job for run in planned if run.starts])
     if single and planned[0].starts and not dry_run and list(launcher.rank_counts().counts) == [1]:
@@ -102,11 +102,6 @@ def _warn_without_effect(jobs: Sequence[Composed]) -> None:
         tell(f"warning: {line}")
 
 
-def _refuse(errors: Sequence[str]) -> None:
-    if errors:
-        raise UserError("\n".join(errors))
-
-
 def run_here(planned: PlannedRun) -> int:
     """Make an attempt at a run in this process; its exit status.
 
@@ -118,7 +113,7 @@ def run_here(planned: PlannedRun) -> int:
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
-    missing, status, attempts = _missing([run.lease, run.submission]), int(ExitStatus.USAGE), 0
+    missing, status, attempts = _missing_dirs([run.lease, run.submission]), int(ExitStatus.USAGE), 0
     holder, timeout_s = LocalJob().identity(), job.config.run.lease_timeout_s
     try:
         if planned.state == "new":
@@ -174,7 +169,7 @@ def _refuse_gone(before: Sequence[PlannedRun], now: Sequence[PlannedRun]) -> Non
         UserError: `runner mv` or `rm` was faster.
     """
     gone = [new.job.run_dir for old, new in zip(before, now, strict=True) if old.state != "new" and new.state == "new"]
-    _refuse([f"{shown(path)} was moved or removed meanwhile: rerun the command to begin it anew" for path in gone])
+    refuse([f"{shown(path)} was moved or removed meanwhile: rerun the command to begin it anew" for path in gone])
 
 
 def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) -> int:
@@ -186,7 +181,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
         single: it is one run on this machine.
     """
     new, jobs = [run.job for run in planned if run.state == "new"], [run.job for run in planned if run.starts]
-    missing = _missing(RunDir(job.run_dir).submission for job in new)
+    missing = _missing_dirs(RunDir(job.run_dir).submission for job in new)
     started, guards = int(ExitStatus.USAGE), dict[Path, files.Guard]()
     try:
         for job in new:
@@ -211,7 +206,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
     return launcher.follow(run_dirs) if status == 0 and run_dirs and launcher.wait else status
 
 
-def _missing(folders: Iterable[Path]) -> set[Path]:
+def _missing_dirs(folders: Iterable[Path]) -> set[Path]:
     """Which of these directories, and of those above them, are not there."""
     return {each for folder in folders for each in (folder, *folder.parents) if not files.exists(each)}
 
