@@ -49,19 +49,18 @@ class WorkerSetup:
     wait: bool = False
 
 
+@dataclass(slots=True)
 class _PendingTask:
     """A task that was dispatched, and the batch it is for, if any (`batch` is -1 if not)."""
 
-    __slots__ = ("batch", "count", "discarded", "first", "indices", "sampler_state", "ticket", "worker")
-
-    def __init__(self, ticket: int, worker: int) -> None:
-        self.ticket = ticket
-        self.worker = worker
-        self.batch = -1
-        self.discarded = False
-        self.indices: Indices = None
-        self.first = self.count = 0
-        self.sampler_state: dict[str, Any] | None = None
+    ticket: int
+    worker: int
+    batch: int = -1
+    discarded: bool = False
+    indices: Indices = None
+    first: int = 0
+    count: int = 0
+    sampler_state: dict[str, Any] | None = None
 
 
 class _Dispatcher:
