@@ -19,10 +19,9 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64, U64
 from runner.data.order.exclusions import Exclusion, Exclusions, Selections, check_selections, excluded_from
-from runner.data.order.hashing import U64
 from runner.data.order.plan import OrderPlan
 from runner.data.order.segments import Segment, check_sizes, check_values, segment_at, segments_from_json
 from runner.data.order.sequence import VERSION, ElasticSequence
@@ -52,9 +51,7 @@ from runner.data.order.weights import (
 )
 from runner.errors import nearest
 
-I64 = NDArray[np.int64]
-
-_LARGEST = int(np.iinfo(np.int64).max)
+_INT64_MAX = int(np.iinfo(np.int64).max)
 _STATE = Record(
     {
         "seed": any_integer,
@@ -319,14 +316,10 @@ class ElasticSampler:
         self._skip, self._counted = 0, (0, self.num_replicas)
         return self._iteration
 
-    def _samples_from(self, iteration: _Iteration) -> int:
-        """Samples of this rank in the iteration. Final positions too few for all ranks are dropped."""
-        stop = self._stop()
-        return ((END if stop is None else stop) - iteration.start) // self.num_replicas
-
     def _remaining(self, iteration: _Iteration) -> int:
-        """Samples that each rank still gets."""
-        return self._samples_from(iteration) - iteration.drawn
+        """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
+        stop = self._stop()
+        return ((END if stop is None else stop) - iteration.start) // self.num_replicas - iteration.drawn
 
     def _integers(self, iteration: _Iteration) -> Iterator[int]:
         return (int(batch[0]) for batch in self._batches(iteration, 1, drop_last=True))
@@ -609,7 +602,7 @@ def _integers(what: str, value: Any) -> I64:
     array = np.asarray(value)
     values = array.reshape(-1).tolist() if array.dtype.kind in "Ou" else []
     if values and all(isinstance(one, int) for one in values):
-        array = np.array([max(-_LARGEST, min(one, _LARGEST)) for one in values], np.int64).reshape(array.shape)
+        array = np.array([max(-_INT64_MAX, min(one, _INT64_MAX)) for one in values], np.int64).reshape(array.shape)
     if array.ndim > 1 or (array.size and array.dtype.kind != "i"):
         raise SamplerError(f"{what} {value!r}: it must be an integer or a one-dimensional array of integers")
     return array.astype(np.int64)

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runner.data.elastic import FIRST, MOST, ElasticSampler
+from runner.data.order.arrays import I64, U64
 from runner.data.order.batch_shape import BatchShape, share_of
 from runner.data.order.spans import END
-
-I64 = NDArray[np.int64]
 
 
 class MicroBatchSampler:
@@ -111,7 +109,7 @@ class MicroBatchSampler:
         steps, rest = np.divmod(np.arange(first, first + count, dtype=np.int64), max(self._of_step, 1))
         return np.asarray(start + steps * self._step + self._offsets[rest], dtype=np.int64)
 
-    def sample_keys(self, first: int, count: int) -> NDArray[np.uint64]:
+    def sample_keys(self, first: int, count: int) -> U64:
         """See `ElasticSampler.sample_keys`; of the samples that `positions` describes."""
         return self.sampler.order.sample_keys(self.positions(first, count))
 

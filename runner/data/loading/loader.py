@@ -98,7 +98,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             drop_last = True if drop_last is None else drop_last
             if sampler is None and not isinstance(dataset, IterableDataset):
                 sampler = _default_sampler(dataset)
-        num_workers = _plain(num_workers)
+        num_workers = _python_integer(num_workers)
         _check_data_pipe(dataset, num_workers)
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory,  # type: ignore[arg-type]
@@ -502,8 +502,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         return sealed(mine) if "digest" in mine else mine
 
 
-def _plain(number: Any) -> Any:
-    """An integer of numpy or torch as Python's, which a state can hold; torch's loader checks everything else."""
+def _python_integer(number: Any) -> Any:
+    """Convert an integer of numpy or torch to one that a state can hold. torch's loader checks everything else."""
     return operator.index(number) if hasattr(number, "__index__") else number
 
 

@@ -60,7 +60,7 @@ _OWN = Record(
 _ANY = Record({}, {**_OWN.required, **_OWN.optional})
 _RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(mapping)})
 
-_PLAIN = (int, str, bool, float, type(None))  # cannot be changed
+_UNCHANGEABLE = (int, str, bool, float, type(None))
 
 DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset they are those of its shards
 
@@ -68,9 +68,9 @@ DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset t
 def copied(value: Any) -> Any:
     """A copy that its owner does not change any more; only what is in a flat dict of plain values is copied fast."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _UNCHANGEABLE:
         return value
-    if kind is dict and all(type(each) in _PLAIN for each in value.values()):
+    if kind is dict and all(type(each) in _UNCHANGEABLE for each in value.values()):
         return dict(value)
     return copy.deepcopy(value)
 

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from runner.data.order.arrays import I64
 from runner.errors import UserError
 
 State = dict[str, Any]
@@ -38,8 +36,8 @@ class BatchRecord:
         epoch: the epoch of the batch, from 0.
     """
 
-    indices: NDArray[np.int64] | None
-    positions: NDArray[np.int64] | None
+    indices: I64 | None
+    positions: I64 | None
     epoch: int
 
 

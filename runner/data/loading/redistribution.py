@@ -136,7 +136,7 @@ def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
     dealt = [leg for leg in left if leg["begun"] and not leg["samples"]]
     whole = [leg for leg in left if not leg["begun"] or leg["samples"]]
     mine = {**between_epochs(owner), "begun": True, "boundary": False, "waiting": whole[shard::shards]}
-    return mine | (_part(dataset, dealt, shard, shards) if dealt else _nothing(dataset, legs))
+    return mine | (_inner_part(dataset, dealt, shard, shards) if dealt else _nothing(dataset, legs))
 
 
 def _nothing(dataset: Any, legs: DatasetStates) -> State:
@@ -150,7 +150,7 @@ def _nothing(dataset: Any, legs: DatasetStates) -> State:
     return {"ended": True}
 
 
-def _part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
+def _inner_part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
     """The inner states of one shard, out of those of legs under way."""
     inner = copy.deepcopy([leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs])
     part = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)

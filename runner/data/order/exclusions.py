@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from runner.data.order.arrays import I64
 from runner.data.order.exclusion_texts import POSITIONS, Selection
-from runner.data.order.ranges import I64, Ranges
+from runner.data.order.ranges import Ranges
 from runner.data.order.state_checks import LARGEST
 from runner.data.order.weights import SamplerError
 from runner.errors import nearest
 
-Keys = Mapping[str, tuple[int, int]]
-KeyRanges = Callable[[I64, I64], Sequence[Keys]]
+KeyBounds = Mapping[str, tuple[int, int]]
+KeyRanges = Callable[[I64, I64], Sequence[KeyBounds]]
 
-_SHOWN = 10  # in a message
+_MOST_LISTED = 10  # selections in a message
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Selections:
 
 def listed(selections: Sequence[Selection]) -> str:
     """The first of them, for a message, and how many there are."""
-    texts = ", ".join(map(str, selections[:_SHOWN])) or "nothing"
-    return texts if len(selections) <= _SHOWN else f"{texts} and {len(selections) - _SHOWN} more"
+    texts = ", ".join(map(str, selections[:_MOST_LISTED])) or "nothing"
+    return texts if len(selections) <= _MOST_LISTED else f"{texts} and {len(selections) - _MOST_LISTED} more"
 
 
 class Exclusion(NamedTuple):
@@ -97,7 +98,7 @@ class Exclusion(NamedTuple):
 
     at: int
     what: Selection
-    keys: Keys = {}  # noqa: RUF012  nobody changes it
+    keys: KeyBounds = {}  # noqa: RUF012  nobody changes it
     until: int | None = None
     planned: bool = True
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.hashing import GOLDEN, U64, mix64, stream_key
+from runner.data.order.arrays import I64, U64
+from runner.data.order.hashing import GOLDEN, mix64, stream_key
 from runner.data.order.packed import pack_rows, unpack_rows
 from runner.data.order.state_checks import (
     LARGEST,
@@ -29,8 +30,6 @@ from runner.data.order.state_checks import (
     whole,
 )
 from runner.data.order.weights import SamplerStateError
-
-I64 = NDArray[np.int64]
 
 LANES = 2
 _STATE = Record(

@@ -6,7 +6,7 @@ import base64
 
 import numpy as np
 
-from runner.data.order.hashing import U64
+from runner.data.order.arrays import U64
 
 
 def pack_rows(rows: U64) -> str:

@@ -20,7 +20,7 @@ from runner.data.order.exclusions import (
 from runner.data.order.segments import Segment, planned_segments, segment_at, segments_from_json
 from runner.data.order.sequence import ElasticSequence
 
-_SHOWN = 10  # differences in a message
+_MOST_CHANGES = 10  # in a message
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class OrderPlan:
         changes: list[str] = []
         same = saved.segments == self.segments
         for i in range(0 if same else max(len(saved.segments), len(self.segments))):
-            if len(changes) == _SHOWN:
+            if len(changes) == _MOST_CHANGES:
                 changes.append("and so on")
                 break
             before, after = (plan.segments[i] if i < len(plan.segments) else None for plan in (saved, self))

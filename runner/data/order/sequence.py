@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64, U64
 from runner.data.order.exclusions import Exclusions
-from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.hashing import derive, stream_key
 from runner.data.order.permutation import Domain, permute
 from runner.data.order.segments import Segment, check_sources
 from runner.data.order.source_stream import SourceStream
@@ -29,7 +29,6 @@ from runner.data.order.weights import SamplerError
 
 VERSION = 1
 
-I64 = NDArray[np.int64]
 
 _LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
 

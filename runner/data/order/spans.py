@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64
 from runner.data.order.exclusions import Exclusions, LeftOut
 from runner.data.order.hashing import keys_of
 from runner.data.order.interleave import Interleave
@@ -22,7 +23,6 @@ from runner.data.order.weights import SamplerError, shares
 END = 1 << 62  # all positions and numbers are below this
 _QUANTUM = 1 << 44  # shares are rounded to multiples of 2^-44, so that no platform's exp() changes the order
 
-I64 = NDArray[np.int64]
 Chosen = I64 | slice
 
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64
 from runner.data.order.exclusion_texts import POSITIONS
 from runner.data.order.exclusions import listed
 from runner.data.order.segments import segment_at
@@ -21,7 +21,6 @@ from runner.data.order.weights import shares
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.errors import nearest
 
-I64 = NDArray[np.int64]
 Row = dict[str, Any]
 
 _SCAN = 1 << 14  # positions compared at a time

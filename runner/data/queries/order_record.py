@@ -120,7 +120,7 @@ class OrderRecord:
     def to_json(self) -> dict[str, Any]:
         return {
             "version": VERSION,
-            **{key: getattr(self, key) for key in _PLAIN},
+            **{key: getattr(self, key) for key in _AS_IN_JSON},
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "segments": [one.to_json() for one in self.segments],
             "exclusions": [one.to_json() for one in self.exclusions],
@@ -134,7 +134,7 @@ class OrderRecord:
             raise ValueError("batch_shapes or segments are empty")
         _check_numbers(value)
         return cls(
-            **{key: value[key] for key in _PLAIN},
+            **{key: value[key] for key in _AS_IN_JSON},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
             segments=segments_from_json(value["segments"]),
             exclusions=tuple(map(Exclusion.from_json, value["exclusions"])),
@@ -205,4 +205,4 @@ def _check_numbers(value: Mapping[str, Any]) -> None:
 
 
 _POSITIVE = ("world_size", "batch_size", "grad_accum_steps")
-_PLAIN = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
+_AS_IN_JSON = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
