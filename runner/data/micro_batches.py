@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.data.elastic import FIRST, MOST, ElasticSampler
+from runner.data.elastic import ElasticSampler, Iteration, drawn_in_blocks
 from runner.data.order.arrays import I64, U64
 from runner.data.order.batch_shape import BatchShape, share_of
 from runner.data.order.spans import END
@@ -61,20 +61,7 @@ class MicroBatchSampler:
             drop_last: has no effect: a step is always complete.
         """
         iter(self.sampler)  # an iteration begins where the state says
-        return self._batches(batch_size)
-
-    def _batches(self, batch_size: int) -> Iterator[I64]:
-        drawn, ahead = 0, FIRST
-        while left := self._left_after(drawn):
-            order = self.sampler.order
-            count = min(max(ahead // batch_size, 1) * batch_size, left)
-            ahead = min(2 * ahead, MOST)
-            for batch in order.indices_at(self.positions(drawn, count)).reshape(-1, batch_size):
-                drawn += batch_size
-                yield batch
-                if self.sampler.order is not order:
-                    ahead = FIRST
-                    break
+        return drawn_in_blocks(self.sampler, Iteration(), batch_size, True, self._left_after, self.positions)
 
     def _left_after(self, samples: int) -> int:
         """See `samples_left_after`; of an endless order, as many as can be counted."""
