@@ -7,9 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from runner.data.loading.protocols import LoaderStateError, epoch, shard
-
-State = dict[str, Any]
+from runner.data.loading.protocols import LoaderStateError, State, epoch, shard
 
 
 class ShardedStream(IterableDataset[Any]):

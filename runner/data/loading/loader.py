@@ -112,7 +112,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._set_up(batch_sampler, generator, sets_epoch=config is not None)
 
     def _set_up(self, batch_sampler: Any, generator: Any, sets_epoch: bool) -> None:
-        if self.pin_memory and not can_pin():
+        self._pins = self.pin_memory and can_pin()
+        if self.pin_memory and not self._pins:
             logger.warning("pin_memory=True has no effect: there is no accelerator")
         self._iterable = isinstance(self.dataset, IterableDataset)
         custom = batch_sampler is not None
@@ -203,11 +204,13 @@ class StatefulDataLoader(DataLoader[T_co]):
         skip = position.batches if self._stream.is_batch_sampler else position.samples
         with self._seeds.in_place_of_global():
             indices = self._stream.open(position.epoch, skip, None if state is None else state.get("order"))
-        source = IndexSource(self._stream, seeded(indices, self._seeds), self._seeds.base_seed, position)
+        if not self._seeds.seeds_itself:
+            indices = _seeded(indices, self._seeds)
+        source = IndexSource(self._stream, indices, self._seeds.base_seed, position)
         if self.num_workers == 0 or self._prefetches_in_thread(fetcher):
             if saved:
                 load_state(self.dataset, saved[0]["dataset"])
-            transform = pin if self.pin_memory and can_pin() else None
+            transform = pin if self._pins else None
             if self.num_workers == 0:
                 return MapEpoch(source, fetcher, position, self._on_end, transform)
             fetcher.watches = False  # the training may draw meanwhile
@@ -242,7 +245,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             if isinstance(self._current, StreamEpoch):
                 fetcher.exhausted = self._current.exhausted
             fetcher.start(None if saved is None else redistribution.own(self.dataset, saved[0]), position.epoch)
-            transform = pin if self.pin_memory and can_pin() else None
+            transform = pin if self._pins else None
             return StreamEpoch(fetcher, position, self._on_end, transform, self._check_length)
         first = 0 if changed else self._first_worker(state)
         setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
@@ -260,7 +263,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if self._pool is None or self._pool.is_closed or not self.persistent_workers:
             options = {
                 "num_workers": self.num_workers,
-                "pin_memory": self.pin_memory and can_pin(),
+                "pin_memory": self._pins,
                 "timeout": self.timeout,
                 "multiprocessing_context": self.multiprocessing_context,
                 "generator": generator,
@@ -515,12 +518,8 @@ def _check_data_pipe(dataset: Any, num_workers: int) -> None:
         )
 
 
-def seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
-    """`indices`, whose sampler may draw from torch's global generator with its first index."""
-    return indices if seeds.seeds_itself else _seeded(indices, seeds)
-
-
 def _seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
+    """Yield `indices`, whose sampler may draw from torch's global generator with its first index."""
     with seeds.in_place_of_global():
         first = list(islice(indices, 1))
     yield from first

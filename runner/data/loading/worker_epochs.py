@@ -63,24 +63,26 @@ class _PendingTask:
     sampler_state: dict[str, Any] | None = None
 
 
-class _Dispatcher:
-    """Dispatches the tasks of an epoch and remembers those without a reply.
+class _Dispatcher(Iterator[Task]):
+    """The tasks of an epoch: a start for every worker, empty tasks for the workers before the first one, the batches.
 
-    It has no reference to the iterator over the replies, so that dropping that iterator ends the workers at once.
+    It remembers those without a reply. It has no reference to the iterator over the replies, so that dropping that
+    iterator ends the workers at once.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.pending: dict[int, _PendingTask] = {}
         self._count = setup.count
-        self._first = setup.first
-        self._seed = setup.seed
-        self._saved = setup.saved
         self._epoch = setup.epoch
         self._tickets = 0
+        self._opening = self._start_tasks(setup.seed, setup.saved, setup.first)
 
-    def tasks(self) -> Iterator[Task]:
-        """A start for every worker, empty tasks for the workers before the first one, then the batches."""
-        return chain(self._start_tasks(self._seed, self._saved, self._first), self._fetch_tasks())
+    def __next__(self) -> Task:
+        opening = next(self._opening, None)
+        return self._fetch_task() if opening is None else opening
+
+    def _fetch_task(self) -> FetchTask:
+        return FetchTask(self._add().ticket, None, 0)
 
     def _start_tasks(self, seed: int | None, states: DatasetStates | None, first: int) -> Iterator[Task]:
         for worker in range(self._count):
@@ -93,10 +95,6 @@ class _Dispatcher:
         while self._tickets % self._count != worker:
             yield Task(self._add().ticket)
 
-    def _fetch_tasks(self) -> Iterator[Task]:
-        while True:
-            yield FetchTask(self._add().ticket, None, 0)
-
     def _add(self) -> _PendingTask:
         ticket = self._tickets
         self._tickets = ticket + 1
@@ -104,25 +102,17 @@ class _Dispatcher:
         return task
 
 
-class _MapDispatcher(_Dispatcher, Iterator[Task]):
+class _MapDispatcher(_Dispatcher):
     """Dispatches the batches of a map-style dataset; it may go back to an earlier one, even after the last."""
 
     def __init__(self, setup: WorkerSetup, source: IndexSource, position: EpochPosition) -> None:
         super().__init__(setup)
         self._source = source
         self._has_keys = hasattr(source.stream.sampler, "sample_keys")
-        self._opening = self._start_tasks(self._seed, self._saved, self._first)
         self._drawn = position.samples
         self._drawn_batches = position.batches
         self._base = position.base
         self._out_of_order = set(position.out_of_order)
-
-    def tasks(self) -> Iterator[Task]:
-        return self
-
-    def __next__(self) -> Task:
-        opening = next(self._opening, None)
-        return self._fetch_task() if opening is None else opening
 
     def _fetch_task(self) -> FetchTask:
         source, stream = self._source, self._source.stream
@@ -150,8 +140,8 @@ class _MapDispatcher(_Dispatcher, Iterator[Task]):
         for task in discarded:
             task.discarded = True
         self._drawn, self._drawn_batches = reached, min((task.batch for task in discarded), default=self._drawn_batches)
-        start = iter(()) if states is None else self._start_tasks(None, states, next_worker)
-        self._opening = chain(self._empty_tasks(next_worker if states is None else 0), start)
+        empty = self._empty_tasks(next_worker if states is None else 0)
+        self._opening = empty if states is None else chain(empty, self._start_tasks(None, states, next_worker))
 
 
 class _WorkerEpoch(Epoch):
@@ -174,7 +164,7 @@ class _WorkerEpoch(Epoch):
         self._next_worker = setup.first
         self._starting = setup.count
         self._early: deque[tuple[Reply, _PendingTask]] = deque()
-        self._replies = setup.pool.run(dispatcher.tasks())
+        self._replies = setup.pool.run(dispatcher)
         if not setup.persistent:
             weakref.finalize(self, setup.pool.shutdown.set)
         if setup.wait:

@@ -121,14 +121,11 @@ class ElasticSequence:
     def find(self, ids: I64, index: I64, epochs: I64) -> I64:
         """Position at which each sample is consumed in that epoch of its source; -1 if it never is."""
         offsets = self._permute(ids, epochs, index, inverse=True)
-        numbers = np.empty_like(offsets)
-        for i in np.unique(ids).tolist():
-            chosen = ids == i
-            numbers[chosen] = self._streams[i].numbers_of(epochs[chosen], offsets[chosen])
-        positions = np.full(numbers.shape, -1, np.int64)
+        positions = np.empty_like(offsets)
         for source in np.unique(ids).tolist():
-            mine = np.flatnonzero(ids == source)
-            positions[mine] = self.spans.find(source, numbers[mine])
+            mine = ids == source
+            numbers = self._streams[source].numbers_of(epochs[mine], offsets[mine])
+            positions[mine] = self.spans.find(source, numbers)
         return positions
 
     def numbers_at(self, position: int) -> I64:
@@ -139,11 +136,6 @@ class ElasticSequence:
     def consumed_at(self, position: int) -> dict[str, int]:
         """Samples consumed from each source in the first `position` positions."""
         return dict(zip(self.names, self.numbers_at(position).tolist(), strict=True))
-
-    def keys_at(self, position: int) -> dict[str, int]:
-        """Of each source, one past the key of the last sample consumed in the first `position` positions."""
-        numbers = self.numbers_at(position).tolist()
-        return {stream.name: stream.end_key(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
     def key_ranges(self, first: I64, last: I64) -> list[dict[str, tuple[int, int]]]:
         """What stands at the positions of each range, `first` to `last`, inclusive.

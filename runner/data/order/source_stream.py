@@ -180,8 +180,7 @@ class SourceStream:
         if not self.has_exclusions:
             return numbers
         last = self._eras[-1]
-        keys: I64 = np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
-        return np.where(numbers > 0, keys, 0)
+        return np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
 
     def key_of(self, number: int) -> int:
         """The key of a sample."""
