@@ -124,7 +124,7 @@ class _OwnSampler(EpochSampler):
 class SkippingSampler(_OwnSampler):
     """A sampler without a state, whose order is a function of the epoch."""
 
-    make: Make | None = None
+    make: Make
     _skip = 0
 
     def set_skip(self, skip: int) -> None:
@@ -175,10 +175,10 @@ class SkippingSampler(_OwnSampler):
         return found
 
     def _of_rank(self, rank: int) -> SkippingSampler:
-        if rank == self.rank or self.dealt or self.make is None:
+        if rank == self.rank or self.dealt:
             return self
-        own = self.make(self.num_replicas, rank)
-        return SkippingSampler(own, len(own), True, self.size, self.num_replicas, rank, self.seed)
+        other: SkippingSampler = own_sampler(self.make, True, self.size, self.num_replicas, rank, self.seed)
+        return other
 
     def _whole(self, epoch: int, count: int) -> I64:
         before = self._epoch
