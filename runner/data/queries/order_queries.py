@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from runner.data.order.arrays import I64
-from runner.data.order.exclusion_texts import POSITIONS
-from runner.data.order.exclusions import listed
+from runner.data.order.exclusions import POSITIONS, listed
 from runner.data.order.segments import segment_at
 from runner.data.order.sequence import ElasticSequence
 from runner.data.order.weights import shares
