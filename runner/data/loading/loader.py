@@ -499,9 +499,13 @@ class StatefulDataLoader(DataLoader[T_co]):
         elif len(ranks) == world_size:
             return dict(ranks[rank])
         else:
-            mine = loader_state.deaggregate(
-                aggregated, rank, world_size, self._stream.by_position, self._stream.by_skip
-            )
+            mine = dict(ranks[rank % len(ranks)])
+            refuses_itself = self._stream.by_skip and loader_state.counts_ranks(mine)
+            if not self._stream.by_position and not refuses_itself:
+                raise LoaderStateError(
+                    f"this state was saved by {len(ranks)} ranks, now there are {world_size}, and the sampler cannot "
+                    f"redistribute what is left: resume with {len(ranks)} ranks, or use ElasticSampler"
+                )
         return sealed(mine) if "digest" in mine else mine
 
 

@@ -209,7 +209,7 @@ def check_ranks(states: Sequence[State]) -> None:
 def _place(state: State) -> dict[str, Any]:
     """What the states of all ranks have in common."""
     place = {key: state.get(key) for key in ("version", "style", "batch_size")}
-    if not _counts_ranks(state):  # every rank may have data, and epochs, of its own
+    if not counts_ranks(state):  # every rank may have data, and epochs, of its own
         batches = state["batches_yielded"]
         if "batches_before" in state:
             return {**place, "batches since the start of the run": state["batches_before"] + batches}
@@ -219,7 +219,7 @@ def _place(state: State) -> dict[str, Any]:
     return place | {f"sampler.{key}": value for key, value in state["sampler"].items() if key not in ("rank", "seal")}
 
 
-def _counts_ranks(state: State) -> bool:
+def counts_ranks(state: State) -> bool:
     """Whether the sampler that was saved deals out equal parts of its epoch, and says to how many ranks."""
     return "num_replicas" in (state.get("sampler") or ())
 
@@ -245,23 +245,3 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
         if "digest" in state:
             check_seal(state, f"this state of rank {number}", LoaderStateError)
     return ranks
-
-
-def deaggregate(aggregated: State, rank: int, world_size: int, by_position: bool, by_skip: bool) -> State:
-    """The state of `rank` for a map-style dataset, out of that of another number of ranks.
-
-    Args:
-        by_position: the sampler's state does not depend on the number of ranks.
-        by_skip: the sampler seeds itself; if its state has its number of ranks, it refuses another one itself.
-
-    Raises:
-        LoaderStateError: the samples left in the epoch cannot be dealt out to this number of ranks.
-    """
-    ranks = aggregated["ranks"]
-    mine = dict(ranks[rank % len(ranks)])
-    if not by_position and not (by_skip and _counts_ranks(mine)):
-        raise LoaderStateError(
-            f"this state was saved by {len(ranks)} ranks, now there are {world_size}, and the sampler cannot "
-            f"redistribute what is left: resume with {len(ranks)} ranks, or use ElasticSampler"
-        )
-    return mine
