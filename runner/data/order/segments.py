@@ -133,16 +133,6 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
     return checked
 
 
-def check_segment(segment: Segment, sizes: Mapping[str, int]) -> None:
-    """Check a segment against the sources.
-
-    Raises:
-        SamplerError: an unknown or empty source, an invalid weight, temperature or cap.
-    """
-    check_sources([segment], sizes)
-    check_values([segment])
-
-
 def check_sources(segments: Iterable[Segment], sizes: Mapping[str, int]) -> None:
     """Check that there are the sources of the segments.
 

@@ -49,7 +49,7 @@ class ElasticSequence:
 
     Attributes:
         names: source names, sorted. A source id is an index into it.
-        spans: ranges of positions with constant shares.
+        spans: the ranges of positions with constant shares.
 
     Raises:
         SamplerError: a segment of an unknown source, or an order without samples.
@@ -162,9 +162,9 @@ class ElasticSequence:
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""
-        span = self.spans.at(position)
-        total = sum(span.quanta)
-        return {self.names[i]: q / total for i, q in zip(span.sources.tolist(), span.quanta, strict=True)}
+        quanta = self.spans.quanta_at(position)
+        total = sum(quanta)
+        return {name: share / total for name, share in zip(self.names, quanta, strict=True) if share}
 
     def epochs_at(self, position: int) -> dict[str, float]:
         """Epochs of each source completed by `position`, as a fraction; excluded samples count as consumed."""

@@ -182,10 +182,6 @@ class SourceStream:
         last = self._eras[-1]
         return np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
 
-    def key_of(self, number: int) -> int:
-        """The key of a sample."""
-        return int(self.keys_of(np.array([number]))[0])
-
     def keys_of(self, numbers: I64) -> I64:
         """The key of each sample, int64 of shape (count,)."""
         if not self.has_exclusions:
@@ -198,7 +194,7 @@ class SourceStream:
         if not number:
             return 0.0
         epoch, offset = divmod(self.end_key(number), self.size)
-        if offset and self.key_of(number) // self.size > epoch:
+        if offset and self.keys_of(np.array([number]))[0] // self.size > epoch:
             return float(epoch + 1)  # all that is left of the epoch is excluded
         return epoch + offset / self.size
 

@@ -113,7 +113,7 @@ def _elastic_totals(record: OrderRecord) -> list[Row]:
     order = record.elastic_sequence()
     end = record.position_at(record.steps)
     end = min(end, order.total or end)
-    bounds = sorted({0, end, *(span.start for span in order.spans if span.start < end)})
+    bounds = sorted({0, end, *(start for start in order.spans.start.tolist() if start < end)})
     ranges = [*pairwise(bounds), (0, end)] if end else []
     rows = []
     for first, last in ranges:
