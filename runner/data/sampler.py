@@ -209,9 +209,6 @@ class _SeededSampler(EpochSampler, ABC):
             int64 of shape (count,).
         """
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed + self._epoch)
-
     def _take_order(self) -> IndexArray:
         parameters, skip, self._skip = self._draw_parameters(), self._skip, 0
         if self._state_loaded and skip and self._drawn_with not in (None, parameters):
@@ -386,7 +383,7 @@ class MixtureSampler(_SeededSampler):
         return result
 
     def _order(self) -> IndexArray:
-        generator = self._generator()
+        generator = torch.Generator().manual_seed(self.seed + self._epoch)
         drawn: IndexArray = np.empty(
             self.num_samples, np.int32 if self._offsets[-1] + self._source_sizes[-1] < 2**31 else np.int64
         )

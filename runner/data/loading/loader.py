@@ -112,8 +112,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._set_up(batch_sampler, generator, sets_epoch=config is not None)
 
     def _set_up(self, batch_sampler: Any, generator: Any, sets_epoch: bool) -> None:
-        self._pins = self.pin_memory and can_pin()
-        if self.pin_memory and not self._pins:
+        self._transform = pin if self.pin_memory and can_pin() else None  # where no worker does it
+        if self.pin_memory and self._transform is None:
             logger.warning("pin_memory=True has no effect: there is no accelerator")
         self._iterable = isinstance(self.dataset, IterableDataset)
         custom = batch_sampler is not None
@@ -210,12 +210,11 @@ class StatefulDataLoader(DataLoader[T_co]):
         if self.num_workers == 0 or self._prefetches_in_thread(fetcher):
             if saved:
                 load_state(self.dataset, saved[0]["dataset"])
-            transform = pin if self._pins else None
             if self.num_workers == 0:
-                return MapEpoch(source, fetcher, position, self._on_end, transform)
+                return MapEpoch(source, fetcher, position, self._on_end, self._transform)
             fetcher.watches = False  # the training may draw meanwhile
             depth = self.num_workers * (self.prefetch_factor or 2)
-            return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, transform)
+            return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, self._transform)
         first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0
         saved = saved and [saved[worker % len(saved)] for worker in range(self.num_workers)]
         setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
@@ -245,8 +244,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             if isinstance(self._current, StreamEpoch):
                 fetcher.exhausted = self._current.exhausted
             fetcher.start(None if saved is None else redistribution.own(self.dataset, saved[0]), position.epoch)
-            transform = pin if self._pins else None
-            return StreamEpoch(fetcher, position, self._on_end, transform, self._check_length)
+            return StreamEpoch(fetcher, position, self._on_end, self._transform, self._check_length)
         first = 0 if changed else self._first_worker(state)
         setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
         return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
@@ -263,7 +261,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if self._pool is None or self._pool.is_closed or not self.persistent_workers:
             options = {
                 "num_workers": self.num_workers,
-                "pin_memory": self._pins,
+                "pin_memory": self._transform is not None,
                 "timeout": self.timeout,
                 "multiprocessing_context": self.multiprocessing_context,
                 "generator": generator,
