@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from runner.data.loading.collation import disagreement
 from runner.data.loading.fetch import is_stateful
 from runner.data.loading.global_draws import draws_nothing
 from runner.data.order.arrays import I64
@@ -392,12 +393,9 @@ class MixtureDataset(Dataset[Any]):
             part = self._fetch(source, wanted[rows])
             if not batch:
                 batch = {key: value.new_empty((len(wanted), *value.shape[1:])) for key, value in part.items()}
-            if layout(part) != layout(batch):
-                raise DataError(
-                    f"source {self.names[source]!r} gives {layout(part)}, source {self.names[int(sources.min())]!r} "
-                    f"{layout(batch)}: all sources of a mixture must agree, "
-                    "unless data.collate._target_ pads their samples"
-                )
+            samples = [{key: value[0] for key, value in each.items()} for each in (batch, part)]
+            if line := disagreement(samples, [f"of source {self.names[i]!r}" for i in (sources.min(), source)]):
+                raise DataError(line)
             for key, value in part.items():
                 batch[key][torch.from_numpy(rows)] = value
         return batch
@@ -474,12 +472,6 @@ def source_size(name: str, dataset: Any) -> int:
 def is_plain_tokens(dataset: Any) -> bool:
     """Whether `dataset` fetches batches as `TokenDataset` does; a subclass may override it."""
     return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
-
-
-def layout(batch: Batch) -> str:
-    """`key (T,) int64` for every entry of a batch, without the batch dimension."""
-    parts = (f"{key} {tuple(value.shape[1:])} {value.dtype}" for key, value in sorted(batch.items()))
-    return ", ".join(parts).replace("torch.", "")
 
 
 def collate(samples: Any) -> Any:
