@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.data.loading import global_draws
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
-from runner.data.loading.fetch import Indices, MapFetcher, locate, stopped
+from runner.data.loading.fetch import Indices, MapFetcher, named_sample, stopped
 from runner.data.loading.index_stream import as_array
 from runner.data.loading.ipc import unpack
 from runner.data.loading.loader_state import DatasetStates
@@ -331,7 +331,7 @@ class WorkerMapEpoch(_WorkerEpoch):
             return f"{type(self._dataset).__name__} itself"
         listed = [task.indices] if self._source.stream.one_by_one else task.indices
         array = as_array(listed)
-        names = ", ".join(locate(self._dataset, int(i)) for i in array[:4]) if array is not None else repr(listed)
+        names = ", ".join(named_sample(self._dataset, int(i)) for i in array[:4]) if array is not None else repr(listed)
         more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
         return f"batch {task.batch} of epoch {self.position.epoch}: samples {names}{more}"
 
