@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from runner.data.loading.protocols import LoaderStateError, State, require
+from runner.data.loading.protocols import LoaderStateError, State
 from runner.data.order.state_checks import (
     LARGEST,
     ListOf,
@@ -88,6 +88,31 @@ def size_of(dataset: Any) -> int | None:
         return None
 
 
+def require(state: Any, keys: Sequence[str]) -> None:
+    """Check that `state` is a dict with all `keys`.
+
+    Raises:
+        LoaderStateError: names the missing keys and the loader that wrote the state.
+    """
+    if not isinstance(state, dict):
+        raise LoaderStateError(f"{NAME} cannot load a {type(state).__name__}; pass what its state_dict() returned")
+    missing = [key for key in keys if key not in state]
+    if missing:
+        torchdatas = "_snapshot" in state or "_num_yielded" in state
+        writer = "torchdata's StatefulDataLoader" if torchdatas else "an unknown loader"
+        raise LoaderStateError(
+            f"{NAME} cannot load this state: {', '.join(map(repr, missing))} missing; it was written by "
+            f"{state.get('loader') or writer} and has the keys {sorted(map(str, state))}; load it into that loader, or "
+            "start the data from the beginning"
+        )
+
+
+def _check_declared(state: Any) -> None:
+    """Check what any state of a loader holds."""
+    require(state, ("epoch", "batches_yielded"))
+    check(state, _ANY, _MESSAGE, LoaderStateError)
+
+
 def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool, counts_batches: bool) -> None:
     """Check that a loader of this kind wrote `state`, for a dataset of this size, and that nobody changed it since.
 
@@ -103,8 +128,7 @@ def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bo
     Raises:
         LoaderStateError: the state does not fit.
     """
-    require(state, ("epoch", "batches_yielded"), NAME)
-    check(state, _ANY, _MESSAGE, LoaderStateError)
+    _check_declared(state)
     version = state.get("version", VERSION)
     if version > VERSION:
         raise LoaderStateError(
@@ -192,8 +216,7 @@ def check_ranks(states: Sequence[State]) -> None:
         LoaderStateError: names the first rank that disagrees with rank 0, and both places.
     """
     for state in states:
-        require(state, ("epoch", "batches_yielded"), NAME)
-        check(state, _ANY, _MESSAGE, LoaderStateError)
+        _check_declared(state)
     first = _place(states[0])
     for rank, state in enumerate(states):
         mine = _place(state)
@@ -233,7 +256,7 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
     Raises:
         LoaderStateError: it was changed, its ranks disagree, or there is no such rank.
     """
-    require(aggregated, ("ranks",), NAME)
+    require(aggregated, ("ranks",))
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise LoaderStateError(f"rank={rank!r} is outside the ranks of world_size={world_size!r}, numbered from 0")
     check(aggregated, _RANKS, _MESSAGE, LoaderStateError)
