@@ -178,13 +178,10 @@ class ElasticSampler:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
         order_version: grows with every change of the order.
         sizes: samples by source name.
-        makes_new_states: nothing else refers to what `state_dict` and `state_dict_at` return.
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
     """
-
-    makes_new_states = True
 
     def __init__(
         self,

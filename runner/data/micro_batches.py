@@ -31,8 +31,6 @@ class MicroBatchSampler:
         rank: this rank.
     """
 
-    makes_new_states = True
-
     def __init__(self, sampler: ElasticSampler, shape: BatchShape, rank: int) -> None:
         self.sampler = sampler
         self._step = shape.global_batch_size

@@ -391,8 +391,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def _sampler_state(self, position: EpochPosition | None) -> Any:
         if self._stream.by_position and position is not None:
-            state = self._state_by_position(position)
-            return state if getattr(self._stream.sampler, "makes_new_states", False) else copied(state)
+            return copied(self._state_by_position(position))
         if self._stream.seeds_itself:
             return copied(self._stream.sampler.state_dict())
         epoch = getattr(self.sampler, "epoch", None)
