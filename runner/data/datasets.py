@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from runner.data.loading.collation import disagreement
 from runner.data.loading.fetch import is_stateful
 from runner.data.loading.global_draws import draws_nothing
+from runner.data.order.arrays import I64
 from runner.errors import UserError
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -189,7 +191,7 @@ class TokenDataset(Dataset[Batch]):
         batch = self.__getitems__([index])
         return {key: value[0] for key, value in batch.items()}
 
-    def __getitems__(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+    def __getitems__(self, indices: Sequence[int] | I64) -> Batch:
         """Fetch a batch.
 
         Args:
@@ -206,7 +208,7 @@ class TokenDataset(Dataset[Batch]):
         check_bounds(wanted, self._samples, "dataset")
         return token_batch(self.gather(wanted))
 
-    def gather(self, indices: npt.NDArray[np.int64]) -> Tokens:
+    def gather(self, indices: I64) -> Tokens:
         """The windows of T + 1 tokens of each sample, in the dtype of the arrays.
 
         Args:
@@ -225,7 +227,7 @@ class TokenDataset(Dataset[Batch]):
                 raise self._outside_vocabulary(windows, indices, self.vocab_size)
         return windows
 
-    def _gather_arrays(self, indices: npt.NDArray[np.int64]) -> Tokens:
+    def _gather_arrays(self, indices: I64) -> Tokens:
         windows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
         which = np.searchsorted(self._starts, indices, side="right") - 1
         for number in np.unique(which):
@@ -233,7 +235,7 @@ class TokenDataset(Dataset[Batch]):
             windows[rows] = self.arrays[number].windows[indices[rows] - self._starts[number]]
         return windows
 
-    def _outside_vocabulary(self, windows: Tokens, indices: npt.NDArray[np.int64], vocab_size: int) -> DataError:
+    def _outside_vocabulary(self, windows: Tokens, indices: I64, vocab_size: int) -> DataError:
         row, column = np.argwhere((windows >= vocab_size) | (windows < 0))[0]
         number = int(np.searchsorted(self._starts, indices[row], side="right")) - 1
         position = int(indices[row] - self._starts[number]) * self.sequence_length + int(column)
@@ -313,7 +315,7 @@ class MixtureDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self.cumulative_sizes[-1]
 
-    def locate(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def locate(self, indices: I64) -> I64:
         """The number of the source of each index.
 
         Raises:
@@ -341,14 +343,14 @@ class MixtureDataset(Dataset[Any]):
         return batch
 
     @property
-    def __getitems__(self) -> Callable[[Sequence[int] | npt.NDArray[np.int64]], Batch]:
+    def __getitems__(self) -> Callable[[Sequence[int] | I64], Batch]:
         """Fetches a batch of indices of shape (B,). Exists only if `collated`: otherwise a loader must fetch sample by
         sample, so that `runner.data.sample_rng` knows which sample is being fetched."""
         if not self.collated:
             raise AttributeError("a mixture with a source that is not collated has no __getitems__")
         return self._fetch_batch
 
-    def _fetch_batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+    def _fetch_batch(self, indices: Sequence[int] | I64) -> Batch:
         wanted = np.asarray(indices, dtype=np.int64)
         sources = self.locate(wanted)
         first = int(sources[0]) if len(sources) else 0
@@ -361,7 +363,7 @@ class MixtureDataset(Dataset[Any]):
         batch["dataset_idx"] = torch.from_numpy(sources)
         return batch
 
-    def _gather(self, wanted: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], sequence_length: int) -> Tokens:
+    def _gather(self, wanted: I64, sources: I64, sequence_length: int) -> Tokens:
         """Windows of tokens of shape (B, T + 1), where all sources are token datasets."""
         windows: Tokens | None = None
         for source in np.flatnonzero(np.bincount(sources)).tolist():
@@ -377,26 +379,23 @@ class MixtureDataset(Dataset[Any]):
             windows[rows] = part
         return windows if windows is not None else np.empty((0, sequence_length + 1), dtype=self._dtype)
 
-    def _fetch(self, source: int, wanted: npt.NDArray[np.int64]) -> Batch:
+    def _fetch(self, source: int, wanted: I64) -> Batch:
         try:
             batch = self.datasets[source].__getitems__(wanted - self.cumulative_sizes[source])
         except DataError as error:
             raise self._named(source, error) from error
         return {key: torch.as_tensor(value) for key, value in batch.items()}
 
-    def _interleave(self, wanted: npt.NDArray[np.int64], sources: npt.NDArray[np.int64]) -> Batch:
+    def _interleave(self, wanted: I64, sources: I64) -> Batch:
         batch: Batch = {}
         for source in np.flatnonzero(np.bincount(sources)).tolist():
             rows = np.flatnonzero(sources == source)
             part = self._fetch(source, wanted[rows])
             if not batch:
                 batch = {key: value.new_empty((len(wanted), *value.shape[1:])) for key, value in part.items()}
-            if layout(part) != layout(batch):
-                raise DataError(
-                    f"source {self.names[source]!r} gives {layout(part)}, source {self.names[int(sources.min())]!r} "
-                    f"{layout(batch)}: all sources of a mixture must agree, "
-                    "unless data.collate._target_ pads their samples"
-                )
+            samples = [{key: value[0] for key, value in each.items()} for each in (batch, part)]
+            if line := disagreement(samples, [f"of source {self.names[i]!r}" for i in (sources.min(), source)]):
+                raise DataError(line)
             for key, value in part.items():
                 batch[key][torch.from_numpy(rows)] = value
         return batch
@@ -435,7 +434,7 @@ class MixtureDataset(Dataset[Any]):
         }
 
 
-def check_bounds(indices: npt.NDArray[np.int64], size: int, what: str) -> None:
+def check_bounds(indices: I64, size: int, what: str) -> None:
     """Raise IndexError unless all `indices` are in [0, size)."""
     # As an unsigned number a negative index is huge, so one comparison finds both kinds. `argmax` takes half the time
     # of `max`.
@@ -473,12 +472,6 @@ def source_size(name: str, dataset: Any) -> int:
 def is_plain_tokens(dataset: Any) -> bool:
     """Whether `dataset` fetches batches as `TokenDataset` does; a subclass may override it."""
     return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
-
-
-def layout(batch: Batch) -> str:
-    """`key (T,) int64` for every entry of a batch, without the batch dimension."""
-    parts = (f"{key} {tuple(value.shape[1:])} {value.dtype}" for key, value in sorted(batch.items()))
-    return ", ".join(parts).replace("torch.", "")
 
 
 def collate(samples: Any) -> Any:

@@ -19,12 +19,18 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64, U64
 from runner.data.order.exclusions import Exclusion, Exclusions, Selections, check_selections, excluded_from
-from runner.data.order.hashing import U64
 from runner.data.order.plan import OrderPlan
-from runner.data.order.segments import Segment, check_sizes, check_values, segment_at, segments_from_json
+from runner.data.order.segments import (
+    Segment,
+    check_sizes,
+    check_values,
+    planned_segments,
+    segment_at,
+    segments_from_json,
+)
 from runner.data.order.sequence import VERSION, ElasticSequence
 from runner.data.order.spans import END
 from runner.data.order.state_checks import (
@@ -52,9 +58,7 @@ from runner.data.order.weights import (
 )
 from runner.errors import nearest
 
-I64 = NDArray[np.int64]
-
-_LARGEST = int(np.iinfo(np.int64).max)
+_INT64_MAX = int(np.iinfo(np.int64).max)
 _STATE = Record(
     {
         "seed": any_integer,
@@ -80,14 +84,12 @@ _MESSAGE = (
     "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
 )
 
-# A lookup is some hundred numpy calls, which cost as much for 16 samples as for 500: batches are looked up in blocks. A
-# block begins small and grows, so that neither the first batch nor one after a change waits for many others.
 FIRST = 256  # samples in the first block
 MOST = 8192  # samples in a block; in a larger one a sample costs no less
 
 
 @dataclass
-class _Iteration:
+class Iteration:
     """The progress of one iteration. Older iterations keep their own and may be continued.
 
     Attributes:
@@ -121,7 +123,7 @@ class ElasticIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, sampler: ElasticSampler, iteration: _Iteration, draw: Callable[[_Iteration], Iterator[Any]]
+        self, sampler: ElasticSampler, iteration: Iteration, draw: Callable[[Iteration], Iterator[Any]]
     ) -> None:
         self._sampler = sampler
         self._iteration = iteration
@@ -176,13 +178,10 @@ class ElasticSampler:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
         order_version: grows with every change of the order.
         sizes: samples by source name.
-        makes_new_states: nothing else refers to what `state_dict` and `state_dict_at` return.
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
     """
-
-    makes_new_states = True
 
     def __init__(
         self,
@@ -212,11 +211,11 @@ class ElasticSampler:
         else:
             caps = dict.fromkeys(sizes, max_epochs)
         self._base = Segment(0, weights_by_name(weights, self.sizes), temperature, caps)
-        self._plan = OrderPlan.make(self._base, segments or (), exclude)
+        self._plan = OrderPlan(planned_segments(segments or (), self._base), Selections.parse(exclude))
         self._limit = self._limit_of(samples, epochs)
         self._position = 0  # where the next iteration starts, unless a skip is set
         self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
-        self._iteration = _Iteration()
+        self._iteration = Iteration()
         self._skip = 0
         self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
         self._retired: dict[str, int] = {}  # sizes of sources that the run had before
@@ -312,37 +311,24 @@ class ElasticSampler:
         draw = partial(self._batches, batch_size=integer("batch_size", batch_size, 1), drop_last=drop_last)
         return ElasticIterator(self, self._start_iteration(), draw)
 
-    def _start_iteration(self) -> _Iteration:
+    def _start_iteration(self) -> Iteration:
         in_state, replicas = self._counted
         counted = self._skip or in_state
-        self._iteration = _Iteration(self._position + (counted - in_state) * replicas, counted)
+        self._iteration = Iteration(self._position + (counted - in_state) * replicas, counted)
         self._skip, self._counted = 0, (0, self.num_replicas)
         return self._iteration
 
-    def _samples_from(self, iteration: _Iteration) -> int:
-        """Samples of this rank in the iteration. Final positions too few for all ranks are dropped."""
+    def _remaining(self, iteration: Iteration, drawn: int) -> int:
+        """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
         stop = self._stop()
-        return ((END if stop is None else stop) - iteration.start) // self.num_replicas
+        return ((END if stop is None else stop) - iteration.start) // self.num_replicas - drawn
 
-    def _remaining(self, iteration: _Iteration) -> int:
-        """Samples that each rank still gets."""
-        return self._samples_from(iteration) - iteration.drawn
-
-    def _integers(self, iteration: _Iteration) -> Iterator[int]:
+    def _integers(self, iteration: Iteration) -> Iterator[int]:
         return (int(batch[0]) for batch in self._batches(iteration, 1, drop_last=True))
 
-    def _batches(self, iteration: _Iteration, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        ahead = FIRST
-        while (left := self._remaining(iteration)) >= (batch_size if drop_last else 1):
-            order, size = self.order, min(batch_size, left)
-            count = min(max(ahead // size, 1), left // size) * size  # whole batches
-            ahead = min(2 * ahead, MOST)
-            for batch in order.indices_at(self._positions(iteration, iteration.drawn, count)).reshape(-1, size):
-                iteration.drawn += size
-                yield batch
-                if self.order is not order:
-                    ahead = FIRST
-                    break  # what comes now is different
+    def _batches(self, iteration: Iteration, batch_size: int, drop_last: bool) -> Iterator[I64]:
+        remaining, positions = partial(self._remaining, iteration), partial(self._positions, iteration)
+        return drawn_in_blocks(self, iteration, batch_size, drop_last, remaining, positions)
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -354,7 +340,7 @@ class ElasticSampler:
         """
         return self._positions(self._iteration, first, count)
 
-    def _positions(self, iteration: _Iteration, first: int, count: int) -> I64:
+    def _positions(self, iteration: Iteration, first: int, count: int) -> I64:
         start, replicas = iteration.start + self.rank, self.num_replicas
         return np.arange(start + first * replicas, start + (first + count) * replicas, replicas, dtype=np.int64)
 
@@ -560,7 +546,7 @@ class ElasticSampler:
                     f"source {name!r} had {size} samples when the state was saved and has {self.sizes[name]} now: "
                     "restore it, or remove it and add the new data under another name"
                 )
-        changes = self._changes_from(state)
+        changes = self.changes_from(state)
         if changes and not self.allow_data_change:
             raise SamplerStateError(
                 f"the configured data order differs from the saved one: {'; '.join(changes)}; "
@@ -569,14 +555,7 @@ class ElasticSampler:
         self._adopt(state)
 
     def changes_from(self, state: Mapping[str, Any]) -> list[str]:
-        """How this sampler's configuration differs from that of a saved state, one message per difference.
-
-        A planned segment that has not begun may have moved to another position: a phase begins at a step, and another
-        global batch changes the position of that step.
-        """
-        return self._changes_from(opened_state(state))
-
-    def _changes_from(self, state: Mapping[str, Any]) -> list[str]:
+        """How this sampler's configuration differs from that of an `opened_state`, one message per difference."""
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
@@ -597,7 +576,39 @@ class ElasticSampler:
         self._set_order(segments, exclusions, retired)
         self._position, self._skip = position, 0
         self._counted = state["samples"], state["num_replicas"]
-        self._iteration = _Iteration(position, state["samples"])
+        self._iteration = Iteration(position, state["samples"])
+
+
+def drawn_in_blocks(
+    sampler: ElasticSampler,
+    iteration: Iteration,
+    batch_size: int,
+    drop_last: bool,
+    left_after: Callable[[int], int],
+    positions: Callable[[int, int], I64],
+) -> Iterator[I64]:
+    """Yield the indices of one batch after another, int64 of shape (batch_size,).
+
+    A lookup is some hundred numpy calls, which cost as much for 16 samples as for 500: batches are looked up in blocks.
+    A block begins small and grows, so that neither the first batch nor one after a change waits for many others.
+
+    Args:
+        sampler: with the order, which may change after any batch.
+        iteration: its `drawn` counts the samples that are yielded.
+        left_after: how many samples are left after so many.
+        positions: those of the samples [first, first + count), from first and count.
+    """
+    ahead = FIRST
+    while (left := left_after(iteration.drawn)) >= (batch_size if drop_last else 1):
+        order, size = sampler.order, min(batch_size, left)
+        count = min(max(ahead // size, 1), left // size) * size  # whole batches
+        ahead = min(2 * ahead, MOST)
+        for batch in order.indices_at(positions(iteration.drawn, count)).reshape(-1, size):
+            iteration.drawn += size
+            yield batch
+            if sampler.order is not order:
+                ahead = FIRST
+                break  # what comes now is different
 
 
 def _integers(what: str, value: Any) -> I64:
@@ -609,7 +620,7 @@ def _integers(what: str, value: Any) -> I64:
     array = np.asarray(value)
     values = array.reshape(-1).tolist() if array.dtype.kind in "Ou" else []
     if values and all(isinstance(one, int) for one in values):
-        array = np.array([max(-_LARGEST, min(one, _LARGEST)) for one in values], np.int64).reshape(array.shape)
+        array = np.array([max(-_INT64_MAX, min(one, _INT64_MAX)) for one in values], np.int64).reshape(array.shape)
     if array.ndim > 1 or (array.size and array.dtype.kind != "i"):
         raise SamplerError(f"{what} {value!r}: it must be an integer or a one-dimensional array of integers")
     return array.astype(np.int64)

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runner.data.elastic import FIRST, MOST, ElasticSampler
+from runner.data.elastic import ElasticSampler, Iteration, drawn_in_blocks
+from runner.data.order.arrays import I64, U64
 from runner.data.order.batch_shape import BatchShape, share_of
 from runner.data.order.spans import END
-
-I64 = NDArray[np.int64]
 
 
 class MicroBatchSampler:
@@ -32,8 +30,6 @@ class MicroBatchSampler:
         shape: how a step is split; with `micro_batches`.
         rank: this rank.
     """
-
-    makes_new_states = True
 
     def __init__(self, sampler: ElasticSampler, shape: BatchShape, rank: int) -> None:
         self.sampler = sampler
@@ -63,20 +59,7 @@ class MicroBatchSampler:
             drop_last: has no effect: a step is always complete.
         """
         iter(self.sampler)  # an iteration begins where the state says
-        return self._batches(batch_size)
-
-    def _batches(self, batch_size: int) -> Iterator[I64]:
-        drawn, ahead = 0, FIRST
-        while left := self._left_after(drawn):
-            order = self.sampler.order
-            count = min(max(ahead // batch_size, 1) * batch_size, left)
-            ahead = min(2 * ahead, MOST)
-            for batch in order.indices_at(self.positions(drawn, count)).reshape(-1, batch_size):
-                drawn += batch_size
-                yield batch
-                if self.sampler.order is not order:
-                    ahead = FIRST
-                    break
+        return drawn_in_blocks(self.sampler, Iteration(), batch_size, True, self._left_after, self.positions)
 
     def _left_after(self, samples: int) -> int:
         """See `samples_left_after`; of an endless order, as many as can be counted."""
@@ -111,7 +94,7 @@ class MicroBatchSampler:
         steps, rest = np.divmod(np.arange(first, first + count, dtype=np.int64), max(self._of_step, 1))
         return np.asarray(start + steps * self._step + self._offsets[rest], dtype=np.int64)
 
-    def sample_keys(self, first: int, count: int) -> NDArray[np.uint64]:
+    def sample_keys(self, first: int, count: int) -> U64:
         """See `ElasticSampler.sample_keys`; of the samples that `positions` describes."""
         return self.sampler.order.sample_keys(self.positions(first, count))
 

@@ -16,15 +16,14 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch.utils.data import Sampler
 
 from runner.data.loading.fetch import is_stateful
-from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.arrays import I64
+from runner.data.order.hashing import derive, stream_key
 from runner.data.order.weights import SamplerError, SamplerStateError, integer
+from runner.data.sampler import EpochSampler
 from runner.system.generators import Generators
 
-I64 = NDArray[np.int64]
 Make = Callable[[int, int], Any]
 """(num_replicas, rank) -> the user's sampler."""
 
@@ -76,43 +75,25 @@ def _key(seed: int, purpose: str, epoch: int) -> int:
     return int(derive(stream_key(seed, f"own sampler {purpose}", epoch), np.zeros(1, np.int64))[0])
 
 
-class _OwnSampler(Sampler[int]):
-    """What both kinds share: epoch, positions, keys, and the indices of this rank."""
+class _OwnSampler(EpochSampler):
+    """Common to both kinds: how many indices there are, and their checks."""
 
     def __init__(
         self, own: Any, length: int, knows_ranks: bool, size: int, num_replicas: int, rank: int, seed: int
     ) -> None:
-        self.own = own
+        super().__init__(num_replicas, rank, seed)
+        self.own, self.size = own, size
         self.name = f"sampler {type(own).__name__}"
-        self.size, self.num_replicas, self.rank, self.seed = size, num_replicas, rank, seed
         self.dealt = not knows_ranks and num_replicas > 1
         self.num_samples = length // num_replicas if self.dealt else length
         self._length = length
         self.set_epoch(0)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration draws."""
-        return self._epoch
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration draws."""
-        self._epoch = integer("epoch", epoch)
+        super().set_epoch(epoch)
         if callable(getattr(self.own, "set_epoch", None)):
             self.own.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
-        return self.num_samples
-
-    def positions(self, first: int, count: int) -> I64:
-        """Positions within the epoch of this rank's samples [first, first + count): ranks alternate."""
-        step = self.num_replicas
-        return np.arange(self.rank + first * step, self.rank + (first + count) * step, step, dtype=np.int64)
-
-    def sample_keys(self, first: int, count: int) -> U64:
-        """A 64-bit identity, a hash of (seed, epoch, position), of each of the same samples."""
-        return derive(stream_key(self.seed, "sample", self._epoch), self.positions(first, count))
 
     def _checked(self, drawn: list[Any], before: int) -> list[int]:
         """The indices as integers.
@@ -143,7 +124,7 @@ class _OwnSampler(Sampler[int]):
 class SkippingSampler(_OwnSampler):
     """A sampler without a state, whose order is a function of the epoch."""
 
-    make: Make | None = None
+    make: Make
     _skip = 0
 
     def set_skip(self, skip: int) -> None:
@@ -194,10 +175,10 @@ class SkippingSampler(_OwnSampler):
         return found
 
     def _of_rank(self, rank: int) -> SkippingSampler:
-        if rank == self.rank or self.dealt or self.make is None:
+        if rank == self.rank or self.dealt:
             return self
-        own = self.make(self.num_replicas, rank)
-        return SkippingSampler(own, len(own), True, self.size, self.num_replicas, rank, self.seed)
+        other: SkippingSampler = own_sampler(self.make, True, self.size, self.num_replicas, rank, self.seed)
+        return other
 
     def _whole(self, epoch: int, count: int) -> I64:
         before = self._epoch

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.arrays import I64, U64
+from runner.data.order.hashing import derive, stream_key
 from runner.data.order.state_checks import ListOf, Record, any_integer, check, flag, shown, whole
 from runner.data.order.weights import (
     SamplerError,
@@ -77,20 +78,18 @@ def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) ->
     return part.copy() if num_replicas >= 8 else part
 
 
-class _SeededSampler(Sampler[int], ABC):
-    """Common to both seeded samplers: epoch, skip, batches of indices, state."""
+class EpochSampler(Sampler[int]):
+    """A sampler of whole epochs, of which rank r has every num_replicas-th sample.
+
+    Attributes:
+        num_samples: samples of this rank in a whole epoch; a subclass sets it.
+    """
 
     num_samples: int
 
-    def __init__(self, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, drop_last: bool) -> None:
-        self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
-        self.shuffle = bool(shuffle)
-        self.seed = integer("seed", seed)
-        self.drop_last = bool(drop_last)
+    def __init__(self, num_replicas: int, rank: int, seed: int) -> None:
+        self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self._epoch = 0
-        self._skip = 0
-        self._drawn_with: dict[str, Any] | None = None  # what the current epoch was drawn with
-        self._state_loaded = False  # the current epoch is that of a loaded state, until an iteration begins
 
     @property
     def epoch(self) -> int:
@@ -101,30 +100,11 @@ class _SeededSampler(Sampler[int], ABC):
         """Set the epoch that the next iteration draws."""
         self._epoch = integer("epoch", epoch)
 
-    def set_skip(self, skip: int) -> None:
-        """Leave out the first `skip` samples of this rank, in the next iteration only."""
-        self._skip = integer("skip", skip, 0)
-
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch, regardless of the skip."""
         return self.num_samples
 
-    def __iter__(self) -> Iterator[int]:
-        return integers(self._take_order())
-
-    def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
-        """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
-
-        Args:
-            batch_size: samples per array, at least 1.
-            drop_last: leave out a shorter last array.
-
-        Yields:
-            Dataset indices, int64 of shape (batch_size,).
-        """
-        return _batches(self._take_order(), integer("batch_size", batch_size, 1), drop_last)
-
-    def positions(self, first: int, count: int) -> NDArray[np.int64]:
+    def positions(self, first: int, count: int) -> I64:
         """Positions within the epoch of this rank's samples [first, first + count), counted over all ranks from 0.
 
         Returns:
@@ -140,6 +120,36 @@ class _SeededSampler(Sampler[int], ABC):
             uint64 of shape (count,).
         """
         return derive(stream_key(self.seed, "sample", self._epoch), self.positions(first, count))
+
+
+class _SeededSampler(EpochSampler, ABC):
+    """Common to both seeded samplers: skip, batches of indices, state."""
+
+    def __init__(self, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, drop_last: bool) -> None:
+        super().__init__(*replicas_and_rank(num_replicas, rank), integer("seed", seed))
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self._skip = 0
+        self._drawn_with: dict[str, Any] | None = None  # what the current epoch was drawn with
+        self._state_loaded = False  # the current epoch is that of a loaded state, until an iteration begins
+
+    def set_skip(self, skip: int) -> None:
+        """Leave out the first `skip` samples of this rank, in the next iteration only."""
+        self._skip = integer("skip", skip, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        return integers(self._take_order())
+
+    def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
+        """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
+
+        Args:
+            batch_size: samples per array, at least 1.
+            drop_last: leave out a shorter last array.
+
+        Yields:
+            Dataset indices, int64 of shape (batch_size,).
+        """
+        return _batches(self._take_order(), integer("batch_size", batch_size, 1), drop_last)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, seed, num_replicas, rank, and what else the order of the current epoch depends on."""
@@ -188,7 +198,7 @@ class _SeededSampler(Sampler[int], ABC):
         self._drawn_with, self._state_loaded = drawn_with or None, True
 
     @abstractmethod
-    def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
+    def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
         """Look up dataset indices within an epoch. Draws the whole epoch: not for the training loop.
 
         Args:
@@ -198,9 +208,6 @@ class _SeededSampler(Sampler[int], ABC):
         Returns:
             int64 of shape (count,).
         """
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed + self._epoch)
 
     def _take_order(self) -> IndexArray:
         parameters, skip, self._skip = self._draw_parameters(), self._skip, 0
@@ -263,7 +270,7 @@ class DistributedSampler(_SeededSampler):
         """That of the sources one after the other, whatever their weights; see `runner.samplers.Kind`."""
         return cls(range(sum(sizes.values())), **common)
 
-    def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
+    def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
         whole = self._whole(self._epoch if epoch is None else epoch)
         return whole[np.asarray(positions) % max(1, self._size)].astype(np.int64)
 
@@ -361,7 +368,7 @@ class MixtureSampler(_SeededSampler):
         """Samples of this rank from each source in an epoch."""
         return list(self._counts)
 
-    def indices_at(self, positions: NDArray[np.int64], epoch: int | None = None) -> NDArray[np.int64]:
+    def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
         positions = np.asarray(positions, np.int64)
         result = np.empty(positions.shape, np.int64)
         kept = self.rank, self._epoch
@@ -376,7 +383,7 @@ class MixtureSampler(_SeededSampler):
         return result
 
     def _order(self) -> IndexArray:
-        generator = self._generator()
+        generator = torch.Generator().manual_seed(self.seed + self._epoch)
         drawn: IndexArray = np.empty(
             self.num_samples, np.int32 if self._offsets[-1] + self._source_sizes[-1] < 2**31 else np.int64
         )
@@ -423,7 +430,7 @@ def integers(order: IndexArray) -> Iterator[int]:
         yield from order[first : first + _CHUNK].tolist()
 
 
-def _batches(order: IndexArray, batch_size: int, drop_last: bool) -> Iterator[NDArray[np.int64]]:
+def _batches(order: IndexArray, batch_size: int, drop_last: bool) -> Iterator[I64]:
     whole = len(order) // batch_size * batch_size
     step = max(_CHUNK // batch_size, 1) * batch_size
     for first in range(0, whole, step):  # widened in chunks: iterating over rows is the cheapest way to split an array

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from runner.data.loading.protocols import LoaderStateError, epoch, shard
-
-State = dict[str, Any]
+from runner.data.loading.protocols import LoaderStateError, State, epoch, shard
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -26,7 +24,7 @@ class ShardedStream(IterableDataset[Any]):
     epoch = 0
     begins_anew = True  # the state after the end of an epoch is that of the next one, see `fetch.restart`
     _units: int | None = None  # their number, from the first sample on
-    _left: list[list[Any]] | None = None  # what was left at the resume, see `_part`; None: everything
+    _left: list[list[Any]] | None = None  # what was left at the resume, see `_units_of_shard`; None: everything
     _shard: tuple[int, int] | None = None  # as which units are being read; None between two epochs
     _done = 0  # units of this shard that were read
     _at: Any = None  # position in the next one
@@ -62,7 +60,7 @@ class ShardedStream(IterableDataset[Any]):
                 "data, or start it from the beginning"
             )
         self._units = len(units)
-        for number, position in _part(self._units, self._left, self._shard)[self._done :]:
+        for number, position in _units_of_shard(self._units, self._left, self._shard)[self._done :]:
             self._at = position if self._at is None else self._at
             for sample, after in self.read(units[number], self._at):
                 self._at = after
@@ -95,7 +93,7 @@ class ShardedStream(IterableDataset[Any]):
         """What is left of this epoch, out of the states of the shards that are under way."""
         found: list[tuple[int, Any]] = []
         for state in states:
-            mine = _part(state["units"], state["left"], state["shard"])[state["done"] :]
+            mine = _units_of_shard(state["units"], state["left"], state["shard"])[state["done"] :]
             if mine and state["at"] is not None:
                 mine[0] = (mine[0][0], state["at"])
             found += mine
@@ -117,7 +115,7 @@ class ShardedStream(IterableDataset[Any]):
         return {**aggregated, "shard": [number, shards]}
 
 
-def _part(units: int, left: list[list[Any]] | None, of: Sequence[int]) -> list[tuple[int, Any]]:
+def _units_of_shard(units: int, left: list[list[Any]] | None, of: Sequence[int]) -> list[tuple[int, Any]]:
     """(unit, position in it) of everything that a shard reads.
 
     Args:

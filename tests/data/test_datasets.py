@@ -362,7 +362,7 @@ def test_an_invalid_mixture_is_refused(datasets: Any, names: Any, message: str) 
 
 def test_sources_of_unequal_shape_are_reported() -> None:
     both = MixtureDataset([TokenDataset(tokens(33), 8), TokenDataset(tokens(33), 4)], ["long", "short"])
-    with pytest.raises(DataError, match=r"'short' gives input_ids \(4,\) int64.*'long' input_ids \(8,\)"):
+    with pytest.raises(DataError, match=r"'long' has input_ids \(8,\) int64.*'short' has input_ids \(4,\)"):
         both.__getitems__([0, 5])
 
 

@@ -241,12 +241,6 @@ def test_one_wrong_text_among_others_is_named(texts: list[str], message: str) ->
         make(exclude=texts)
 
 
-def test_a_source_has_given_nothing_before_its_first_sample() -> None:
-    mine = make(exclude=["a:1"])
-    mine.exclude(["a:2"], position=100)
-    assert mine.order.keys_at(0) == {"a": 0, "b": 0}
-
-
 def test_numbers_may_be_written_in_any_digits() -> None:
     assert Selections.parse(["a:\u0663", "a:007"]) == Selections.parse(["a:3", "a:7"])
 

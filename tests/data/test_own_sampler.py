@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -138,7 +139,7 @@ def test_samples_are_counted_and_verified_after_a_resume() -> None:
     again.load_state_dict(first.state_dict())
     changed = opened()
     changed.sampler.own.order = changed.sampler.own.order[::-1]
-    changed.sampler.make = None
+    changed.sampler.make = lambda *_: changed.sampler.own
     with pytest.raises(UserError):
         changed.load_state_dict(first.state_dict())
 
@@ -207,6 +208,29 @@ def test_the_global_generators_do_not_move() -> None:
     assert list(again) == found[1] != found[0]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+
+
+class DrawnAtCreation:
+    """Draws its order when it is made, and yields the part of its rank."""
+
+    def __init__(self, num_replicas: int, rank: int) -> None:
+        self.indices = torch.randperm(SIZE).tolist()[rank::num_replicas][: SIZE // num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch is the same."""
+
+
+def test_what_a_sampler_draws_when_it_is_made_is_the_same_where_another_rank_looks_it_up() -> None:
+    first, other = (own_sampler(DrawnAtCreation, True, SIZE, 2, rank, 3) for rank in (0, 1))
+    before = torch.get_rng_state()
+    assert first.indices_at(np.arange(6), 0).tolist() == [*np.stack([list(first), list(other)], 1).reshape(-1)[:6]]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_sampler_with_the_contract_of_this_package_is_used_as_it_is() -> None:

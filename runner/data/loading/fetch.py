@@ -159,7 +159,7 @@ class MapFetcher:
             batch = collate(self.collate_fn, samples)
         except Exception as error:
             if self.batched and not self._own_collate and isinstance(samples, (list, tuple)):
-                names = [locate(self.dataset, index) for index in listed]
+                names = [named_sample(self.dataset, index) for index in listed]
                 if line := disagreement(samples, names):
                     raise CollationError(line) from error
             explain(error, self.dataset, listed, indices, "collating")
@@ -286,7 +286,7 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, d
         RuntimeError: `error` is a StopIteration.
     """
     try:
-        names = ", ".join(locate(dataset, index) for index in list(failed)[:8])
+        names = ", ".join(named_sample(dataset, index) for index in list(failed)[:8])
         several = "one of the samples" if doing == "loading" else "the samples"
         rest = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
         where = f"{several if len(failed) > 1 else 'sample'} {names}{rest}"
@@ -299,7 +299,7 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, d
     annotate(error, where, doing)
 
 
-def locate(dataset: Any, index: Any) -> str:
+def named_sample(dataset: Any, index: Any) -> str:
     """The sample as text, for example `17 of source 'code' (index 1017)`."""
     sizes = getattr(dataset, "cumulative_sizes", None)
     if sizes is None or not isinstance(index, (int, np.integer)):

@@ -98,7 +98,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             drop_last = True if drop_last is None else drop_last
             if sampler is None and not isinstance(dataset, IterableDataset):
                 sampler = _default_sampler(dataset)
-        num_workers = _plain(num_workers)
+        num_workers = _python_integer(num_workers)
         _check_data_pipe(dataset, num_workers)
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory,  # type: ignore[arg-type]
@@ -112,7 +112,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._set_up(batch_sampler, generator, sets_epoch=config is not None)
 
     def _set_up(self, batch_sampler: Any, generator: Any, sets_epoch: bool) -> None:
-        if self.pin_memory and not can_pin():
+        self._transform = pin if self.pin_memory and can_pin() else None  # where no worker does it
+        if self.pin_memory and self._transform is None:
             logger.warning("pin_memory=True has no effect: there is no accelerator")
         self._iterable = isinstance(self.dataset, IterableDataset)
         custom = batch_sampler is not None
@@ -203,16 +204,17 @@ class StatefulDataLoader(DataLoader[T_co]):
         skip = position.batches if self._stream.is_batch_sampler else position.samples
         with self._seeds.in_place_of_global():
             indices = self._stream.open(position.epoch, skip, None if state is None else state.get("order"))
-        source = IndexSource(self._stream, seeded(indices, self._seeds), self._seeds.base_seed, position)
+        if not self._seeds.seeds_itself:
+            indices = _seeded(indices, self._seeds)
+        source = IndexSource(self._stream, indices, self._seeds.base_seed, position)
         if self.num_workers == 0 or self._prefetches_in_thread(fetcher):
             if saved:
                 load_state(self.dataset, saved[0]["dataset"])
-            transform = pin if self.pin_memory and can_pin() else None
             if self.num_workers == 0:
-                return MapEpoch(source, fetcher, position, self._on_end, transform)
+                return MapEpoch(source, fetcher, position, self._on_end, self._transform)
             fetcher.watches = False  # the training may draw meanwhile
             depth = self.num_workers * (self.prefetch_factor or 2)
-            return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, transform)
+            return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, self._transform)
         first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0
         saved = saved and [saved[worker % len(saved)] for worker in range(self.num_workers)]
         setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
@@ -242,8 +244,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             if isinstance(self._current, StreamEpoch):
                 fetcher.exhausted = self._current.exhausted
             fetcher.start(None if saved is None else redistribution.own(self.dataset, saved[0]), position.epoch)
-            transform = pin if self.pin_memory and can_pin() else None
-            return StreamEpoch(fetcher, position, self._on_end, transform, self._check_length)
+            return StreamEpoch(fetcher, position, self._on_end, self._transform, self._check_length)
         first = 0 if changed else self._first_worker(state)
         setup = self._setup_workers(fetcher, generator, saved, first, position.epoch)
         return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
@@ -260,7 +261,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if self._pool is None or self._pool.is_closed or not self.persistent_workers:
             options = {
                 "num_workers": self.num_workers,
-                "pin_memory": self.pin_memory and can_pin(),
+                "pin_memory": self._transform is not None,
                 "timeout": self.timeout,
                 "multiprocessing_context": self.multiprocessing_context,
                 "generator": generator,
@@ -390,8 +391,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def _sampler_state(self, position: EpochPosition | None) -> Any:
         if self._stream.by_position and position is not None:
-            state = self._state_by_position(position)
-            return state if getattr(self._stream.sampler, "makes_new_states", False) else copied(state)
+            return copied(self._state_by_position(position))
         if self._stream.seeds_itself:
             return copied(self._stream.sampler.state_dict())
         epoch = getattr(self.sampler, "epoch", None)
@@ -496,14 +496,18 @@ class StatefulDataLoader(DataLoader[T_co]):
         elif len(ranks) == world_size:
             return dict(ranks[rank])
         else:
-            mine = loader_state.deaggregate(
-                aggregated, rank, world_size, self._stream.by_position, self._stream.by_skip
-            )
+            mine = dict(ranks[rank % len(ranks)])
+            refuses_itself = self._stream.by_skip and loader_state.counts_ranks(mine)
+            if not self._stream.by_position and not refuses_itself:
+                raise LoaderStateError(
+                    f"this state was saved by {len(ranks)} ranks, now there are {world_size}, and the sampler cannot "
+                    f"redistribute what is left: resume with {len(ranks)} ranks, or use ElasticSampler"
+                )
         return sealed(mine) if "digest" in mine else mine
 
 
-def _plain(number: Any) -> Any:
-    """An integer of numpy or torch as Python's, which a state can hold; torch's loader checks everything else."""
+def _python_integer(number: Any) -> Any:
+    """Convert an integer of numpy or torch to one that a state can hold. torch's loader checks everything else."""
     return operator.index(number) if hasattr(number, "__index__") else number
 
 
@@ -515,12 +519,8 @@ def _check_data_pipe(dataset: Any, num_workers: int) -> None:
         )
 
 
-def seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
-    """`indices`, whose sampler may draw from torch's global generator with its first index."""
-    return indices if seeds.seeds_itself else _seeded(indices, seeds)
-
-
 def _seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
+    """Yield `indices`, whose sampler may draw from torch's global generator with its first index."""
     with seeds.in_place_of_global():
         first = list(islice(indices, 1))
     yield from first

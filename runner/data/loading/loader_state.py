@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from runner.data.loading.protocols import LoaderStateError, State, require
+from runner.data.loading.protocols import LoaderStateError, State
 from runner.data.order.state_checks import (
     LARGEST,
     ListOf,
@@ -60,7 +60,7 @@ _OWN = Record(
 _ANY = Record({}, {**_OWN.required, **_OWN.optional})
 _RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(mapping)})
 
-_PLAIN = (int, str, bool, float, type(None))  # cannot be changed
+_UNCHANGEABLE = (int, str, bool, float, type(None))
 
 DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset they are those of its shards
 
@@ -68,9 +68,9 @@ DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset t
 def copied(value: Any) -> Any:
     """A copy that its owner does not change any more; only what is in a flat dict of plain values is copied fast."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _UNCHANGEABLE:
         return value
-    if kind is dict and all(type(each) in _PLAIN for each in value.values()):
+    if kind is dict and all(type(each) in _UNCHANGEABLE for each in value.values()):
         return dict(value)
     return copy.deepcopy(value)
 
@@ -88,6 +88,31 @@ def size_of(dataset: Any) -> int | None:
         return None
 
 
+def require(state: Any, keys: Sequence[str]) -> None:
+    """Check that `state` is a dict with all `keys`.
+
+    Raises:
+        LoaderStateError: names the missing keys and the loader that wrote the state.
+    """
+    if not isinstance(state, dict):
+        raise LoaderStateError(f"{NAME} cannot load a {type(state).__name__}; pass what its state_dict() returned")
+    missing = [key for key in keys if key not in state]
+    if missing:
+        torchdatas = "_snapshot" in state or "_num_yielded" in state
+        writer = "torchdata's StatefulDataLoader" if torchdatas else "an unknown loader"
+        raise LoaderStateError(
+            f"{NAME} cannot load this state: {', '.join(map(repr, missing))} missing; it was written by "
+            f"{state.get('loader') or writer} and has the keys {sorted(map(str, state))}; load it into that loader, or "
+            "start the data from the beginning"
+        )
+
+
+def _check_declared(state: Any) -> None:
+    """Check what any state of a loader holds."""
+    require(state, ("epoch", "batches_yielded"))
+    check(state, _ANY, _MESSAGE, LoaderStateError)
+
+
 def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool, counts_batches: bool) -> None:
     """Check that a loader of this kind wrote `state`, for a dataset of this size, and that nobody changed it since.
 
@@ -103,8 +128,7 @@ def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bo
     Raises:
         LoaderStateError: the state does not fit.
     """
-    require(state, ("epoch", "batches_yielded"), NAME)
-    check(state, _ANY, _MESSAGE, LoaderStateError)
+    _check_declared(state)
     version = state.get("version", VERSION)
     if version > VERSION:
         raise LoaderStateError(
@@ -192,8 +216,7 @@ def check_ranks(states: Sequence[State]) -> None:
         LoaderStateError: names the first rank that disagrees with rank 0, and both places.
     """
     for state in states:
-        require(state, ("epoch", "batches_yielded"), NAME)
-        check(state, _ANY, _MESSAGE, LoaderStateError)
+        _check_declared(state)
     first = _place(states[0])
     for rank, state in enumerate(states):
         mine = _place(state)
@@ -209,7 +232,7 @@ def check_ranks(states: Sequence[State]) -> None:
 def _place(state: State) -> dict[str, Any]:
     """What the states of all ranks have in common."""
     place = {key: state.get(key) for key in ("version", "style", "batch_size")}
-    if not _counts_ranks(state):  # every rank may have data, and epochs, of its own
+    if not counts_ranks(state):  # every rank may have data, and epochs, of its own
         batches = state["batches_yielded"]
         if "batches_before" in state:
             return {**place, "batches since the start of the run": state["batches_before"] + batches}
@@ -219,7 +242,7 @@ def _place(state: State) -> dict[str, Any]:
     return place | {f"sampler.{key}": value for key, value in state["sampler"].items() if key not in ("rank", "seal")}
 
 
-def _counts_ranks(state: State) -> bool:
+def counts_ranks(state: State) -> bool:
     """Whether the sampler that was saved deals out equal parts of its epoch, and says to how many ranks."""
     return "num_replicas" in (state.get("sampler") or ())
 
@@ -233,7 +256,7 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
     Raises:
         LoaderStateError: it was changed, its ranks disagree, or there is no such rank.
     """
-    require(aggregated, ("ranks",), NAME)
+    require(aggregated, ("ranks",))
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise LoaderStateError(f"rank={rank!r} is outside the ranks of world_size={world_size!r}, numbered from 0")
     check(aggregated, _RANKS, _MESSAGE, LoaderStateError)
@@ -245,23 +268,3 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
         if "digest" in state:
             check_seal(state, f"this state of rank {number}", LoaderStateError)
     return ranks
-
-
-def deaggregate(aggregated: State, rank: int, world_size: int, by_position: bool, by_skip: bool) -> State:
-    """The state of `rank` for a map-style dataset, out of that of another number of ranks.
-
-    Args:
-        by_position: the sampler's state does not depend on the number of ranks.
-        by_skip: the sampler seeds itself; if its state has its number of ranks, it refuses another one itself.
-
-    Raises:
-        LoaderStateError: the samples left in the epoch cannot be dealt out to this number of ranks.
-    """
-    ranks = aggregated["ranks"]
-    mine = dict(ranks[rank % len(ranks)])
-    if not by_position and not (by_skip and _counts_ranks(mine)):
-        raise LoaderStateError(
-            f"this state was saved by {len(ranks)} ranks, now there are {world_size}, and the sampler cannot "
-            f"redistribute what is left: resume with {len(ranks)} ranks, or use ElasticSampler"
-        )
-    return mine

@@ -76,17 +76,18 @@ class PrefetchedEpoch(Epoch):
         super().__init__(position, *rest)
         self._source = source
         self._fetcher = fetcher
-        self._thread = PrefetchThread(fetcher)
-        self._pending: list[tuple[Indices, int, int, dict[str, Any] | None]] = []
         self._depth = depth
-        self._drawn = position.samples
         self._yielded = position.batches
         self._sampler_state = source.stream.state()
-        self._stop_when_freed()
-        self._fill()
+        self._begin(position.samples)
 
-    def _stop_when_freed(self) -> None:
+    def _begin(self, drawn: int) -> None:
+        """Start a thread that fetches what follows the first `drawn` samples. It is stopped when the epoch is freed."""
+        self._thread = PrefetchThread(self._fetcher)
+        self._pending: list[tuple[Indices, int, int, dict[str, Any] | None]] = []
+        self._drawn = drawn
         weakref.finalize(self, self._thread.stop).atexit = False
+        self._fill()
 
     def _fill(self) -> None:
         source, stream = self._source, self._source.stream
@@ -104,11 +105,7 @@ class PrefetchedEpoch(Epoch):
         if not self._source.rewind_if_changed():
             return
         self._thread.stop()
-        self._thread = PrefetchThread(self._fetcher)
-        self._stop_when_freed()
-        self._pending.clear()
-        self._drawn = self.position.reached
-        self._fill()
+        self._begin(self.position.reached)
 
     def _next(self) -> Any:
         if not self._pending:

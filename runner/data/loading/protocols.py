@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from runner.data.order.arrays import I64
 from runner.errors import UserError
 
 State = dict[str, Any]
@@ -38,8 +36,8 @@ class BatchRecord:
         epoch: the epoch of the batch, from 0.
     """
 
-    indices: NDArray[np.int64] | None
-    positions: NDArray[np.int64] | None
+    indices: I64 | None
+    positions: I64 | None
     epoch: int
 
 
@@ -139,26 +137,3 @@ def epoch() -> int | None:
     A dataset that counts its epochs itself loses count where workers do not outlive an epoch.
     """
     return _acting[-1].epoch if _acting else None
-
-
-def require(state: State, keys: Sequence[str], loader: str) -> None:
-    """Check that `state` is a dict with all `keys`.
-
-    Raises:
-        LoaderStateError: names the missing keys and the loader that wrote the state.
-    """
-    if not isinstance(state, dict):
-        raise LoaderStateError(f"{loader} cannot load a {type(state).__name__}; pass what its state_dict() returned")
-    missing = [key for key in keys if key not in state]
-    if missing:
-        writer = state.get("loader") or _guess_writer(state)
-        raise LoaderStateError(
-            f"{loader} cannot load this state: {', '.join(map(repr, missing))} missing; it was written by {writer} and "
-            f"has the keys {sorted(map(str, state))}; load it into that loader, or start the data from the beginning"
-        )
-
-
-def _guess_writer(state: State) -> str:
-    if "_snapshot" in state or "_num_yielded" in state:
-        return "torchdata's StatefulDataLoader"
-    return "an unknown loader"

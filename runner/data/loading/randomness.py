@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from runner.data.order.arrays import U64
+from runner.data.order.hashing import GOLDEN, mix64
 from runner.errors import UserError
 
-Keys = npt.NDArray[np.uint64]
+Keys = U64
 
 
 class NoSampleError(UserError, RuntimeError):
@@ -75,12 +76,5 @@ def keys_from_indices(seed: int, indices: Sequence[Any]) -> Keys:
     ]
     mask = (1 << 64) - 1
     mixed = np.array([number & mask for number in numbers], dtype=np.uint64)
-    return _mix(mixed ^ _mix(np.array([seed & mask], dtype=np.uint64)))
-
-
-def _mix(x: Keys) -> Keys:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every output bit depends on every input bit."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    step = np.uint64(GOLDEN)
+    return mix64((mixed ^ mix64(np.array([seed & mask], dtype=np.uint64) + step)) + step)

@@ -13,8 +13,8 @@ from typing import Any
 
 from runner.data.loading import protocols
 from runner.data.loading.fetch import is_iterator, is_stateful, load_state
-from runner.data.loading.loader_state import NAME, DatasetStates, is_in_epoch
-from runner.data.loading.protocols import LoaderStateError, State, require
+from runner.data.loading.loader_state import DatasetStates, is_in_epoch, require
+from runner.data.loading.protocols import LoaderStateError, State
 from runner.data.loading.stream_fetch import between_epochs, has_ended
 
 _KEYS = ("dataset", "iterator", "samples", "begun", "ended", "boundary", "owner", "shard", "waiting")
@@ -44,7 +44,7 @@ def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetState
     if saved is None:
         saved = [between_epochs((rank * workers + worker, len(ranks) * workers)) for worker in range(workers)]
     for shard in saved:
-        require(shard, _KEYS, NAME)
+        require(shard, _KEYS)
     if state["epoch"] == epoch:
         return saved
     if state["epoch"] > epoch + 1 or is_in_epoch(state):
@@ -76,7 +76,7 @@ def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int
             )
         return None, False
     for shard in saved:
-        require(shard, _KEYS, NAME)
+        require(shard, _KEYS)
     owners = [tuple(shard["owner"]) for shard in saved]
     first, now = ranks[0] * workers, ranks[1] * workers
     if owners == [(first + worker, now) for worker in range(workers)]:
@@ -136,7 +136,7 @@ def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
     dealt = [leg for leg in left if leg["begun"] and not leg["samples"]]
     whole = [leg for leg in left if not leg["begun"] or leg["samples"]]
     mine = {**between_epochs(owner), "begun": True, "boundary": False, "waiting": whole[shard::shards]}
-    return mine | (_part(dataset, dealt, shard, shards) if dealt else _nothing(dataset, legs))
+    return mine | (_inner_part(dataset, dealt, shard, shards) if dealt else _nothing(dataset, legs))
 
 
 def _nothing(dataset: Any, legs: DatasetStates) -> State:
@@ -150,7 +150,7 @@ def _nothing(dataset: Any, legs: DatasetStates) -> State:
     return {"ended": True}
 
 
-def _part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
+def _inner_part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
     """The inner states of one shard, out of those of legs under way."""
     inner = copy.deepcopy([leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs])
     part = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)

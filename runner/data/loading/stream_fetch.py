@@ -200,13 +200,11 @@ class StreamFetcher:
         self, dataset: Any = None, iterator: Any = None, samples: int = 0, ended: bool = False, boundary: bool = False
     ) -> State:
         return {
-            "dataset": dataset,
-            "iterator": iterator,
+            **between_epochs(self._owner, dataset, iterator),
             "samples": samples,
             "begun": self._was_begun or self.samples > 0 or (ended and not boundary),
             "ended": ended,
             "boundary": boundary,
-            "owner": list(self._owner),
             "shard": list(self._shard),
             "waiting": list(self._waiting),
         }

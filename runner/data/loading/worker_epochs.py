@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.data.loading import global_draws
 from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
-from runner.data.loading.fetch import Indices, MapFetcher, locate, stopped
+from runner.data.loading.fetch import Indices, MapFetcher, named_sample, stopped
 from runner.data.loading.index_stream import as_array
 from runner.data.loading.ipc import unpack
 from runner.data.loading.loader_state import DatasetStates
@@ -49,39 +49,40 @@ class WorkerSetup:
     wait: bool = False
 
 
+@dataclass(slots=True)
 class _PendingTask:
     """A task that was dispatched, and the batch it is for, if any (`batch` is -1 if not)."""
 
-    __slots__ = ("batch", "count", "discarded", "first", "indices", "sampler_state", "ticket", "worker")
-
-    def __init__(self, ticket: int, worker: int) -> None:
-        self.ticket = ticket
-        self.worker = worker
-        self.batch = -1
-        self.discarded = False
-        self.indices: Indices = None
-        self.first = self.count = 0
-        self.sampler_state: dict[str, Any] | None = None
+    ticket: int
+    worker: int
+    batch: int = -1
+    discarded: bool = False
+    indices: Indices = None
+    first: int = 0
+    count: int = 0
+    sampler_state: dict[str, Any] | None = None
 
 
-class _Dispatcher:
-    """Dispatches the tasks of an epoch and remembers those without a reply.
+class _Dispatcher(Iterator[Task]):
+    """The tasks of an epoch: a start for every worker, empty tasks for the workers before the first one, the batches.
 
-    It has no reference to the iterator over the replies, so that dropping that iterator ends the workers at once.
+    It remembers those without a reply. It has no reference to the iterator over the replies, so that dropping that
+    iterator ends the workers at once.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.pending: dict[int, _PendingTask] = {}
         self._count = setup.count
-        self._first = setup.first
-        self._seed = setup.seed
-        self._saved = setup.saved
         self._epoch = setup.epoch
         self._tickets = 0
+        self._opening = self._start_tasks(setup.seed, setup.saved, setup.first)
 
-    def tasks(self) -> Iterator[Task]:
-        """A start for every worker, empty tasks for the workers before the first one, then the batches."""
-        return chain(self._start_tasks(self._seed, self._saved, self._first), self._fetch_tasks())
+    def __next__(self) -> Task:
+        opening = next(self._opening, None)
+        return self._fetch_task() if opening is None else opening
+
+    def _fetch_task(self) -> FetchTask:
+        return FetchTask(self._add().ticket, None, 0)
 
     def _start_tasks(self, seed: int | None, states: DatasetStates | None, first: int) -> Iterator[Task]:
         for worker in range(self._count):
@@ -94,10 +95,6 @@ class _Dispatcher:
         while self._tickets % self._count != worker:
             yield Task(self._add().ticket)
 
-    def _fetch_tasks(self) -> Iterator[Task]:
-        while True:
-            yield FetchTask(self._add().ticket, None, 0)
-
     def _add(self) -> _PendingTask:
         ticket = self._tickets
         self._tickets = ticket + 1
@@ -105,25 +102,17 @@ class _Dispatcher:
         return task
 
 
-class _MapDispatcher(_Dispatcher, Iterator[Task]):
+class _MapDispatcher(_Dispatcher):
     """Dispatches the batches of a map-style dataset; it may go back to an earlier one, even after the last."""
 
     def __init__(self, setup: WorkerSetup, source: IndexSource, position: EpochPosition) -> None:
         super().__init__(setup)
         self._source = source
         self._has_keys = hasattr(source.stream.sampler, "sample_keys")
-        self._opening = self._start_tasks(self._seed, self._saved, self._first)
         self._drawn = position.samples
         self._drawn_batches = position.batches
         self._base = position.base
         self._out_of_order = set(position.out_of_order)
-
-    def tasks(self) -> Iterator[Task]:
-        return self
-
-    def __next__(self) -> Task:
-        opening = next(self._opening, None)
-        return self._fetch_task() if opening is None else opening
 
     def _fetch_task(self) -> FetchTask:
         source, stream = self._source, self._source.stream
@@ -151,8 +140,8 @@ class _MapDispatcher(_Dispatcher, Iterator[Task]):
         for task in discarded:
             task.discarded = True
         self._drawn, self._drawn_batches = reached, min((task.batch for task in discarded), default=self._drawn_batches)
-        start = iter(()) if states is None else self._start_tasks(None, states, next_worker)
-        self._opening = chain(self._empty_tasks(next_worker if states is None else 0), start)
+        empty = self._empty_tasks(next_worker if states is None else 0)
+        self._opening = empty if states is None else chain(empty, self._start_tasks(None, states, next_worker))
 
 
 class _WorkerEpoch(Epoch):
@@ -175,7 +164,7 @@ class _WorkerEpoch(Epoch):
         self._next_worker = setup.first
         self._starting = setup.count
         self._early: deque[tuple[Reply, _PendingTask]] = deque()
-        self._replies = setup.pool.run(dispatcher.tasks())
+        self._replies = setup.pool.run(dispatcher)
         if not setup.persistent:
             weakref.finalize(self, setup.pool.shutdown.set)
         if setup.wait:
@@ -342,7 +331,7 @@ class WorkerMapEpoch(_WorkerEpoch):
             return f"{type(self._dataset).__name__} itself"
         listed = [task.indices] if self._source.stream.one_by_one else task.indices
         array = as_array(listed)
-        names = ", ".join(locate(self._dataset, int(i)) for i in array[:4]) if array is not None else repr(listed)
+        names = ", ".join(named_sample(self._dataset, int(i)) for i in array[:4]) if array is not None else repr(listed)
         more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
         return f"batch {task.batch} of epoch {self.position.epoch}: samples {names}{more}"
 

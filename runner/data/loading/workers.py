@@ -14,6 +14,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,10 +34,11 @@ from runner.system import stacks
 from runner.system.distributed import current_ranks
 
 
+@dataclass(slots=True)
 class Reply:
     """What a worker returns for a task.
 
-    Args:
+    Attributes:
         ticket: that of the task.
         payload: the batch, packed or not.
         count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
@@ -45,32 +47,14 @@ class Reply:
         draws: the global generators that it was found to draw from, and what that means.
     """
 
-    __slots__ = ("count", "draws", "ended", "payload", "pid", "state", "ticket", "worker")
-
-    def __init__(
-        self,
-        ticket: int,
-        worker: int,
-        pid: int,
-        payload: Any,
-        count: int,
-        state: bytes | None,
-        ended: bool,
-        draws: tuple[str, str] = ("", ""),
-    ) -> None:
-        self.ticket = ticket
-        self.worker = worker
-        self.pid = pid
-        self.payload = payload
-        self.count = count
-        self.state = state
-        self.ended = ended
-        self.draws = draws
-
-    def __reduce__(self) -> Any:
-        return Reply, (
-            self.ticket, self.worker, self.pid, self.payload, self.count, self.state, self.ended, self.draws
-        )  # fmt: skip
+    ticket: int
+    worker: int
+    pid: int
+    payload: Any
+    count: int
+    state: bytes | None
+    ended: bool
+    draws: tuple[str, str] = ("", "")
 
     def pin_memory(self, *_: Any) -> Reply:
         """Called by torch's pinning thread."""
@@ -78,31 +62,30 @@ class Reply:
         return self
 
 
+@dataclass
 class Task:
     """A task that does nothing, so that the next task goes to the next worker."""
 
-    def __init__(self, ticket: int) -> None:
-        self.ticket = ticket
+    ticket: int
 
     def run(self, runner: TaskRunner) -> Reply:
         """Run in the worker process."""
         return runner.reply(self.ticket)
 
 
+@dataclass
 class StartTask(Task):
     """Begin an epoch: seed the generators and restore the dataset.
 
-    Args:
+    Attributes:
         seed: None: torch has seeded the worker.
         saved: the dataset's state, pickled; None: from the beginning.
         epoch: of the loader.
     """
 
-    def __init__(self, ticket: int, seed: int | None, saved: bytes | None, epoch: int) -> None:
-        super().__init__(ticket)
-        self.epoch = epoch
-        self.seed = seed
-        self.saved = saved
+    seed: int | None
+    saved: bytes | None
+    epoch: int
 
     def run(self, runner: TaskRunner) -> Reply:
         saved = None if self.saved is None else pickle.loads(self.saved)
@@ -117,17 +100,16 @@ class StartTask(Task):
         return runner.reply(self.ticket, state=self.saved if runner.continues(saved) else runner.state())
 
 
+@dataclass
 class FetchTask(Task):
     """Fetch a batch: these indices of a map-style dataset, or the next batch of an iterable-style one.
 
-    Args:
+    Attributes:
         keys: the samples' keys for `sample_rng`, or the seed from which they are computed when they are needed.
     """
 
-    def __init__(self, ticket: int, indices: Indices, keys: Keys | int) -> None:
-        super().__init__(ticket)
-        self.indices = indices
-        self.keys = keys
+    indices: Indices
+    keys: Keys | int
 
     def run(self, runner: TaskRunner) -> Reply:
         return runner.fetch(self)
@@ -248,11 +230,11 @@ class TaskRunner(Dataset[Reply]):
         return pickle.dumps(fetcher.boundary_state()) if isinstance(fetcher, StreamFetcher) else self.state()
 
 
+@dataclass
 class WorkerInit:
     """The pool's `worker_init_fn`: prepares the process, then calls the user's."""
 
-    def __init__(self, user_init: Callable[[int], None] | None) -> None:
-        self.user_init = user_init
+    user_init: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
@@ -272,11 +254,11 @@ class WorkerInit:
             self.user_init(worker)
 
 
+@dataclass
 class TaskSampler:
     """The sampler of torch's loader: the tasks of the current epoch."""
 
-    def __init__(self) -> None:
-        self.tasks: Iterable[Task] = ()
+    tasks: Iterable[Task] = ()
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self.tasks)

@@ -15,10 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    I64 = NDArray[np.int64]
+    from runner.data.order.arrays import I64
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Samples to leave out: sets of them, and what a run records.
+"""Samples to leave out: as a user writes them (`code:1234`, `positions:5000-5999`), and as a run records them.
 
 A range of *positions* names the samples that stand there in the order that the user looked at. What stands at
 consecutive positions is a range of consecutive keys of each source, so it is recorded as such, and left out wherever
@@ -15,16 +15,50 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runner.data.order.exclusion_texts import POSITIONS, Selection
-from runner.data.order.ranges import I64, Ranges
+from runner.data.order.arrays import I64
+from runner.data.order.ranges import Ranges
 from runner.data.order.state_checks import LARGEST
 from runner.data.order.weights import SamplerError
 from runner.errors import nearest
 
-Keys = Mapping[str, tuple[int, int]]
-KeyRanges = Callable[[I64, I64], Sequence[Keys]]
+KeyBounds = Mapping[str, tuple[int, int]]
+KeyRanges = Callable[[I64, I64], Sequence[KeyBounds]]
 
-_SHOWN = 10  # in a message
+POSITIONS = "positions"
+_MOST_LISTED = 10  # selections in a message
+
+
+class Selection(NamedTuple):
+    """The samples `first` to `last`, inclusive, of a source, or, if `source` is "positions", those at positions."""
+
+    source: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        """As a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
+        return f"{self.source}:{self.first}" + ("" if self.first == self.last else f"-{self.last}")
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`; both ends are inclusive.
+
+        Raises:
+            SamplerError: the text has none of these forms.
+        """
+        name, colon, bounds = text.rpartition(":")
+        name = name if colon else POSITIONS
+        start, dash, end = bounds.partition("-")
+        if not (name and start.isdecimal() and (end.isdecimal() if dash else True)):
+            raise SamplerError(
+                f"exclude {text!r}: expected SOURCE:INDEX, SOURCE:FIRST-LAST or positions:FIRST-LAST (inclusive)"
+            )
+        first, last = int(start), int(end or start)
+        if first > last:
+            raise SamplerError(f"exclude {text!r}: {first} comes after {last}; write the smaller one first")
+        if last > LARGEST:
+            raise SamplerError(f"exclude {text!r}: numbers must be at most 2^62 ({LARGEST})")
+        return cls(name, first, last)
 
 
 @dataclass(frozen=True)
@@ -79,8 +113,8 @@ class Selections:
 
 def listed(selections: Sequence[Selection]) -> str:
     """The first of them, for a message, and how many there are."""
-    texts = ", ".join(map(str, selections[:_SHOWN])) or "nothing"
-    return texts if len(selections) <= _SHOWN else f"{texts} and {len(selections) - _SHOWN} more"
+    texts = ", ".join(map(str, selections[:_MOST_LISTED])) or "nothing"
+    return texts if len(selections) <= _MOST_LISTED else f"{texts} and {len(selections) - _MOST_LISTED} more"
 
 
 class Exclusion(NamedTuple):
@@ -97,7 +131,7 @@ class Exclusion(NamedTuple):
 
     at: int
     what: Selection
-    keys: Keys = {}  # noqa: RUF012  nobody changes it
+    keys: KeyBounds = {}  # noqa: RUF012  nobody changes it
     until: int | None = None
     planned: bool = True
 

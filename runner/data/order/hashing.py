@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-U64: TypeAlias = NDArray[np.uint64]
+from runner.data.order.arrays import U64
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
 _MASK = (1 << 64) - 1

@@ -27,11 +27,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runner.data.order.hashing import U64, derive
-
-IDS = NDArray[np.int64]
+from runner.data.order.arrays import I64, U64, Flags
+from runner.data.order.hashing import derive
 
 BITS = 62
 _CHUNK = 2048  # slots at a time, so that the working arrays stay in cache
@@ -51,7 +49,7 @@ class _Nodes:
     step: np.uint64 | U64  # points per pair of slots, 2 f <= 1, times 2^62
     key: np.uint64 | U64
 
-    def take(self, nodes: int | IDS) -> _Nodes:
+    def take(self, nodes: int | I64) -> _Nodes:
         return _Nodes(self.step[nodes], self.key[nodes])  # type: ignore[index]
 
 
@@ -76,7 +74,7 @@ def _strata(pair: U64, node: _Nodes) -> tuple[U64, U64]:
     return stratum, fraction
 
 
-def _split(x: U64, node: _Nodes) -> tuple[U64, NDArray[np.bool_]]:
+def _split(x: U64, node: _Nodes) -> tuple[U64, Flags]:
     """How many of the slots before x the lighter child has, and whether it has x."""
     stratum, fraction = _strata(x >> _ONE, node)
     drawn = np.empty((2, *stratum.shape), np.uint64)  # for the strata in which the pair begins and ends
@@ -116,7 +114,7 @@ class Interleave:
         keys: of the random streams that choose the slots of each mixture, uint64 of shape (mixtures,).
     """
 
-    def __init__(self, quanta: IDS, keys: U64) -> None:
+    def __init__(self, quanta: I64, keys: U64) -> None:
         self.keys, (count, self.size) = keys, quanta.shape
         self.depth = (self.size - 1).bit_length()
         self._width = width = 1 << self.depth
@@ -158,7 +156,7 @@ class Interleave:
                 bound = error + (1 - fraction if child % 2 else fraction) * bound
         return bound
 
-    def locate(self, x: U64, mixture: int | IDS = 0) -> tuple[IDS, U64]:
+    def locate(self, x: U64, mixture: int | I64 = 0) -> tuple[I64, U64]:
         """Source of each slot, and the number of the sample within that source.
 
         Args:
@@ -175,14 +173,14 @@ class Interleave:
             parts = [self.locate(x[one], mixture if isinstance(mixture, int) else mixture[one]) for one in chunks]
             return np.concatenate([ids for ids, _ in parts]), np.concatenate([numbers for _, numbers in parts])
         root = 2 * self._width * mixture
-        node: int | IDS = 1
+        node: int | I64 = 1
         for _ in range(self.depth):
             before, lighter = _split(x, self._nodes.take(root + node))
             x = np.where(lighter, before, x - before)
             node = 2 * node + ~lighter
         return self._source.reshape(-1)[root + node], x
 
-    def counts(self, x: IDS, mixture: int | IDS = 0) -> IDS:
+    def counts(self, x: I64, mixture: int | I64 = 0) -> I64:
         """How many of the first slots belong to each source.
 
         Args:
@@ -206,7 +204,7 @@ class Interleave:
             counts[part] = totals[:, leaf] if isinstance(of, int) else np.take_along_axis(totals, leaf, axis=1)
         return counts
 
-    def find(self, source: IDS, number: U64, mixture: int | IDS = 0) -> U64:
+    def find(self, source: I64, number: U64, mixture: int | I64 = 0) -> U64:
         """The slot of sample `number` of each source, the inverse of `locate`; 2^62 if all lower slots come before."""
         node, root = self._leaf[mixture, source], 2 * self._width * mixture
         x = number.copy()
@@ -221,7 +219,7 @@ class Interleave:
 
 
 @lru_cache(maxsize=64)
-def _halves(size: int) -> tuple[IDS, IDS, IDS, IDS]:
+def _halves(size: int) -> tuple[I64, I64, I64, I64]:
     """The balanced tree over so many sources.
 
     Returns:
@@ -249,7 +247,7 @@ def _fraction(part: U64, whole: U64) -> U64:
     return result
 
 
-def _slot_in_parent(number: U64, node: _Nodes, lighter: NDArray[np.bool_]) -> U64:
+def _slot_in_parent(number: U64, node: _Nodes, lighter: Flags) -> U64:
     """The smallest x such that more than `number` of the first x + 1 samples of the node went to the child; or 2^62.
 
     A bisection around number / fraction.

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64, Flags
 from runner.data.order.caching import cached
 from runner.data.order.ranges import Ranges
 
-I64 = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 Permute = Callable[[int, I64, bool], I64]
 
 MOST = 1 << 24  # samples whose places are sorted

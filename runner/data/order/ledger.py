@@ -9,13 +9,15 @@ Does not import torch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.hashing import GOLDEN, U64, mix64, stream_key
+from runner.data.order.arrays import I64, U64
+from runner.data.order.hashing import GOLDEN, mix64, stream_key
 from runner.data.order.packed import pack_rows, unpack_rows
 from runner.data.order.state_checks import (
     LARGEST,
@@ -29,8 +31,6 @@ from runner.data.order.state_checks import (
     whole,
 )
 from runner.data.order.weights import SamplerStateError
-
-I64 = NDArray[np.int64]
 
 LANES = 2
 _STATE = Record(
@@ -69,7 +69,8 @@ class DataLedger:
         self._lanes = np.zeros(LANES, np.uint64)
         self._counts = dict.fromkeys(self.names, 0)
         self._total = 0
-        self._anchors = _Anchors()
+        # Digests of the last steps: first position, samples, and the two lanes of each.
+        self._anchors: deque[list[int]] = deque()
 
     def consume(self, indices: NDArray[np.integer], positions: NDArray[np.integer]) -> None:
         """Add samples of this rank.
@@ -101,7 +102,23 @@ class DataLedger:
             self._counts[self.names[source]] += count
             self._total += count
         self._local[:] = 0
-        self._anchors.append(first, self._total - first, vector[:LANES], since)
+        self._anchor(first, self._total - first, vector[:LANES].tolist(), since)
+
+    def _anchor(self, first: int, count: int, lanes: list[int], since: int) -> None:
+        """Add the digest of a step, and drop those that a resume does not compare.
+
+        These begin before `since`, or 65,536 samples ago. Steps of a few samples share a digest, so that there are few
+        of them. None is of both sides of `since`.
+        """
+        last = self._anchors[-1] if self._anchors else [-1, 0]
+        if last[0] >= since and last[1] < _VERIFIED // _ANCHORS:
+            last[1] += count
+            last[2:] = [(lane + more) % 2**64 for lane, more in zip(last[2:], lanes, strict=True)]
+        else:
+            self._anchors.append([first, count, *lanes])
+        oldest = max(since, first + count - _VERIFIED)
+        while len(self._anchors) > 1 and self._anchors[0][0] < oldest:
+            self._anchors.popleft()
 
     def count(self, source: int) -> int:
         """Samples consumed from the source of this number."""
@@ -128,7 +145,7 @@ class DataLedger:
             "digest": self.digest,
             "counts": self.counts,
             "sizes": dict(zip(self.names, self.sizes, strict=True)),
-            "anchors": pack_rows(self._anchors.rows),
+            "anchors": pack_rows(self._anchors),
         }
         return sealed(state, "seal")
 
@@ -141,7 +158,7 @@ class DataLedger:
         check(state, _STATE, _MESSAGE, SamplerStateError)
         lanes = [int(state["digest"][i : i + 16], 16) for i in range(0, 16 * LANES, 16)]
         counts, sizes = dict(state["counts"]), dict(state["sizes"])
-        anchors = _Anchors.of(state["anchors"])
+        anchors = _unpacked(state["anchors"])
         for name, size in zip(self.names, self.sizes, strict=True):
             if sizes.get(name, size) != size:
                 raise SamplerStateError(
@@ -149,9 +166,10 @@ class DataLedger:
                     "restore the source"
                 )
         total = sum(counts.values())
-        if anchors.end not in (None, total):
+        end = sum(anchors[-1][:2]) if anchors else total
+        if end != total:
             raise SamplerStateError(
-                f"the saved data ledger counts {total} samples but its last step ends at position {anchors.end}: it "
+                f"the saved data ledger counts {total} samples but its last step ends at position {end}: it "
                 "was edited; use another checkpoint"
             )
         check_seal(state, "the saved data ledger", SamplerStateError, "seal")
@@ -174,7 +192,7 @@ class DataLedger:
         Raises:
             SamplerStateError: the data order is not the one that was consumed; states the positions and both digests.
         """
-        known = [row for row in self._anchors.rows.tolist() if row[0] >= since]
+        known = [row for row in self._anchors if row[0] >= since]
         for first, count, *saved in known:
             names, index = locate(np.arange(first, first + count, dtype=np.int64))[:2]
             distinct, which = np.unique(names, return_inverse=True)
@@ -189,66 +207,20 @@ class DataLedger:
         return sum(count for _, count, *_ in known)
 
 
-class _Anchors:
-    """Digests of the last steps: what a resume recomputes. Steps of a few samples share one, so that they stay few.
+def _unpacked(text: str) -> deque[list[int]]:
+    """The anchors of a saved state.
 
-    Attributes:
-        rows: first position, samples, and the two lanes of each, uint64 of shape (count, 4).
+    Raises:
+        SamplerStateError: they are not what `pack_rows` gave, or the ranges of positions are not consecutive.
     """
-
-    def __init__(self) -> None:
-        self._buffer = np.zeros((2 * _ANCHORS + 2, 2 + LANES), np.uint64)
-        self._begin = self._end = 0
-
-    @classmethod
-    def of(cls, text: str) -> _Anchors:
-        """Those of a saved state.
-
-        Raises:
-            SamplerStateError: it is not what `pack_rows` gave, or the ranges of positions are not consecutive.
-        """
-        anchors = cls()
-        try:
-            rows = unpack_rows(text, 2 + LANES, most=_ANCHORS + 1)
-        except ValueError as error:
-            raise SamplerStateError(_MESSAGE.format(key="anchors", value=error, allowed="packed digests")) from None
-        ends = rows[:, 0] + rows[:, 1]
-        if (rows[:, :2] > LARGEST).any() or (ends[:-1] != rows[1:, 0]).any():
-            raise SamplerStateError(_MESSAGE.format(key="anchors", value="edited", allowed="consecutive positions"))
-        anchors._end = len(rows)
-        anchors._buffer[: len(rows)] = rows
-        return anchors
-
-    @property
-    def rows(self) -> U64:
-        return self._buffer[self._begin : self._end]
-
-    @property
-    def end(self) -> int | None:
-        """One past the last position; None without a step."""
-        return sum(self.rows[-1, :2].tolist()) if len(self.rows) else None
-
-    def append(self, first: int, count: int, lanes: U64, since: int) -> None:
-        """Add a step, and drop what a resume does not compare: what begins before `since`, or 65,536 samples ago.
-
-        No digest is of both sides of `since`.
-        """
-        start, covered = self._buffer[self._end - 1, :2].tolist() if self._begin < self._end else (-1, 0)
-        if start >= since and covered < _VERIFIED // _ANCHORS:
-            last = self._buffer[self._end - 1]
-            last[1] = covered + count
-            last[2:] += lanes
-        else:
-            if self._end == len(self._buffer):
-                kept = self.rows.copy()
-                self._begin, self._end = 0, len(kept)
-                self._buffer[: len(kept)] = kept
-            self._buffer[self._end, :2] = first, count
-            self._buffer[self._end, 2:] = lanes
-            self._end += 1
-        oldest = max(since, first + count - _VERIFIED)
-        while self._end - self._begin > 1 and self._buffer[self._begin, 0] < oldest:
-            self._begin += 1
+    try:
+        rows = unpack_rows(text, 2 + LANES, most=_ANCHORS + 1)
+    except ValueError as error:
+        raise SamplerStateError(_MESSAGE.format(key="anchors", value=error, allowed="packed digests")) from None
+    ends = rows[:, 0] + rows[:, 1]
+    if (rows[:, :2] > LARGEST).any() or (ends[:-1] != rows[1:, 0]).any():
+        raise SamplerStateError(_MESSAGE.format(key="anchors", value="edited", allowed="consecutive positions"))
+    return deque(rows.tolist())
 
 
 def _name_key(name: str) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import struct
+from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 
-from runner.data.order.hashing import U64
+from runner.data.order.arrays import U64
 
 
-def pack_rows(rows: U64) -> str:
-    """Rows of uint64, shape (count, width)."""
-    return base64.b64encode(rows.astype("<u8").tobytes()).decode()
+def pack_rows(rows: Iterable[Iterable[int]]) -> str:
+    """Rows of integers from 0 to 2^64 - 1."""
+    numbers = list(chain.from_iterable(rows))
+    return base64.b64encode(struct.pack(f"<{len(numbers)}Q", *numbers)).decode()
 
 
 def unpack_rows(text: str, width: int, most: int) -> U64:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.order.hashing import U64, stream_key
+from runner.data.order.arrays import U64
+from runner.data.order.hashing import stream_key
 
 MAX_SIZE = 1 << 62
 _CHUNK = 8192  # indices at a time, so that the working arrays stay in cache

@@ -5,7 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from runner.data.order.exclusions import (
     samples_in_force,
     withdrawn,
 )
-from runner.data.order.segments import Segment, planned_segments, segment_at, segments_from_json
+from runner.data.order.segments import Segment, segment_at, segments_from_json
 from runner.data.order.sequence import ElasticSequence
 
-_SHOWN = 10  # differences in a message
+_MOST_CHANGES = 10  # in a message
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,6 @@ class OrderPlan:
 
     segments: tuple[Segment, ...]
     exclude: Selections
-
-    @classmethod
-    def make(
-        cls,
-        base: Segment,
-        segments: Iterable[Segment | Mapping[str, Any] | Sequence[Any]],
-        exclude: Iterable[str],
-    ) -> OrderPlan:
-        """The base segment and the planned ones, sorted; one that starts at 0 replaces the base.
-
-        Raises:
-            SamplerError: an invalid segment or exclusion, or two segments with the same start.
-        """
-        return cls(planned_segments(segments, base), Selections.parse(exclude))
 
     def to_json(self) -> dict[str, Any]:
         return {"segments": [one.to_json() for one in self.segments], "exclude": self.exclude.to_json()}
@@ -60,7 +46,7 @@ class OrderPlan:
         changes: list[str] = []
         same = saved.segments == self.segments
         for i in range(0 if same else max(len(saved.segments), len(self.segments))):
-            if len(changes) == _SHOWN:
+            if len(changes) == _MOST_CHANGES:
                 changes.append("and so on")
                 break
             before, after = (plan.segments[i] if i < len(plan.segments) else None for plan in (saved, self))

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
+from runner.data.order.arrays import I64
+from runner.data.order.state_checks import LARGEST
 
-_NONE = np.zeros(0, np.int64)
-_LARGEST = np.int64(1 << 62)
+_EMPTY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +23,8 @@ class Ranges:
         last: the same.
     """
 
-    first: I64 = field(default_factory=lambda: _NONE)
-    last: I64 = field(default_factory=lambda: _NONE)
+    first: I64 = field(default_factory=lambda: _EMPTY)
+    last: I64 = field(default_factory=lambda: _EMPTY)
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, int]]) -> Ranges:
@@ -66,8 +65,8 @@ class Ranges:
 
     def without(self, other: Ranges) -> Ranges:
         """Those of the integers that are not in `other`."""
-        gap_first = np.append(-_LARGEST, other.last + 1)
-        gap_last = np.append(other.first - 1, _LARGEST)
+        gap_first = np.append(-LARGEST, other.last + 1)
+        gap_last = np.append(other.first - 1, LARGEST)
         low, high = np.searchsorted(gap_last, self.first), np.searchsorted(gap_first, self.last, side="right")
         counts = high - low  # of the gaps that each range reaches into
         owner = np.repeat(np.arange(len(self)), counts)

@@ -19,7 +19,7 @@ from runner.data.order.permutation import MAX_SIZE
 from runner.data.order.weights import SamplerError, check_weights, integer, is_finite
 from runner.errors import nearest
 
-_LARGEST = sys.float_info.max
+_LARGEST_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,6 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
     return checked
 
 
-def check_segment(segment: Segment, sizes: Mapping[str, int]) -> None:
-    """Check a segment against the sources.
-
-    Raises:
-        SamplerError: an unknown or empty source, an invalid weight, temperature or cap.
-    """
-    check_sources([segment], sizes)
-    check_values([segment])
-
-
 def check_sources(segments: Iterable[Segment], sizes: Mapping[str, int]) -> None:
     """Check that there are the sources of the segments.
 
@@ -175,7 +165,7 @@ def check_values(segments: Sequence[Segment]) -> None:
     if (
         set(map(type, numbers)) <= {int, float}
         and all(any(one.weights.values()) and one.temperature > 0 and 0 <= one.start <= MAX_SIZE for one in segments)
-        and all(0 <= number <= _LARGEST for number in numbers)
+        and all(0 <= number <= _LARGEST_FLOAT for number in numbers)
     ):
         return  # what is checked below, of many at once
     for segment in segments:

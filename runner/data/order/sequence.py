@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64, U64
 from runner.data.order.exclusions import Exclusions
-from runner.data.order.hashing import U64, derive, stream_key
+from runner.data.order.hashing import derive, stream_key
 from runner.data.order.permutation import Domain, permute
 from runner.data.order.segments import Segment, check_sources
 from runner.data.order.source_stream import SourceStream
@@ -29,7 +29,6 @@ from runner.data.order.weights import SamplerError
 
 VERSION = 1
 
-I64 = NDArray[np.int64]
 
 _LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
 
@@ -50,7 +49,7 @@ class ElasticSequence:
 
     Attributes:
         names: source names, sorted. A source id is an index into it.
-        spans: ranges of positions with constant shares.
+        spans: the ranges of positions with constant shares.
 
     Raises:
         SamplerError: a segment of an unknown source, or an order without samples.
@@ -122,14 +121,11 @@ class ElasticSequence:
     def find(self, ids: I64, index: I64, epochs: I64) -> I64:
         """Position at which each sample is consumed in that epoch of its source; -1 if it never is."""
         offsets = self._permute(ids, epochs, index, inverse=True)
-        numbers = np.empty_like(offsets)
-        for i in np.unique(ids).tolist():
-            chosen = ids == i
-            numbers[chosen] = self._streams[i].numbers_of(epochs[chosen], offsets[chosen])
-        positions = np.full(numbers.shape, -1, np.int64)
+        positions = np.empty_like(offsets)
         for source in np.unique(ids).tolist():
-            mine = np.flatnonzero(ids == source)
-            positions[mine] = self.spans.find(source, numbers[mine])
+            mine = ids == source
+            numbers = self._streams[source].numbers_of(epochs[mine], offsets[mine])
+            positions[mine] = self.spans.find(source, numbers)
         return positions
 
     def numbers_at(self, position: int) -> I64:
@@ -140,11 +136,6 @@ class ElasticSequence:
     def consumed_at(self, position: int) -> dict[str, int]:
         """Samples consumed from each source in the first `position` positions."""
         return dict(zip(self.names, self.numbers_at(position).tolist(), strict=True))
-
-    def keys_at(self, position: int) -> dict[str, int]:
-        """Of each source, one past the key of the last sample consumed in the first `position` positions."""
-        numbers = self.numbers_at(position).tolist()
-        return {stream.name: stream.end_key(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
     def key_ranges(self, first: I64, last: I64) -> list[dict[str, tuple[int, int]]]:
         """What stands at the positions of each range, `first` to `last`, inclusive.
@@ -171,9 +162,9 @@ class ElasticSequence:
 
     def shares_at(self, position: int) -> dict[str, float]:
         """Share of each source in force at `position`."""
-        span = self.spans.at(position)
-        total = sum(span.quanta)
-        return {self.names[i]: q / total for i, q in zip(span.sources.tolist(), span.quanta, strict=True)}
+        quanta = self.spans.quanta_at(position)
+        total = sum(quanta)
+        return {name: share / total for name, share in zip(self.names, quanta, strict=True) if share}
 
     def epochs_at(self, position: int) -> dict[str, float]:
         """Epochs of each source completed by `position`, as a fraction; excluded samples count as consumed."""

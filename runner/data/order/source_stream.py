@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64, Flags
 from runner.data.order.caching import cached
 from runner.data.order.hashing import derive, stream_key
 from runner.data.order.kept_samples import MOST, KeptSamples
 from runner.data.order.permutation import MAX_SIZE, Domain, grid, permute, round_pairs
 from runner.data.order.ranges import Ranges
 from runner.data.order.weights import SamplerError
-
-I64 = NDArray[np.int64]
 
 _CACHED_ERAS = 4
 
@@ -44,7 +42,7 @@ class _Gaps:
         result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
         return result
 
-    def before(self, values: I64) -> tuple[I64, NDArray[np.bool_]]:
+    def before(self, values: I64) -> tuple[I64, Flags]:
         """How many integers before each value are not left out, and whether the value itself is left out."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
@@ -94,7 +92,7 @@ class _Kept:
         """Epoch and offset of each sample, by its number in the era."""
         return self.samples.locate(self.gaps.nth(numbers) + self.first)
 
-    def before(self, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
+    def before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
         """How many samples of the era come before each (epoch, offset), and whether the one there is left out."""
         ranks, is_excluded = self.samples.before(epochs, offsets)
         kept, in_gap = self.gaps.before(_times(epochs, self.samples.left) + ranks - self.first)
@@ -182,12 +180,7 @@ class SourceStream:
         if not self.has_exclusions:
             return numbers
         last = self._eras[-1]
-        keys: I64 = np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
-        return np.where(numbers > 0, keys, 0)
-
-    def key_of(self, number: int) -> int:
-        """The key of a sample."""
-        return int(self.keys_of(np.array([number]))[0])
+        return np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
 
     def keys_of(self, numbers: I64) -> I64:
         """The key of each sample, int64 of shape (count,)."""
@@ -201,7 +194,7 @@ class SourceStream:
         if not number:
             return 0.0
         epoch, offset = divmod(self.end_key(number), self.size)
-        if offset and self.key_of(number) // self.size > epoch:
+        if offset and self.keys_of(np.array([number]))[0] // self.size > epoch:
             return float(epoch + 1)  # all that is left of the epoch is excluded
         return epoch + offset / self.size
 
@@ -235,7 +228,7 @@ class SourceStream:
         numbers, _ = self._before(np.array([min(epoch, MAX_SIZE)]), np.array([offset]))
         return int(numbers[0])
 
-    def _before(self, epochs: I64, offsets: I64) -> tuple[I64, NDArray[np.bool_]]:
+    def _before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
         """How many samples come before each (epoch, offset), and whether the one there is left out."""
         if not self.has_exclusions:
             return _times(epochs, self.size) + offsets, np.zeros(len(epochs), bool)

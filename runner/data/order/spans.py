@@ -6,12 +6,12 @@ All spans are looked up together, so that a batch that touches many of them cost
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64
 from runner.data.order.exclusions import Exclusions, LeftOut
 from runner.data.order.hashing import keys_of
 from runner.data.order.interleave import Interleave
@@ -22,27 +22,7 @@ from runner.data.order.weights import SamplerError, shares
 END = 1 << 62  # all positions and numbers are below this
 _QUANTUM = 1 << 44  # shares are rounded to multiples of 2^-44, so that no platform's exp() changes the order
 
-I64 = NDArray[np.int64]
 Chosen = I64 | slice
-
-
-@dataclass(frozen=True)
-class Span:
-    """Positions [start, stop) with constant shares.
-
-    Attributes:
-        start: first position; slot 0 of its mixture.
-        stop: one past the last position; 2^62 in an endless order.
-        sources: ids of the sources of the mixture.
-        quanta: share of each of them, times 2^44.
-        key: of the mixture.
-    """
-
-    start: int
-    stop: int
-    sources: I64
-    quanta: tuple[int, ...]
-    key: int
 
 
 class Spans:
@@ -96,18 +76,10 @@ class Spans:
     def __len__(self) -> int:
         return len(self._quanta)
 
-    def __getitem__(self, row: int) -> Span:
-        sources, mixtures = self._mixtures[self._set_of[row]]
-        quanta = tuple(self._quanta[row, sources].tolist())
-        key = int(mixtures.keys[self._place[row]])
-        return Span(int(self.start[row]), int(self.start[row + 1]), sources, quanta, key)
-
-    def __iter__(self) -> Iterator[Span]:
-        return map(self.__getitem__, range(len(self)))
-
-    def at(self, position: int) -> Span:
-        """The span that contains a position, or the last one."""
-        return self[int(np.searchsorted(self.start[1:-1], position, side="right"))]
+    def quanta_at(self, position: int) -> list[int]:
+        """Share of each source at a position, or in the last span, times 2^44."""
+        quanta: list[int] = self._quanta[np.searchsorted(self.start[1:-1], position, side="right")].tolist()
+        return quanta
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
         """Source of each position, and how many samples the source has given before."""

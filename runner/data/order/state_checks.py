@@ -18,7 +18,7 @@ import orjson
 import xxhash
 
 LARGEST = 2**62  # of any count or position in a state
-_SHOWN = 80  # characters of a value in a message
+_MOST_SHOWN = 80  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def shown(value: Any) -> str:
         line = " ".join(repr(value).split())
     except RecursionError:
         line = f"a {type(value).__name__} that is nested too deeply"
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
+    return line if len(line) <= _MOST_SHOWN else f"{line[: _MOST_SHOWN - 3]}..."
 
 
 def check(value: Any, declared: Declaration, message: str, error: type[Exception]) -> None:
@@ -201,7 +201,7 @@ def _text_of(content: Mapping[str, Any]) -> bytes:
 
 def _slow_text_of(content: Mapping[str, Any]) -> bytes:
     try:
-        line = json.dumps(_plain(content), sort_keys=True, separators=(",", ":"), default=_outline)
+        line = json.dumps(_with_string_keys(content), sort_keys=True, separators=(",", ":"), default=_outline)
     except RecursionError:
         line = f"{sorted(map(str, content))} nested too deeply"
     return line.encode("utf-8", "surrogatepass")
@@ -231,13 +231,14 @@ def check_same_seal(recorded: Any, found: str, what: str, error: type[Exception]
         )
 
 
-def _plain(value: Any) -> Any:
-    """Mappings with string keys, at every depth, so that they can be sorted."""
+def _with_string_keys(value: Any) -> Any:
+    """Replace the keys of mappings by strings, at every depth, so that they can be sorted."""
     if isinstance(value, Mapping):
         return {
-            name if isinstance(name, str) else json.dumps(name, default=repr): _plain(v) for name, v in value.items()
+            name if isinstance(name, str) else json.dumps(name, default=repr): _with_string_keys(v)
+            for name, v in value.items()
         }
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_with_string_keys(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _outline(value: Any) -> Any:

@@ -11,17 +11,15 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runner.data.order.exclusion_texts import POSITIONS
-from runner.data.order.exclusions import listed
+from runner.data.order.arrays import I64
+from runner.data.order.exclusions import POSITIONS, listed
 from runner.data.order.segments import segment_at
 from runner.data.order.sequence import ElasticSequence
 from runner.data.order.weights import shares
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.errors import nearest
 
-I64 = NDArray[np.int64]
 Row = dict[str, Any]
 
 _SCAN = 1 << 14  # positions compared at a time
@@ -115,7 +113,7 @@ def _elastic_totals(record: OrderRecord) -> list[Row]:
     order = record.elastic_sequence()
     end = record.position_at(record.steps)
     end = min(end, order.total or end)
-    bounds = sorted({0, end, *(span.start for span in order.spans if span.start < end)})
+    bounds = sorted({0, end, *(start for start in order.spans.start.tolist() if start < end)})
     ranges = [*pairwise(bounds), (0, end)] if end else []
     rows = []
     for first, last in ranges:

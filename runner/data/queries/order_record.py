@@ -27,11 +27,28 @@ from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.order.exclusions import Exclusion, Exclusions
 from runner.data.order.segments import Segment, segments_from_json
 from runner.data.order.sequence import ElasticSequence
+from runner.data.order.state_checks import ListOf, MapOf, Record, check, whole
 from runner.errors import UserError
 from runner.samplers import Kind, SamplerKind
 from runner.system.files import Guard, read_json, write_json
 
 VERSION = 1
+
+_AS_IN_JSON = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
+_COUNTS = Record(  # on which the arithmetic of the orders would fail, or never end, if they were none
+    {
+        "steps": whole(),
+        "sizes": MapOf(whole()),
+        "retired": MapOf(whole()),
+        "tokens_per_sample": MapOf(whole()),
+        "batch_shapes": ListOf(
+            Record(
+                {"step": whole(), "world_size": whole(1), "batch_size": whole(1)},
+                {"grad_accum_steps": whole(1), "micro_batches": whole()},
+            )
+        ),
+    }
+)
 
 
 class RecordError(UserError):
@@ -120,7 +137,7 @@ class OrderRecord:
     def to_json(self) -> dict[str, Any]:
         return {
             "version": VERSION,
-            **{key: getattr(self, key) for key in _PLAIN},
+            **{key: getattr(self, key) for key in _AS_IN_JSON},
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "segments": [one.to_json() for one in self.segments],
             "exclusions": [one.to_json() for one in self.exclusions],
@@ -132,9 +149,9 @@ class OrderRecord:
             raise ValueError(f"version {value['version']}, kind {value['kind']}")
         if not value["batch_shapes"] or not value["segments"]:
             raise ValueError("batch_shapes or segments are empty")
-        _check_numbers(value)
+        check(value, _COUNTS, "{key} is {value}; expected {allowed}", ValueError)
         return cls(
-            **{key: value[key] for key in _PLAIN},
+            **{key: value[key] for key in _AS_IN_JSON},
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
             segments=segments_from_json(value["segments"]),
             exclusions=tuple(map(Exclusion.from_json, value["exclusions"])),
@@ -184,25 +201,3 @@ class OrderRecord:
             absent=tuple(self.retired),
             shuffle=self.shuffle,
         )
-
-
-def _check_numbers(value: Mapping[str, Any]) -> None:
-    """Refuse counts that are none, on which the arithmetic of the orders would fail, or never end.
-
-    Raises:
-        ValueError: naming one.
-    """
-    counts = {"steps": value["steps"]}
-    for key in ("sizes", "retired", "tokens_per_sample"):
-        counts |= {f"{key}.{name}": count for name, count in value[key].items()}
-    for shape in value["batch_shapes"]:
-        counts |= {f"batch_shapes.{name}": count for name, count in shape.items()}
-        if not shape.keys() >= {"step"} or any(not shape.get(name, 1) for name in _POSITIVE):
-            raise ValueError(f"batch shape {shape}")
-    for name, count in counts.items():
-        if type(count) is not int or not 0 <= count < 1 << 62:
-            raise ValueError(f"{name} is {count!r:.40}")
-
-
-_POSITIVE = ("world_size", "batch_size", "grad_accum_steps")
-_PLAIN = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.data.elastic import check_global_batch
 from runner.data.order.batch_shape import BatchShape
-from runner.data.order.segments import Segment, check_segment, segment_at
+from runner.data.order.segments import Segment, check_sources, check_values, segment_at
 from runner.data.order.weights import SamplerError
 from runner.data.queries.order_record import OrderRecord, RecordError
 from runner.data.queries.seeded_epochs import SeededPosition, count_batches_per_epoch, seeded_position_at
@@ -137,7 +137,8 @@ def _changed_segment(record: OrderRecord, current: Segment, overrides: Mapping[s
     temperature = overrides.get("sampler.temperature", current.temperature)
     changed = replace(current, weights={**current.weights, **weights}, temperature=temperature)
     try:
-        check_segment(changed, record.sizes)
+        check_sources([changed], record.sizes)
+        check_values([changed])
     except SamplerError as error:
         raise RecordError(str(error)) from None
     return changed

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from runner.data.order.arrays import I64
 from runner.data.queries.order_record import OrderRecord
 from runner.data.queries.seeded_epochs import SeededPosition, seeded_position_at
 
-I64 = NDArray[np.int64]
 Row = dict[str, Any]
 
 
