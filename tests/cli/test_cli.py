@@ -260,6 +260,7 @@ class TestChangesOfAnExistingRun:
         run("run.dir=one")
         path = Path("one/config.yaml")
         path.write_text(path.read_text().replace("  deterministic: false\n", ""))
+        Path("one/code.json").unlink()  # which tells of the edit
         assert run("run.dir=one") == 0
 
 
