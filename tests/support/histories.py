@@ -386,10 +386,12 @@ class History:
             settings.exclude = self._texts(settings, 0, [])
         return self._possible(settings) or replace(settings, caps={}, exclude=[])
 
-    def _possible(self, settings: Settings) -> Settings | None:
-        """The settings, unless nothing would ever be drawn with them."""
+    def _possible(self, settings: Settings, state: Any = None) -> Settings | None:
+        """The settings, unless nothing would ever be drawn with them, after a resume from `state`."""
         try:
-            self.sampler(settings)
+            sampler = self.sampler(settings)
+            if state is not None:
+                sampler.load_state_dict(state["ranks"][0]["sampler"] if "ranks" in state else state)
         except SamplerError as error:
             if "the order is empty" in str(error):
                 return None
@@ -513,7 +515,7 @@ class History:
         if self.random.random() < 0.3:
             added = [text for text in self._texts(settings, position, self.recount.left_out) if self._is_new(text)]
             settings.exclude = [*settings.exclude, *added]
-        if self._possible(settings) is None:
+        if self._possible(settings, state) is None:
             settings, added, removed = old, [], []
         items = list(settings.sizes.items())
         self.random.shuffle(items)

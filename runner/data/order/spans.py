@@ -234,7 +234,8 @@ class _Rows:
             self._drawn[first:] = drawn
             if not self._drawn[0].any():
                 raise SamplerError(
-                    "the order is empty: every source with a weight is capped at 0 samples; raise max_epochs"
+                    "the order is empty: caps and exclusions leave no sample of any source with a weight; raise "
+                    "max_epochs, or exclude less"
                 )
             self.spans = Spans(self._seed, self._names, self._starts, self._drawn)
         counts = self.spans.numbers_at(np.append(self._starts[first:], END))
