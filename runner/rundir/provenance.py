@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -89,7 +90,10 @@ def write_code(
     earlier = before.get("earlier")
     kept = [*(earlier if isinstance(earlier, list) else []), _summary(before)] if before else []
     edited = [*_edits(before), *([edit] if edit else [])]
-    described = {**code, "config": _digest(config.encode()), "earlier": kept, "edits": edited}
+    configs = [_digest(config.encode())]
+    with suppress(FileNotFoundError):  # the one before, too: a command may be killed before it writes config.yaml, last
+        configs.append(_digest(files.read_regular(RunDir(path.parent).config)))
+    described = {**code, "configs": configs, "earlier": kept, "edits": edited}
     files.write_json(path, {"overrides": list(overrides), **described}, guard=guard)
 
 
@@ -100,18 +104,23 @@ def check_config(run: RunDir) -> None:
         RunDirError: it was edited by hand.
         OSError: it cannot be read.
     """
-    code = files.read_object(run.code)
-    if not isinstance(code.get("config"), str):
-        return  # code.json is gone, or the run was made by a program
-    earlier = code.get("earlier")
-    before = [each.get("config") for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
-    # The one before, too: a command may have been killed before it wrote config.yaml, which it does last.
-    if _digest(files.read_regular(run.config)) not in (code["config"], *before[-1:]):
+    if _is_as_written(run):
+        return
+    with suppress(OSError):  # this machine may still show one of the two files as it was before
+        files.look_anew(run.path)
+    if not _is_as_written(run):
         raise RunDirError(
             f"{run.config} was edited by hand, and training would follow only part of that: undo the edit; to change "
             f"settings, give them to a command: runner resume {run.path} key=value, or runner fork {run.path} --step N "
             "key=value"
         )
+
+
+def _is_as_written(run: RunDir) -> bool:
+    configs = files.read_object(run.code).get("configs")
+    if not isinstance(configs, list):
+        return True  # code.json is gone, or the run was made by a program
+    return _digest(files.read_regular(run.config)) in configs
 
 
 def _digest(content: bytes) -> str:
@@ -201,8 +210,7 @@ def _object_in(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _summary(code: dict[str, Any]) -> dict[str, Any]:
     repositories = _object_in(code, "repositories")
     commits = {root: _object_in(repositories, root).get("commit") for root in repositories}
-    kept = {name: code.get(name) for name in ("time", "overrides", "config")}
-    return {**kept, "commits": commits}
+    return {"time": code.get("time"), "overrides": code.get("overrides"), "commits": commits}
 
 
 def _version(package: str) -> str | None:

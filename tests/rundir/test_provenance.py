@@ -272,13 +272,14 @@ def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
 def test_a_config_edited_by_hand_is_refused_and_one_of_a_killed_command_is_not(tmp_path: Path) -> None:
     """A resume would follow only part of the edit: the state of an optimizer has its options, too."""
     run = RunDir(freeze(tmp_path))
-    run.config.write_text("lr: 0.1\n")
     provenance.check_config(RunDir(tmp_path / "elsewhere"))  # code.json is not a condition
-    for text in ("lr: 0.1\n", "lr: 0.2\n"):
+    provenance.write_code(run.code, {}, [], config="lr: 0.1\n")
+    run.config.write_text("lr: 0.1\n")
+    for text in ("lr: 0.2\n", "lr: 0.3\n"):
         provenance.write_code(run.code, {}, [], config=text)
-        provenance.check_config(run)  # the second time killed right here, before config.yaml was written
-    run.config.write_text("lr: 0.2\n")
-    provenance.check_config(run)
+        provenance.check_config(run)  # both commands are killed right here, before they write config.yaml
     run.config.write_text("lr: 0.3\n")
+    provenance.check_config(run)
+    run.config.write_text("lr: 0.2\n")
     with pytest.raises(RunDirError, match=r"edited by hand.*undo the edit.*runner resume"):
         provenance.check_config(run)

@@ -154,7 +154,7 @@ def test_code_changed_since_the_submission_is_reported_and_recorded(tmp_path: Pa
     edited = json.loads(code.read_text())
     edited["runner"]["digest"] = "0" * 16
     edited["packages"]["torch"] = "1.0"
-    del edited["config"]  # which tells of the edit above
+    del edited["configs"]  # which tells of the edit above
     code.write_text(json.dumps(edited))
     command = [sys.executable, "-m", "runner.training.attempt", str(run.path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -185,7 +185,7 @@ def test_an_edited_file_is_named_by_the_next_command_and_by_a_job_that_starts_ag
     config = run.path / "config.yaml"
     config.write_text(config.read_text().replace("steps: 4\n", "steps: 6\n"))
     code = run.path / "code.json"
-    code.write_text(json.dumps({**json.loads(code.read_text()), "config": None}))  # which tells of the edit
+    code.write_text(json.dumps({**json.loads(code.read_text()), "configs": None}))  # which tells of the edit
     helper.write_text("SLOPE = 0.2\n")
     _, errors = called("runner.training.attempt", str(run.path))
     assert "warning: the code changed since the submission: helper.py\n" in errors
