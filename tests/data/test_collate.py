@@ -13,13 +13,14 @@ import torch
 from composing import compose
 from loading import Gathered, Squares
 from padded import Sentences, pad
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from runner.config.schema import Config
 from runner.data import ElasticSampler, StatefulDataLoader
 from runner.data.datasets import DataError
 from runner.data.loading.collation import CollationError
 from runner.data.loading.fixed import FixedBatches
+from runner.data.loading.workers import collate_in_own_memory
 from runner.data.order.ledger import DataLedger
 from runner.errors import UserError
 from runner.training.data.consumption import Consumption, ElasticConsumption
@@ -182,3 +183,15 @@ def test_a_mistake_in_data_collate_is_one_line(node: dict[str, Any], words: str)
 def test_options_without_a_function_are_one_line() -> None:
     with pytest.raises(UserError, match=r"\A.*data\.collate has no _target_.*\Z"):
         compose(["data.collate.to=3"])
+
+
+def test_a_worker_collates_into_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch travels as bytes: making shared memory for each tensor first would take longer than all the rest."""
+    info = object()
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+    samples = [{"x": torch.arange(3) + number} for number in range(2)]
+    assert default_collate(samples)["x"].is_shared()
+    batch = collate_in_own_memory(samples)["x"]
+    assert not batch.is_shared()
+    assert batch.tolist() == [[0, 1, 2], [1, 2, 3]]
+    assert torch.utils.data.get_worker_info() is info

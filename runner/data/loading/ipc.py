@@ -29,10 +29,6 @@ class _Pickler(pickle.Pickler):
         _LeaveToTorchError: another kind of tensor, or a large one.
     """
 
-    def __init__(self, buffer: io.BytesIO, may_be_shared: bool) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._may_be_shared = may_be_shared
-
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not torch.Tensor:
             if isinstance(thing, torch.Tensor):
@@ -41,7 +37,7 @@ class _Pickler(pickle.Pickler):
         plain = thing.device.type == "cpu" and thing.layout is torch.strided and not thing.requires_grad
         if not plain or thing.is_conj() or thing.is_neg() or thing.is_quantized:
             raise _LeaveToTorchError
-        if not self._may_be_shared and thing.is_shared():  # type: ignore[no-untyped-call]
+        if thing.is_shared():  # type: ignore[no-untyped-call]
             raise _LeaveToTorchError  # the user's own shared memory must stay shared
         if thing.numel() * thing.element_size() > LIMIT:
             raise _LeaveToTorchError
@@ -60,15 +56,11 @@ def _from_bits(array: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_numpy(array).view(getattr(torch, dtype))
 
 
-def pack(batch: Any, may_be_shared: bool = False) -> Any:
-    """The batch as bytes, or unchanged where torch has to send it, or sends it faster.
-
-    Args:
-        may_be_shared: tensors in shared memory may be copied out of it: torch's collate put them there, not the user.
-    """
+def pack(batch: Any) -> Any:
+    """The batch as bytes, or unchanged where torch has to send it, or sends it faster."""
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, may_be_shared).dump(batch)
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(batch)
     except (_LeaveToTorchError, pickle.PicklingError, AttributeError, TypeError):
         return batch
     return Packed(buffer.getvalue())

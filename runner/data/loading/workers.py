@@ -128,6 +128,19 @@ def seed_worker(seed: int, worker: int) -> None:
     np.random.seed(np.random.SeedSequence([seed % 2**63, worker]).generate_state(4))
 
 
+def collate_in_own_memory(samples: Any) -> Any:
+    """Collate as torch's `default_collate`, which in a worker makes shared memory for each tensor.
+
+    That takes longer than the rest, and the batch is copied out of it again (`ipc`).
+    """
+    data: Any = torch.utils.data
+    outside, data.get_worker_info = data.get_worker_info, lambda: None
+    try:
+        return default_collate(samples)
+    finally:
+        data.get_worker_info = outside
+
+
 class TaskRunner(Dataset[Reply]):
     """The stand-in for the dataset that torch's loader indexes: `runner[task]` runs the task.
 
@@ -149,7 +162,8 @@ class TaskRunner(Dataset[Reply]):
         self.worker = -1
         self._batches = self._legs = 0  # since the last state; opened until then
         self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch
-        self._default_collate = fetcher.collate_fn is default_collate
+        if fetcher.collate_fn is default_collate:
+            fetcher.collate_fn = collate_in_own_memory
 
     def __getitem__(self, task: Task) -> Reply:
         return task.run(self)
@@ -194,7 +208,7 @@ class TaskRunner(Dataset[Reply]):
             return self.reply(task.ticket, state=self.state_at_end(), ended=True)
         self._batches += 1
         self._watches = False
-        reply = self.reply(task.ticket, pack(batch, self._default_collate), count, self.state_if_due())
+        reply = self.reply(task.ticket, pack(batch), count, self.state_if_due())
         reply.draws = draws
         return reply
 
