@@ -185,40 +185,43 @@ def _judge_damaged(at: Stored, step: int | None, corruption: str) -> Candidate |
 
 
 def corruption_of(candidate: Candidate) -> str | None:
-    """What is wrong with a checkpoint, or None; reads every byte.
+    """Read every byte of a checkpoint, and return what is wrong with it, or None.
 
     Raises:
         CheckpointError: it cannot be judged.
     """
+    return _found_wrong(candidate, manifests.verify)
+
+
+def size_error(candidate: Candidate) -> str | None:
+    """Return what is wrong with a checkpoint judging by names and sizes, or None; reads no file.
+
+    Raises:
+        CheckpointError: it cannot be judged.
+    """
+    return _found_wrong(candidate, _check_sizes)
+
+
+def _found_wrong(candidate: Candidate, check: Callable[[Stored, Manifest], None]) -> str | None:
     if candidate.error is not None:
         raise candidate.error
     if not isinstance(candidate, Intact):
         return candidate.corruption
     try:
-        manifests.verify(candidate.at, candidate.manifest)
+        check(candidate.at, candidate.manifest)
     except CorruptionError as error:
         return str(error)
     return None
 
 
-def size_error(candidate: Candidate) -> str | None:
-    """What is wrong with a checkpoint judging by names and sizes, or None; reads no file.
-
-    Raises:
-        CheckpointError: it cannot be judged.
-    """
-    if candidate.error is not None:
-        raise candidate.error
-    if not isinstance(candidate, Intact):
-        return candidate.corruption
-    for name, expected in sorted(candidate.manifest.files.items()):
+def _check_sizes(at: Stored, manifest: Manifest) -> None:
+    for name, expected in sorted(manifest.files.items()):
         try:
-            found = patiently(candidate.path / name, partial(candidate.at.size, name))
+            found = patiently(at.path / name, partial(at.size, name))
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            raise CorruptionError(f"{name} cannot be read ({error.strerror})") from error
         if found != expected.size:
-            return f"{name} has {found} bytes, but {expected.size} were written"
-    return None
+            raise CorruptionError(f"{name} has {found} bytes, but {expected.size} were written")
 
 
 def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None = None) -> Intact | None:
