@@ -24,6 +24,7 @@ from runner.data.loading.collation import disagreement
 from runner.data.loading.fetch import is_stateful
 from runner.data.loading.global_draws import draws_nothing
 from runner.data.order.arrays import I64
+from runner.data.order.weights import check_names
 from runner.errors import UserError
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -290,6 +291,7 @@ class MixtureDataset(Dataset[Any]):
         self.tagged = tagged
         if not self.datasets:
             raise DataError("At least one source is needed: the mixture has none")
+        check_names(self.names, DataError)
         if len(self.datasets) != len(self.names):
             raise DataError(
                 f"datasets and names must have the same length: {len(self.datasets)} datasets, "

@@ -9,7 +9,6 @@ Does not import torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import numpy as np
 
 from runner.data.order.arrays import I64, U64
 from runner.data.order.exclusions import Exclusion, Exclusions, Selections, check_selections, excluded_from
+from runner.data.order.packed import pack_json, unpack_json
 from runner.data.order.plan import OrderPlan
 from runner.data.order.segments import (
     Segment,
@@ -521,7 +521,7 @@ class ElasticSampler:
                 "shuffle": self.shuffle,
                 "num_replicas": self.num_replicas,
                 "global_batch_size": self.global_batch_size,
-                "order": json.dumps(order, separators=(",", ":")),
+                "order": pack_json(order),
             }
             self._fixed = self.order, state, digest_of(state)
         return self._fixed[1:]
@@ -650,7 +650,7 @@ def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
     found = _seal(digest_of(fixed), state["position"], state["samples"])
     check_same_seal(state["seal"], found, "the saved data order", SamplerStateError)
     try:
-        order = json.loads(state["order"])
+        order = unpack_json(state["order"])
         check(order, _ORDER, _MESSAGE, SamplerStateError)
         order["plan"] = OrderPlan.from_json(order["plan"])
         segments = order["segments"]

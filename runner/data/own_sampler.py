@@ -237,7 +237,7 @@ class StatefulSampler(_OwnSampler):
 
     @property
     def begins_anew(self) -> bool:
-        """See `runner.data.loading.fetch.restart`."""
+        """See `runner.data.loading.fetch.load_end`."""
         return bool(getattr(self.own, "begins_anew", False))
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
@@ -398,7 +399,11 @@ def test_the_states_of_sources_are_restored_with_the_loader(workers: int) -> Non
     stream = iter(first)
     taken = [next(stream) for _ in range(5)]
     state = first.state_dict()
-    assert state["dataset"][0]["dataset"] == {"dataset_0": {}, "dataset_1": {"asked": 3}, "dataset_2": {"asked": 0}}
+    assert json.loads(state["dataset"])[0]["dataset"] == {
+        "dataset_0": {},
+        "dataset_1": {"asked": 3},
+        "dataset_2": {"asked": 0},
+    }
     second = make()
     second.load_state_dict(state)
     assert taken + list(second) == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import given_in_tiers
 
+from runner.data.datasets import MixtureDataset
 from runner.data.elastic import ElasticSampler
 from runner.data.order.exclusions import Exclusion, Selections
 from runner.data.order.kept_samples import KeptSamples
@@ -259,3 +261,13 @@ def test_exclusions_of_a_record_that_was_edited_are_refused_or_usable(data: st.D
     with suppress(ValueError):
         found = Exclusion.from_json(value)
         assert Exclusion.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("name", ["positions", "\ud800", "two\nlines", "", 3, None, b"code"])
+def test_a_source_has_a_name_that_can_be_written_and_excluded(name: Any) -> None:
+    for refused in (
+        lambda: ElasticSampler({name: 10, "b": 5}, [1, 1], global_batch_size=1, num_replicas=1),
+        lambda: MixtureDataset([range(10), range(5)], ["b", name]),
+    ):
+        with pytest.raises(ValueError, match=f"^source name {re.escape(repr(name))}: it must be [^\n]+$"):
+            refused()

@@ -13,7 +13,8 @@ import pytest
 import torch
 from loading import Noisy as Stateful
 from loading import Squares, identity
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from resume import assert_same
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from runner.data import ElasticSampler, MixtureDataset, StatefulDataLoader
 from runner.data.loading import global_draws
@@ -217,3 +218,25 @@ def test_the_same_draws_do_not_come_from_two_generators() -> None:
     generators.seed(0x0123456789ABCDEF)
     words = np.random.randint(0, 2**31, 4).tolist(), torch.randint(0, 2**31, (4,)).tolist()
     assert not set(words[0]) & set(words[1])
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+def test_a_sampler_without_keys_draws_the_same_on_any_workers(kind: Any) -> None:
+    def epochs(workers: int, cut: int | None = None) -> list[Any]:
+        torch.manual_seed(3)
+        data = Pictures()
+        config = types.SimpleNamespace(num_workers=workers)
+        loader: Any = StatefulDataLoader(data, 4, sampler=kind(data), config=config)
+        found = [list(loader), list(loader)]
+        if cut is not None:
+            stream = iter(loader)
+            found.append([next(stream) for _ in range(cut)])
+            again: Any = StatefulDataLoader(data, 4, sampler=kind(data), config=types.SimpleNamespace(num_workers=2))
+            again.load_state_dict(loader.state_dict())
+            found[-1] += list(again)
+            loader = again
+        return [*found, list(loader), *([] if cut is not None else [list(loader)])]
+
+    whole = epochs(0)
+    assert_same(epochs(2), whole)
+    assert_same(epochs(0, cut=2), whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from torch.utils.data import IterableDataset, RandomSampler, Sampler, SubsetRand
 
 from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
 from runner.data.loading.protocols import LoaderStateError
-from runner.data.order.state_checks import sealed
 from runner.data.order.weights import SamplerStateError
 
 SIZE = 23
@@ -119,8 +117,9 @@ def check(make: Make, cuts: list[int], total: int, **more: Any) -> None:
         state = loader.state_dict()
         loader = first()
         loader.load_state_dict(state)
-        assert loader.epoch == state["epoch"]
-        assert loader.batches_yielded == state["batches_yielded"]
+        at_the_end = loader.epoch == state["epoch"] + 1 and state["batches_yielded"]
+        assert at_the_end or loader.epoch == state["epoch"]
+        assert loader.batches_yielded == (0 if at_the_end else state["batches_yielded"])
     found += take_batches(loader, total - len(found))
     assert_same(found, whole)
 
@@ -253,9 +252,46 @@ def test_states_before_the_first_batch_after_the_last_and_after_the_end() -> Non
     second_epoch = list(loader)
     assert_same(list(loaded(make(), before)), first_epoch)
     at_last = loaded(make(), last)
-    assert list(at_last) == []  # the empty rest of the first epoch
+    assert (at_last.epoch, at_last.batches_yielded) == (1, 0)
     assert_same(list(at_last), second_epoch)
     assert_same(list(loaded(make(), after)), second_epoch)
+
+
+ENDING = [name for name in MAPS if name not in ("elastic", "with replacement", "subset")]
+
+
+@pytest.mark.parametrize("name", ENDING)
+@pytest.mark.parametrize("batch_size", [4, 11])
+def test_a_state_after_the_last_batch_begins_the_next_epoch(name: str, batch_size: int) -> None:
+    """Trainers that count batches save it before they see the end, and begin the next epoch after a resume."""
+    make = seeded(MAPS[name], batch_size=batch_size)
+    whole, first = make(), make()
+    epochs = [list(whole) for _ in range(3)]
+    for number, epoch in enumerate(epochs[:2]):
+        stream = iter(first)
+        assert_same([next(stream) for _ in epoch], epoch)
+        first = loaded(make(), first.state_dict())
+        assert (first.epoch, first.batches_yielded, len(first)) == (number + 1, 0, len(epochs[2]))
+    assert_same(list(first), epochs[2])
+
+
+class Unsized(EpochSampler):
+    __len__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_of_unknown_length_the_state_after_the_last_batch_has_an_empty_rest(workers: int) -> None:
+    def make() -> Any:
+        return StatefulDataLoader(Squares(SIZE), 5, sampler=Unsized(SIZE), num_workers=workers)
+
+    loader, whole = make(), make()
+    epochs = [list(whole), list(whole)]
+    stream = iter(loader)
+    for _ in epochs[0]:
+        next(stream)
+    again = loaded(make(), loader.state_dict())
+    assert list(again) == []
+    assert_same(list(again), epochs[1])
 
 
 class DrawnAtOnce(Sampler[int]):
@@ -396,14 +432,14 @@ def test_the_state_does_not_grow_with_the_position() -> None:
     assert max(sizes) - min(sizes) < 20
 
 
-def test_with_in_order_false_a_state_that_would_be_wrong_is_refused() -> None:
-    state = {**StatefulDataLoader(Squares(12), 2, in_order=False).state_dict(), "out_of_order": [2]}
-    for changes in ({"batch_size": 3, "in_order": False}, {"batch_size": 2}):
-        with pytest.raises(LoaderStateError, match="in_order=False and batch_size=2: load it with the same"):
-            StatefulDataLoader(Squares(12), **changes).load_state_dict(sealed(state))  # type: ignore[arg-type]
-    stream: Any = StatefulDataLoader(Counting(), 2, num_workers=2, in_order=False)
-    with pytest.raises(LoaderStateError, match="leave in_order=True"):
-        stream.state_dict()
+def test_without_an_order_of_batches_no_state_is_taken_or_loaded() -> None:
+    """Batches that overtook others would be repeated on another number of workers, ranks or samples per batch."""
+    state = StatefulDataLoader(Squares(12), 2).state_dict()
+    for dataset in (Squares(12), Counting()):
+        loader: Any = StatefulDataLoader(dataset, 2, num_workers=2, in_order=False)
+        for refused in (loader.state_dict, lambda loader=loader: loader.load_state_dict(state)):
+            with pytest.raises(LoaderStateError, match="set in_order=True to save or load a state"):
+                refused()
 
 
 class Counting(IterableDataset[int]):
@@ -411,38 +447,61 @@ class Counting(IterableDataset[int]):
         return iter(range(9))
 
 
-@pytest.mark.parametrize("by_position", [False, True])
-def test_a_resume_with_in_order_false_repeats_and_skips_nothing(by_position: bool) -> None:
-    dataset = LateFirst(12)
+class Interrupted(Squares):
+    """Ctrl-C strikes once, at one sample."""
 
-    def make() -> Any:
-        order = ElasticSampler({"a": 12}, [1], global_batch_size=2, num_replicas=1, samples=12, shuffle=False)
-        more: dict[str, Any] = {"sampler": order} if by_position else {}
-        return StatefulDataLoader(dataset, 2, num_workers=2, in_order=False, collate_fn=identity, **more)
-
-    loader = make()
-    found = [batch for _, batch in zip(range(4), loader, strict=False)]
-    state = loader.state_dict()
-    dataset.gate.set()
-    assert state["out_of_order"]
-    again = loaded(make(), state)
-    iter(again)
-    assert again.state_dict() == state
-    rest = list(loaded(make(), again.state_dict()))
-    assert sorted(index for batch in found + rest for index in batch) == list(range(12))
-
-
-class LateFirst(Squares):
-    """The first sample waits until the gate is open."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.gate = multiprocessing.Event()
+    at = 9
 
     def __getitem__(self, index: int) -> Any:
-        if index == 0:
-            self.gate.wait()
+        if index == self.at:
+            self.at = -1
+            raise KeyboardInterrupt
         return index
+
+
+class InterruptedStream(Counting):
+    strikes = True
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(SIZE):
+            if index == 9 and self.strikes:
+                self.strikes = False
+                raise KeyboardInterrupt
+            yield index
+
+
+class InterruptedSampler(CursorSampler):
+    strikes = True
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            if index == 9 and self.strikes:
+                self.strikes = False
+                raise KeyboardInterrupt
+            yield index
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StatefulDataLoader(Interrupted(SIZE), 4, collate_fn=list, sampler=EpochSampler(SIZE)),
+        lambda: StatefulDataLoader(Squares(SIZE), 4, collate_fn=numbers, sampler=InterruptedSampler(SIZE)),
+        lambda: StatefulDataLoader(InterruptedStream(), 4, collate_fn=list),
+    ],
+    ids=["dataset", "sampler", "stream"],
+)
+def test_ctrl_c_while_a_batch_is_fetched_loses_nothing(make: Make) -> None:
+    loader, found = make(), []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(loader)
+    again = make()
+    again.dataset.at = again.dataset.strikes = again.sampler.strikes = False
+    found += list(loaded(again, loader.state_dict()))
+    assert sorted(index for batch in found for index in batch) == list(range(SIZE))
+
+
+def numbers(samples: list[Any]) -> list[int]:
+    return [int(sample["x"][0]) for sample in samples]
 
 
 def test_a_state_within_an_epoch_is_refused_if_the_weights_changed() -> None:

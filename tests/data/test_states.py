@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from loading import Augmented, CursorSampler, Gathered, Generated, Squares, Stateless, take_batches
 from properties import given_in_tiers
 from resume import assert_same
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DistributedSampler as TorchSampler
 from torch.utils.data import Sampler
 
@@ -418,3 +421,70 @@ def test_a_state_depends_on_the_place_alone_with_workers(
     more = {"num_workers": workers, "snapshot_every_n_steps": every, "persistent_workers": persistent}
     expected = states_at(name, [max(stops)], prefetch_factor=2, **more)
     assert_same([states_at(name, sorted(stops), prefetch_factor=prefetch, **more)], [expected])
+
+
+@pytest.mark.parametrize("name", ["distributed", "mixture", "elastic"])
+def test_a_state_does_not_depend_on_how_torch_was_seeded(name: str) -> None:
+    """torch.distributed.checkpoint takes keys from any rank, and ranks seed torch apart."""
+    states = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loader = made(name, num_workers=2 * (seed == 2))
+        take_batches(loader, 3)
+        states.append(loader.state_dict())
+    assert_same(states, [states[0]] * 3)
+
+
+class Asked(Augmented):
+    """Counts what it was asked for, so that each worker has a state of its own."""
+
+    asked = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return super().__getitem__(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 5), (7, 8, 9)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_survives_torch_distributed_checkpoint(tmp_path: Path, workers: int, seeds: tuple[int, ...]) -> None:
+    def loader(seed: int, workers: int = workers) -> Any:
+        torch.manual_seed(seed)
+        return StatefulDataLoader(Asked(SIZE), 3, sampler=elastic(samples=SIZE), num_workers=workers)
+
+    whole = list(loader(seeds[0]))
+    first = loader(seeds[0])
+    found = take_batches(first, 2)
+    save({"loader": first}, checkpoint_id=tmp_path, no_dist=True)
+    again = loader(seeds[1])
+    load({"loader": again}, checkpoint_id=tmp_path, no_dist=True)
+    assert_same([*found, *again], whole)
+
+
+def test_keys_that_a_trainer_adds_with_an_underscore_are_ignored() -> None:
+    loader = made("elastic")
+    take_batches(loader, 2)
+    state = loader.state_dict()
+    again = loaded(made("elastic"), {**state, "_iterator_finished": False})
+    assert again.state_dict() == state
+
+
+def test_many_sources_in_many_segments_make_a_small_state() -> None:
+    sizes = {f"source_{number}": 1000 for number in range(200)}
+    sampler = ElasticSampler(sizes, dict.fromkeys(sizes, 1.0), global_batch_size=8, num_replicas=1)
+    stream = sampler.iter_batches(8, True)
+    for change in range(30):
+        next(stream)
+        sampler.update_weights({**dict.fromkeys(sizes, 1.0), "source_3": 2.0 + change})
+    state = sampler.state_dict()
+    assert len(json.dumps(state)) < 8_000
+    again = ElasticSampler(sizes, dict.fromkeys(sizes, 1.0), global_batch_size=8, num_replicas=1)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert_same([next(again.iter_batches(8, True))], [next(stream)])

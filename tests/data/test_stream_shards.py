@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,9 +92,9 @@ class Ranks:
             with played(rank, self.count):
                 self.iterators.append(iter(loader))
 
-    def take(self, batches: int | None) -> tuple[list[int], bool]:
+    def take(self, batches: int | None) -> tuple[list[Any], bool]:
         """The items of the next batches of every rank, and whether the epoch has ended: none are left on any rank."""
-        found: list[int] = []
+        found: list[Any] = []
         while batches is None or batches > 0:
             ended = 0
             for rank, iterator in enumerate(self.iterators):
@@ -339,3 +340,71 @@ def test_units_that_changed_are_refused() -> None:
     again.begin()
     with pytest.raises(LoaderStateError, match="of 2 units of Units, now there are 3"):
         again.take(1)
+
+
+class Lines(ShardedStream):
+    """The lines of files, in the order of the list."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+
+    def units(self) -> Sequence[Path]:
+        return self.files
+
+    def read(self, unit: Path, position: int | None) -> Iterator[tuple[str, int]]:
+        lines = unit.read_text().split()
+        return ((line, at + 1) for at, line in enumerate(lines) if at >= (position or 0))
+
+
+def files_in(folder: Path, count: int = 6) -> list[Path]:
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"{number}.txt").write_text("".join(f"{number}-{line}\n" for line in range(5)))
+    return sorted(folder.iterdir())
+
+
+def replaced(files: list[Path]) -> list[Path]:
+    other = files[3].with_name("other.txt")
+    other.write_text(files[3].read_text())
+    return [*files[:3], other, *files[4:]]
+
+
+def shrunk(files: list[Path]) -> list[Path]:
+    files[4].write_text(files[4].read_text()[:8])
+    return files
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("change", [replaced, shrunk, lambda files: files[::-1]], ids=["replaced", "shrunk", "order"])
+def test_units_that_changed_are_refused_at_a_resume(tmp_path: Path, change: Any, ranks: int) -> None:
+    files = files_in(tmp_path / "data")
+    first = Ranks(lambda: Lines(files), 1, 0, 2)
+    first.begin()
+    first.take(4)
+    again = Ranks(lambda: Lines(change(files)), ranks, 0, 2, first.state())
+    again.begin()
+    with pytest.raises(LoaderStateError, match="was replaced, grew or shrank, or their order is another one"):
+        again.take(1)
+
+
+def test_units_that_were_moved_resume_where_they_were(tmp_path: Path) -> None:
+    files = files_in(tmp_path / "data")
+    first = Ranks(lambda: Lines(files), 1, 0, 2)
+    first.begin()
+    found, _ = first.take(4)
+    state = first.state()
+    (tmp_path / "data").rename(tmp_path / "scratch")
+    again = Ranks(lambda: Lines(sorted((tmp_path / "scratch").iterdir())), 1, 0, 2, state)
+    again.begin()
+    rest, _ = again.take(None)
+    assert [*found, *rest] == [f"{number}-{line}" for number in range(6) for line in range(5)]
+
+
+def test_ranks_that_list_their_units_in_another_order_are_not_saved(tmp_path: Path) -> None:
+    files = files_in(tmp_path / "data")
+    orders = iter([files, files[::-1]])
+    ranks = Ranks(lambda: Lines(next(orders)), 2, 0, 2)
+    ranks.begin()
+    ranks.take(1)
+    with pytest.raises(LoaderStateError, match=r"have different units of Lines in epoch 0: .*sort what glob returns"):
+        ranks.state()

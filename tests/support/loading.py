@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -276,10 +277,19 @@ class GlobalSampler(Sampler[int]):
         return self.size
 
 
+def has_ended(loader: Any) -> bool:
+    """Whether the sampler of a loader that was iterated has nothing left, in this epoch or another."""
+    if loader.epoch == 0 or loader.batches_yielded or not hasattr(loader.sampler, "samples_left_after"):
+        return False
+    with suppress(TypeError):  # an endless one
+        return bool(loader.sampler.samples_left_after(0) == 0)
+    return False
+
+
 def take_batches(loader: Any, count: int) -> list[Any]:
-    """The next `count` batches, over as many epochs as needed; fewer if an epoch is empty."""
+    """The next `count` batches, over as many epochs as needed; fewer if an epoch is empty or the sampler has ended."""
     found: list[Any] = []
-    while len(found) < count:
+    while len(found) < count and not has_ended(loader):
         before = len(found)
         pending = loader.batches_yielded
         for batch in loader:

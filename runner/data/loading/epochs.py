@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ class EpochPosition:
     base: int = 0
     indices: Indices | None = None  # of the last batch yielded
     first: int = 0  # samples before the last batch yielded
-    out_of_order: list[int] = field(default_factory=list)  # with in_order=False: batches yielded before earlier ones
     has_yielded: bool = False  # since the iteration began
     reached: int = 0  # samples before the first one that no batch taken so far holds
 
@@ -52,6 +51,13 @@ class EpochPosition:
         self.has_yielded = True
         self.batches = batches
         self.samples = first + count
+
+    def advance_unordered(self, indices: Indices, count: int, first: int) -> None:
+        """Count a batch that was yielded before or after its turn: only how many were yielded is then known."""
+        self.take(indices, count, first)
+        self.has_yielded = True
+        self.batches += 1
+        self.samples += count
 
 
 @dataclass

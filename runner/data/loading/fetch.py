@@ -240,18 +240,18 @@ def load_state(thing: Any, state: Any) -> None:
     thing.load_state_dict(copy.deepcopy(state))
 
 
-def restart(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManager[Any] | None = None) -> Any:
-    """An iterator over `thing` for a new epoch, from the state it had between two epochs.
+def load_end(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManager[Any] | None = None) -> None:
+    """Load the state that `thing` had after an epoch, so that the next `iter()` begins another one.
 
-    Some datasets keep the end of the epoch as their position, so that the next iteration is empty; others have
-    already gone back to the start. Fetching one item tells them apart, unless they say so by `begins_anew = True`:
-    a shard may have no items.
+    Some datasets keep the end of the epoch as their position, so that the next iteration is empty. Others have already
+    gone back to the start. Fetching one item tells them apart, unless they say so by `begins_anew = True`: a shard may
+    have no items.
 
     Args:
         as_it_was: entered for that one item.
     """
     if saved["dataset"] is None:
-        return iter(thing)
+        return
     load_state(thing, saved["dataset"])
     if saved["ended"] and not getattr(thing, "begins_anew", False):
         with as_it_was or nullcontext():
@@ -259,7 +259,6 @@ def restart(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManager
             was_at_start = iterator is not thing and next(iterator, _END) is not _END
         if was_at_start:
             load_state(thing, saved["dataset"])
-    return iter(thing)
 
 
 def collate(collate_fn: Callable[[Any], Any], samples: Any) -> Any:

@@ -27,24 +27,28 @@ class MapEpoch(Epoch):
         self._before_error: tuple[dict[str, Any] | None, DatasetStates | None] | None = None
 
     def _next(self) -> Any:
-        source = self._source
         before = (self.sampler_state(), self.dataset_states()) if self._has_states else None
-        indices = next(source.indices)
-        count = 1 if self._one_by_one else len(indices)
-        first = self._drawn
-        self._drawn = first + count
-        self._drawn_batches += 1
-        base = self.position.base
-        self.position.take(indices, count, first)
-        fetcher = self._fetcher
         try:
-            batch = fetcher.fetch(indices, lambda: source.keys(indices, first - base, count))
-        except Exception:
+            batch = self._fetch_next()
+        except StopIteration:
+            raise
+        except BaseException:  # Ctrl-C, too
             self._before_error = before
             raise
         self._before_error = None
-        if fetcher.draws:
-            global_draws.warn(fetcher.dataset, fetcher.draws, fetcher.consequence)
+        if self._fetcher.draws:
+            global_draws.warn(self._fetcher.dataset, self._fetcher.draws, self._fetcher.consequence)
+        return batch
+
+    def _fetch_next(self) -> Any:
+        source = self._source
+        indices = next(source.indices)
+        count = 1 if self._one_by_one else len(indices)
+        first, base = self._drawn, self.position.base
+        self._drawn += count
+        self._drawn_batches += 1
+        self.position.take(indices, count, first)
+        batch = self._fetcher.fetch(indices, lambda: source.keys(indices, first - base, count))
         self.position.advance(indices, count, self._drawn_batches, first)
         return batch
 

@@ -23,7 +23,7 @@ import numpy as np
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from runner.data.loading.fetch import Indices, is_stateful, items, restart
+from runner.data.loading.fetch import Indices, is_stateful, items, load_end
 from runner.data.loading.loader_state import size_of
 from runner.data.loading.protocols import LoaderStateError
 
@@ -73,7 +73,8 @@ class IndexStream:
         self.sets_epoch = sets_epoch
         self._inner: Any = None
         self._base: dict[str, Any] | None = None  # the state until the first batch is drawn
-        self._exhausted = False
+        self._ended = False  # the epoch: the last batch was drawn
+        self._exhausted = False  # an epoch has ended at least once
         self._has_skipped = False
 
     @property
@@ -93,8 +94,18 @@ class IndexStream:
         is_same = is_torchs or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
         return size_of(self.sampler) if is_same else None
 
-    def is_exhausted(self, batches: int, samples: int, base: int) -> bool:
-        """Whether an epoch is known to have no batch after so many of them.
+    @property
+    def ends_for_good(self) -> bool:
+        """Whether the sampler has nothing to yield after its end, since its order runs through all epochs."""
+        return self.by_position and hasattr(self.sampler, "samples_left_after")
+
+    @property
+    def awaits_epoch(self) -> bool:
+        """Whether the length may be another one once `set_epoch` is called, which only the loader's user does."""
+        return self.is_batch_sampler and hasattr(self.sampler, "set_epoch")
+
+    def batches_left(self, batches: int, samples: int, base: int) -> int | None:
+        """Count the batches of an epoch after so many of them; None: the sampler has no length.
 
         Args:
             base: of these samples, those before this iteration. The length of a sampler by position may count earlier
@@ -102,10 +113,10 @@ class IndexStream:
         """
         size = size_of(self.sampler)
         if size is None or self.is_batch_sampler:
-            return size is not None and batches >= size
-        knows = self.by_position and hasattr(self.sampler, "samples_left_after")
-        left = self.sampler.samples_left_after(samples - base) if knows else size - samples
-        return bool(left < (self.batch_size or 1 if self.drop_last else 1))
+            return None if size is None else max(size - batches, 0)
+        left = self.sampler.samples_left_after(samples - base) if self.ends_for_good else size - samples
+        size = self.batch_size or 1
+        return max(left // size if self.drop_last else -(-left // size), 0)
 
     def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
         """Batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
@@ -132,7 +143,7 @@ class IndexStream:
         return self._batched(self._open_plain(skip, saved))
 
     def _open_plain(self, skip: int, saved: dict[str, Any] | None) -> Iterator[Any]:
-        self._base = None
+        self._base, self._ended = None, False
         if saved is not None:
             return self._resume_plain(saved)
         before = self._between_epochs() if is_stateful(self.sampler) else None
@@ -148,8 +159,10 @@ class IndexStream:
         return indices
 
     def _resume_plain(self, saved: dict[str, Any]) -> Iterator[Any]:
-        if saved["boundary"]:
-            self._inner = restart(self.sampler, {"dataset": saved["sampler"], "ended": saved["ended"]})
+        if saved["boundary"] or saved["ended"]:
+            load_end(self.sampler, {"dataset": saved["sampler"], "ended": saved["ended"]})
+            self._ended = not saved["boundary"]
+            self._inner = iter(()) if self._ended else iter(self.sampler)
         else:
             if saved["sampler"] is not None:
                 self.sampler.load_state_dict(saved["sampler"])
@@ -167,11 +180,12 @@ class IndexStream:
                 yield index
         else:
             while batch := list(islice(indices, size)):
-                if len(batch) < size and self.drop_last:
+                self._ended = len(batch) < size
+                if self._ended and self.drop_last:
                     break
                 self._base = None
                 yield batch
-        self._exhausted = True
+        self._ended = self._exhausted = True
 
     def state(self) -> dict[str, Any] | None:
         """A plain sampler's state after the last batch drawn; None if there is none but the number of samples."""
@@ -183,7 +197,7 @@ class IndexStream:
             "sampler": copy.deepcopy(self.sampler.state_dict()) if is_stateful(self.sampler) else None,
             "iterator": copy.deepcopy(self._inner.state_dict()) if is_stateful(self._inner) else None,
             "boundary": False,
-            "ended": False,
+            "ended": self._ended,
         }
 
     def boundary_state(self) -> dict[str, Any] | None:

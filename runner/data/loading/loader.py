@@ -21,7 +21,7 @@ from runner.data.loading.epochs import Epoch, EpochPosition, IndexSource
 from runner.data.loading.fetch import MapFetcher, is_collated, is_iterator, is_stateful, load_state
 from runner.data.loading.in_process import MapEpoch, StreamEpoch
 from runner.data.loading.index_stream import IndexStream
-from runner.data.loading.loader_state import DatasetStates, copied, is_in_epoch, size_of
+from runner.data.loading.loader_state import DatasetStates, copied, is_in_epoch, one_value, opened, sealed, size_of
 from runner.data.loading.pinning import can_pin, pin
 from runner.data.loading.prefetch import PrefetchedEpoch
 from runner.data.loading.protocols import BatchRecord, LoaderError, LoaderStateError, State
@@ -29,7 +29,7 @@ from runner.data.loading.seeds import SeedStream
 from runner.data.loading.stream_fetch import StreamFetcher, between_epochs
 from runner.data.loading.worker_epochs import WorkerMapEpoch, WorkerSetup, WorkerStreamEpoch
 from runner.data.loading.workers import WorkerPool
-from runner.data.order.state_checks import sealed
+from runner.data.order.state_checks import without_foreign
 from runner.system.distributed import current_ranks
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,9 @@ class StatefulDataLoader(DataLoader[T_co]):
     """torch's DataLoader with `state_dict` and `load_state_dict`.
 
     There are two ways to construct one. With torch's arguments it is a drop-in replacement: the same batches in the
-    same order. With `config` it is the loader of a training run: `sampler` defaults to `DistributedSampler(dataset)`,
-    an incomplete last batch is dropped, workers persist, and the loader sets the sampler's epoch.
+    same order. With `config` it is the loader of a training run: `sampler` defaults to `DistributedSampler(dataset)`
+    (in order with `shuffle=False`), an incomplete last batch is dropped, workers persist, and the loader sets the
+    sampler's epoch.
 
     It never moves the global random generators; see `runner.data.loading.seeds`.
 
@@ -51,8 +52,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         batch_size: samples per batch; None: samples are not batched. This and the arguments not listed here are
             torch's.
         drop_last: None means False, or True if `config` is passed.
-        in_order: as in torch. False: a state of a map-style dataset is loaded with the same batch size only, and of an
-            iterable dataset there is none.
+        in_order: as in torch. False: batches are yielded as they are ready, and the loader has no state.
         snapshot_every_n_steps: batches of a worker between two states of an iterable dataset; the batches since the
             last state are fetched again and dropped after a resume. 0: a state at the start of an epoch only.
         config: an object with `num_workers` and optionally `pin_memory` and `prefetch_factor`, which replace the
@@ -97,7 +97,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             persistent_workers = num_workers > 0
             drop_last = True if drop_last is None else drop_last
             if sampler is None and not isinstance(dataset, IterableDataset):
-                sampler = _default_sampler(dataset)
+                shuffle, sampler = None, _default_sampler(dataset, shuffle is None or bool(shuffle))
         num_workers = _python_integer(num_workers)
         _check_data_pipe(dataset, num_workers)
         super().__init__(
@@ -129,10 +129,16 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._reported_length: int | None = None
 
     def __len__(self) -> int:
-        """Batches per epoch; an estimate for an iterable dataset, as in torch."""
+        """Batches of the epoch: those that were yielded, and those that follow.
+
+        For an iterable dataset it is an estimate, as in torch.
+        """
         if self._iterable:
             self._reported_length = size_of(self.dataset)
-        return super().__len__()
+            return super().__len__()
+        position = self._place()
+        left = self._stream.batches_left(position.batches, position.samples, position.base)
+        return super().__len__() if left is None else position.batches + left
 
     def __iter__(self) -> Epoch:  # type: ignore[override]
         """Begin an epoch, or resume the one that `load_state_dict` restored.
@@ -145,7 +151,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         Raises:
             LoaderStateError: the loaded state cannot be split among this number of workers.
         """
-        if self._has_yielded_all():
+        is_over = self._has_yielded_all()
+        if is_over and not self._pending:
             self.end_epoch()
         older = self._current
         if older is not None and self.persistent_workers:
@@ -153,11 +160,31 @@ class StatefulDataLoader(DataLoader[T_co]):
         state = self._loaded if self._pending else None
         if state is None:
             self._loaded = None
-        self._current = self._open_iterable(state) if self._iterable else self._open_map(state)
+            self._check_is_left()
+        self._current = self._open(state)
+        self._pending = False
+        if is_over and state is not None:
+            for _ in self._current:  # nothing, but what the samplers draw is where it would be
+                pass
+            self._current, self._loaded = self._open(None), state
         if older is not None and self.persistent_workers:
             older.successor = self._current
-        self._pending = False
         return self._current
+
+    def _open(self, state: State | None) -> Epoch:
+        return self._open_iterable(state) if self._iterable else self._open_map(state)
+
+    def _check_is_left(self) -> None:
+        """Check that a pass after another one has something to yield.
+
+        Raises:
+            LoaderError: the sampler has ended, for good.
+        """
+        if self._epoch and self._stream.ends_for_good and self._stream.batches_left(0, 0, 0) == 0:
+            raise LoaderError(
+                f"pass {self._epoch} of this loader would be empty, since {type(self._stream.sampler).__name__} has "
+                "yielded all its samples: raise its epochs= or samples=, or iterate less often"
+            )
 
     def iter_recorded(self) -> Iterator[tuple[T_co, BatchRecord]]:
         """Like `iter()`, but yields each batch with the record of its samples.
@@ -168,20 +195,30 @@ class StatefulDataLoader(DataLoader[T_co]):
         return iter(self).recorded()
 
     def _has_yielded_all(self) -> bool:
-        """Whether the current epoch has yielded its last batch, as far as that is known before the StopIteration."""
-        current = self._current
-        if current is None or current.finished or self._pending or self._iterable:
+        """Whether the epoch's last batch was yielded, as far as that is known before the StopIteration.
+
+        An epoch of a loaded state is then over, unless no other one can follow, or its length is not known yet.
+        """
+        if self._iterable or (self._pending and (self._stream.ends_for_good or self._stream.awaits_epoch)):
             return False
-        position = current.position
-        return position.has_yielded and self._stream.is_exhausted(position.batches, position.samples, position.base)
+        at = self._place()
+        reached = at.batches > 0 if self._pending else at.has_yielded
+        return reached and self._stream.batches_left(at.batches, at.samples, at.base) == 0
+
+    def _place(self) -> EpochPosition:
+        """The position in the epoch that is under way, or was loaded; otherwise that before a new one."""
+        if self._pending:
+            return self._position(self._loaded)
+        current = self._current
+        if current is None or (current.finished and not self._stream.ends_for_good):
+            return EpochPosition(self._epoch)
+        return current.position
 
     def _position(self, state: State | None) -> EpochPosition:
         position = EpochPosition(self._epoch)
         if state is not None and is_in_epoch(state):
             position.batches, position.samples = state["batches_yielded"], self._samples_of(state)
-            position.out_of_order = list(state.get("out_of_order", ()))
-            ahead = max(position.out_of_order, default=position.batches - 1) + 1 - position.batches
-            position.reached = position.samples + ahead * (self.batch_size or 1)
+            position.reached = position.samples
         if self._stream.by_position:
             position.base = position.samples
         return position
@@ -192,7 +229,8 @@ class StatefulDataLoader(DataLoader[T_co]):
             self._seeds.load(state["seeds"])
             if is_in_epoch(state):
                 return self._seeds.begin_restored()
-        return self._seeds.begin(chain=self.persistent_workers)
+        # A training run has the same order on any number of workers, so that none of them decides about its seeds.
+        return self._seeds.begin(chain=self.persistent_workers or self._stream.sets_epoch)
 
     def _open_map(self, state: State | None) -> Epoch:
         position, generator = self._position(state), self._seed(state)
@@ -200,10 +238,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         fetcher = MapFetcher(
             self.dataset, self.collate_fn, self._batched, self._own_collate, seeded=self._stream.sets_epoch
         )
-        saved = None if state is None or fetcher.collated else state.get("dataset")
+        saved = None if state is None or fetcher.collated else opened(state.get("dataset"))
         skip = position.batches if self._stream.is_batch_sampler else position.samples
         with self._seeds.in_place_of_global():
-            indices = self._stream.open(position.epoch, skip, None if state is None else state.get("order"))
+            indices = self._stream.open(position.epoch, skip, None if state is None else opened(state.get("order")))
         if not self._seeds.seeds_itself:
             indices = _seeded(indices, self._seeds)
         source = IndexSource(self._stream, indices, self._seeds.base_seed, position)
@@ -251,7 +289,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def _first_worker(self, state: State | None) -> int:
         """The worker that fetches the first batch after `state`."""
-        if state is None or not is_in_epoch(state) or not self.in_order:
+        if state is None or not is_in_epoch(state):
             return 0
         return int(state.get("next_worker", 0))
 
@@ -273,7 +311,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return WorkerSetup(
             self._pool,
             self.num_workers,
-            seed=self._seeds.base_seed if self._seeds.chained else None,
+            seed=self._seeds.worker_seed(current_ranks()[0]),
             saved=saved,
             epoch=epoch,
             first=first,
@@ -314,19 +352,22 @@ class StatefulDataLoader(DataLoader[T_co]):
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one; the first is 0."""
-        return self._epoch
+        return self._epoch + (self._pending and self._has_yielded_all())
 
     @property
     def batches_yielded(self) -> int:
         """Batches yielded in this epoch, including those before a resume."""
         if self._pending:
             assert self._loaded is not None
-            return int(self._loaded["batches_yielded"])
+            return 0 if self._has_yielded_all() else int(self._loaded["batches_yielded"])
         return 0 if self._current is None or self._current.finished else self._current.position.batches
 
     def end_epoch(self) -> None:
         """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""
         if self._pending:
+            assert self._loaded is not None
+            if not is_in_epoch(self._loaded) or self._has_yielded_all():
+                return
             self._seed(self._loaded)
             if self._stream.by_skip:
                 self._stream.sampler.set_skip(0)
@@ -345,15 +386,16 @@ class StatefulDataLoader(DataLoader[T_co]):
         dataset and the sampler. `docs/loader.md` lists the keys.
 
         Raises:
-            LoaderStateError: an iterable dataset with `in_order=False`.
+            LoaderStateError: the loader has `in_order=False`.
         """
+        self._check_has_states()
         current = self._current
-        if self._iterable and not self.in_order:
-            raise LoaderStateError("in_order=False of an iterable dataset has no state: leave in_order=True")
         if self._loaded is not None and (self._pending or current is None or not current.position.has_yielded):
             return self._with_changes(self._loaded)
         running = None if current is None or current.finished else current
         position = EpochPosition(self._epoch) if running is None else running.position
+        states = self._initial_dataset_states() if current is None else current.dataset_states()
+        by_worker = self._iterable or states is not None  # otherwise it is the same whoever fetches the next batch
         state: State = {
             "version": loader_state.VERSION,
             "loader": loader_state.NAME,
@@ -364,19 +406,25 @@ class StatefulDataLoader(DataLoader[T_co]):
             "batches_yielded": position.batches,
             "samples_yielded": position.samples,
             "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-            "next_worker": 0 if running is None else running.next_worker(),
+            "num_workers": self.num_workers if by_worker else 0,
+            "next_worker": running.next_worker() if by_worker and running is not None else 0,
             "seeds": self._seeds.state(running is not None),
             "sampler": self._sampler_state(None if running is None else position),
             "order": None,
-            "dataset": copied(self._initial_dataset_states() if current is None else current.dataset_states()),
+            "dataset": one_value(states),
         }
-        if position.out_of_order:
-            state["out_of_order"] = list(position.out_of_order)
         if not self._iterable:
             state["dataset_size"] = size_of(self.dataset)
-            state["order"] = copied(self._stream.boundary_state() if running is None else running.sampler_state())
+            order = self._stream.boundary_state() if running is None else running.sampler_state()
+            state["order"] = one_value(order)
         return sealed(state)
+
+    def _check_has_states(self) -> None:
+        if not self.in_order:
+            raise LoaderStateError(
+                "in_order=False: batches that overtake others make no place to resume from; set in_order=True to save "
+                "or load a state"
+            )
 
     def _with_changes(self, loaded: State) -> State:
         """The state that was loaded, and changes of the order that were made since."""
@@ -415,11 +463,14 @@ class StatefulDataLoader(DataLoader[T_co]):
             state: one rank's, or one aggregated from all ranks, of which this rank takes its part.
 
         Raises:
-            LoaderStateError: another loader wrote it, keys are missing, or it does not fit.
+            LoaderStateError: another loader wrote it, keys are missing, it does not fit, or the loader has
+                `in_order=False`.
         """
+        self._check_has_states()
         if isinstance(state, dict) and "ranks" in state:
             state = self.deaggregate_state_dict(state, *current_ranks())
         self._check(state)
+        state = without_foreign(state)
         if self._current is not None:
             self._current.close()
             self._current = None
@@ -449,10 +500,6 @@ class StatefulDataLoader(DataLoader[T_co]):
         loader_state.check_state(state, self._iterable, size, stream.seeds_itself, stream.is_batch_sampler)
         length = None if self._iterable else stream.epoch_size()
         loader_state.check_place(state, length, self.batch_size, stream.is_batch_sampler)
-        if state.get("out_of_order") and (self.in_order or state["batch_size"] != self.batch_size):
-            raise LoaderStateError(
-                f"this state was saved with in_order=False and batch_size={state['batch_size']}: load it with the same"
-            )
         if state.get("seeds") is not None:
             self._seeds.check(state["seeds"])
         if not stream.seeds_itself:
@@ -479,7 +526,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         Raises:
             LoaderStateError: there are none, one of them is not a loader's state, or they are of different places.
         """
-        return loader_state.aggregate(states)
+        aggregated = loader_state.aggregate(states)
+        if self._iterable:
+            redistribution.check_alike(self.dataset, states)
+        return aggregated
 
     def deaggregate_state_dict(self, aggregated: State, rank: int, world_size: int) -> State:
         """Extract the state that `rank` of `world_size` ranks resumes from.
@@ -527,8 +577,8 @@ def _seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
     yield from indices
 
 
-def _default_sampler(dataset: Any) -> Any:
+def _default_sampler(dataset: Any, shuffle: bool) -> Any:
     from runner.data.sampler import DistributedSampler
 
     rank, world_size = current_ranks()
-    return DistributedSampler(dataset, num_replicas=world_size, rank=rank)
+    return DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from runner.data.order.state_checks import (
     any_integer,
     anything,
     check,
-    check_seal,
+    check_same_seal,
+    digest_of,
     flag,
     mapping,
     maybe,
@@ -22,6 +24,7 @@ from runner.data.order.state_checks import (
     shown,
     text,
     whole,
+    without_foreign,
 )
 
 NAME = "runner.data.StatefulDataLoader"
@@ -55,7 +58,7 @@ _OWN = Record(
         "dataset": anything,
         "digest": text,
     },
-    {"dataset_size": maybe(whole()), "out_of_order": ListOf(whole())},
+    {"dataset_size": maybe(whole())},
 )
 _ANY = Record({}, {**_OWN.required, **_OWN.optional})
 _RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(mapping)})
@@ -73,6 +76,56 @@ def copied(value: Any) -> Any:
     if kind is dict and all(type(each) in _UNCHANGEABLE for each in value.values()):
         return dict(value)
     return copy.deepcopy(value)
+
+
+def one_value(value: Any) -> Any:
+    """Write a value as JSON text, if JSON brings it back unchanged.
+
+    torch.distributed.checkpoint would flatten a list of dicts into keys, whose number differs from state to state.
+    """
+    try:
+        line = json.dumps(value)
+        if value is None or json.loads(line) == value:
+            return None if value is None else line
+    except (TypeError, ValueError, RecursionError):
+        pass
+    return copied(value)
+
+
+def opened(value: Any) -> Any:
+    """Read what `one_value` returned.
+
+    Raises:
+        LoaderStateError: it is a text, but not of JSON.
+    """
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise LoaderStateError(
+            f"this state has the text {shown(value)}, which is not JSON: the state was edited; use another checkpoint"
+        ) from None
+
+
+def sealed(state: State) -> State:
+    """Return a state with its digest, which is the same on every rank."""
+    return {**state, "digest": _digest_of(state)}
+
+
+def check_seal(state: State, what: str) -> None:
+    """Check that a state is what it was when it was sealed.
+
+    Raises:
+        LoaderStateError: it was changed since.
+    """
+    check_same_seal(state.get("digest"), _digest_of(state), what, LoaderStateError, "digest")
+
+
+def _digest_of(state: State) -> str:
+    """Compute the digest of a state without the sampler's rank, which no sampler restores."""
+    sampler = state.get("sampler")
+    if isinstance(sampler, dict):
+        state = {**state, "sampler": {key: value for key, value in sampler.items() if key != "rank"}}
+    return digest_of(state)
 
 
 def is_in_epoch(state: State) -> bool:
@@ -176,12 +229,12 @@ def check_place(state: State, epoch_size: int | None, batch_size: int | None, co
                 f"{key} in this state is {state[key]}, but an epoch has {longest} {unit}: the state was edited or "
                 "belongs to another data order; use another checkpoint"
             )
-    if set(state) <= set(_OTHER_LOADERS):
+    if set(without_foreign(state)) <= set(_OTHER_LOADERS):
         return
     check(state, _OWN, _MESSAGE, LoaderStateError)
-    if state["order"] is not None:
-        check({"order": state["order"]}, Record({"order": _PLAIN_SAMPLER}), _MESSAGE, LoaderStateError)
-    check_seal(state, "this state", LoaderStateError)
+    check_seal(state, "this state")
+    if (order := opened(state["order"])) is not None:
+        check({"order": order}, Record({"order": _PLAIN_SAMPLER}), _MESSAGE, LoaderStateError)
 
 
 def check_sampler_epoch(state: State) -> None:
@@ -266,5 +319,5 @@ def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]
     check_ranks(ranks)
     for number, state in enumerate(ranks):
         if "digest" in state:
-            check_seal(state, f"this state of rank {number}", LoaderStateError)
+            check_seal(state, f"this state of rank {number}")
     return ranks

@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.data.loading import protocols
 from runner.data.loading.fetch import is_iterator, is_stateful, load_state
-from runner.data.loading.loader_state import DatasetStates, is_in_epoch, require
+from runner.data.loading.loader_state import DatasetStates, is_in_epoch, one_value, opened, require
 from runner.data.loading.protocols import LoaderStateError, State
 from runner.data.loading.stream_fetch import between_epochs, has_ended
 
@@ -33,14 +33,15 @@ def for_rank(aggregated: State, rank: int, world_size: int, workers: int) -> Sta
     behind = [state for state in ranks if state["epoch"] == epoch]
     # Ranks that have loaded a state and not read since still hold the shards of all ranks.
     shards = {tuple(shard["owner"]): shard for state in ranks for shard in _shards_of(state, ranks, epoch)}
-    return {**behind[rank % len(behind)], "dataset": [shards[of] for of in sorted(shards)], "next_worker": 0}
+    dealt = one_value([shards[of] for of in sorted(shards)])
+    return {**behind[rank % len(behind)], "dataset": dealt, "next_worker": 0}
 
 
 def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetStates:
     """The states of one rank's shards, as seen from `epoch`."""
     workers = max(int(state.get("num_workers", 0)), 1)
     rank = next(number for number, other in enumerate(ranks) if other is state)
-    saved: DatasetStates | None = state.get("dataset")
+    saved: DatasetStates | None = opened(state.get("dataset"))
     if saved is None:
         saved = [between_epochs((rank * workers + worker, len(ranks) * workers)) for worker in range(workers)]
     for shard in saved:
@@ -55,6 +56,15 @@ def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetState
     return [{**shard, "begun": True, "ended": True, "boundary": False} for shard in saved]
 
 
+def check_alike(dataset: Any, states: Sequence[State]) -> None:
+    """Let a dataset that has `check_state_dicts` compare the inner states of all shards of all ranks."""
+    if not callable(getattr(dataset, "check_state_dicts", None)):
+        return
+    shards = [shard for state in states for shard in opened(state.get("dataset")) or ()]
+    inner = [leg[key] for shard in shards for leg in (shard, *shard["waiting"]) for key in ("dataset", "iterator")]
+    dataset.check_state_dicts([state for state in inner if state is not None])
+
+
 def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int) -> tuple[DatasetStates | None, bool]:
     """The states from which this rank's `workers` resume a stream (None: from the beginning), and whether they are new.
 
@@ -67,7 +77,7 @@ def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int
     Raises:
         LoaderStateError: the number of shards changed, and the dataset cannot redistribute its states.
     """
-    saved = state.get("dataset")
+    saved = opened(state.get("dataset"))
     if saved is None:
         if state["batches_yielded"]:
             raise LoaderStateError(

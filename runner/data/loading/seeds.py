@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from runner.data.loading.protocols import LoaderStateError
+from runner.data.order.hashing import stream_key
 from runner.data.order.state_checks import shown
 
 
@@ -30,7 +31,8 @@ class SeedStream:
     """One seed per epoch, and the state to reproduce it.
 
     Where the sampler seeds itself, and for the later epochs of persistent workers, each seed is derived from the one
-    before ("chained"): a single integer is the whole state.
+    before ("chained"): a single integer is the whole state. The first one is then derived from the sampler's `seed`, if
+    it has one, so that every rank has the same state, however it has seeded torch.
 
     Args:
         generator: the one passed to the loader, or None.
@@ -42,6 +44,7 @@ class SeedStream:
         self.generator = generator
         self._generators = {"generator": generator, "sampler_generator": generator_of(sampler)}
         self.seeds_itself = seeds_itself
+        self._sampler = sampler
         self.base_seed: int | None = None
         self.chained = False
         self._private: torch.Generator | None = None
@@ -123,8 +126,18 @@ class SeedStream:
     def _root(self) -> int:
         """The seed that the next epoch's seed is derived from."""
         if self.base_seed is None:
-            self.base_seed = draw_seed(self.generator or self.private)
+            seed = getattr(self._sampler, "seed", None) if self.seeds_itself else None
+            if isinstance(seed, int):
+                self.base_seed = stream_key(seed, "loader") >> 1
+            else:
+                self.base_seed = draw_seed(self.generator or self.private)
         return self.base_seed
+
+    def worker_seed(self, rank: int) -> int | None:
+        """Return the seed of this rank's workers in this epoch; None: torch seeds them, from what `begin` returned."""
+        if not self.chained or self.base_seed is None:
+            return None
+        return stream_key(self.base_seed, rank) >> 1 if rank else self.base_seed
 
     def check(self, state: dict[str, Any]) -> None:
         """Check that `load` can restore `state`.

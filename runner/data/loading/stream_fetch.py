@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from runner.data.loading import protocols
-from runner.data.loading.fetch import annotate, collate, is_iterator, is_stateful, items, load_state, restart, stopped
+from runner.data.loading.fetch import annotate, collate, is_iterator, is_stateful, items, load_end, load_state, stopped
 from runner.data.loading.protocols import LoaderStateError, State
 
 _CALLABLE_ITERATOR = type(iter(int, 1))  # a StopIteration of its function is its end
@@ -92,9 +92,10 @@ class StreamFetcher:
 
     def _restore(self, saved: State) -> None:
         if saved["boundary"] or saved["ended"]:
-            as_it_was = protocols.Acting(tuple(saved["shard"]), self._epoch)
-            self.iterator = restart(self.dataset, saved, as_it_was)
-            if not saved["boundary"]:
+            load_end(self.dataset, saved, protocols.Acting(tuple(saved["shard"]), self._epoch))
+            if saved["boundary"]:
+                self.iterator = iter(self.dataset)
+            else:
                 self.ended, self.exhausted = not self._waiting, True
                 self.iterator = iter(())
         else:
@@ -130,7 +131,7 @@ class StreamFetcher:
         Raises:
             StopIteration: the dataset has ended.
             RuntimeError: the dataset raised StopIteration without having ended.
-            Exception: whatever the dataset raises; the index of the sample and the process are added to the message.
+            Exception: any error of the dataset; the index of the sample and the process are added to the message.
         """
         before = self._opened, self.samples - self._opened_at, list(self._waiting)
         samples: list[Any] = []
@@ -146,7 +147,7 @@ class StreamFetcher:
             batch = collate(self.collate_fn, samples[0] if self.batch_size is None else samples)
         except StopIteration:
             raise
-        except Exception:
+        except BaseException:  # Ctrl-C, too
             opened, since, waiting = before
             self._failed = {**opened, "samples": opened["samples"] + since, "waiting": waiting}
             self._failed["begun"] = opened["begun"] or since > 0

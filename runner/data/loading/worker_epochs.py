@@ -112,17 +112,13 @@ class _MapDispatcher(_Dispatcher):
         self._drawn = position.samples
         self._drawn_batches = position.batches
         self._base = position.base
-        self._out_of_order = set(position.out_of_order)
 
     def _fetch_task(self) -> FetchTask:
         source, stream = self._source, self._source.stream
-        while True:
-            indices = next(source.indices)
-            count = 1 if stream.one_by_one else len(indices)
-            first, batch = self._drawn, self._drawn_batches
-            self._drawn, self._drawn_batches = first + count, batch + 1
-            if batch not in self._out_of_order:
-                break
+        indices = next(source.indices)
+        count = 1 if stream.one_by_one else len(indices)
+        first, batch = self._drawn, self._drawn_batches
+        self._drawn, self._drawn_batches = first + count, batch + 1
         task = self._add()
         task.indices, task.count, task.first, task.batch = indices, count, first, batch
         task.sampler_state = stream.state() if stream.is_stateful else None
@@ -273,8 +269,6 @@ class WorkerMapEpoch(_WorkerEpoch):
         self, source: IndexSource, fetcher: MapFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any
     ) -> None:
         self._source = source
-        self._batch_size = source.stream.batch_size or 1  # that of batches yielded before a resume
-        self._ends: dict[int, tuple[int, dict[str, Any] | None]] = {}  # of the batches yielded out of order
         self._sampler_state = source.stream.state()
         self._dispatcher = _MapDispatcher(setup, source, position)
         super().__init__(setup, self._dispatcher, fetcher.dataset, position, *rest)
@@ -292,25 +286,12 @@ class WorkerMapEpoch(_WorkerEpoch):
             if reply.count < 0 or task.batch < 0 or task.discarded:
                 continue
             self._next_worker = (reply.worker + 1) % self._setup.count
+            self._sampler_state = task.sampler_state
             if self._setup.in_order:
-                self._sampler_state = task.sampler_state
                 self.position.advance(task.indices, task.count, task.batch + 1, task.first)
             else:
-                self._advance_out_of_order(task)
+                self.position.advance_unordered(task.indices, task.count, task.first)
             return unpack(reply.payload)
-
-    def _advance_out_of_order(self, task: _PendingTask) -> None:
-        """The position is the first batch that was not yielded; those yielded after it are listed."""
-        position = self.position
-        self._ends[task.batch] = (task.first + task.count, task.sampler_state)
-        position.take(task.indices, task.count, task.first)
-        position.has_yielded = True
-        early = sorted({*position.out_of_order, task.batch})
-        while early and early[0] == position.batches:
-            early.pop(0)
-            end, state = self._ends.pop(position.batches, (position.samples + self._batch_size, None))
-            position.batches, position.samples, self._sampler_state = position.batches + 1, end, state
-        position.out_of_order = early
 
     def _record(self) -> BatchRecord:
         return self._source.record(self.position)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from runner.data.order.permutation import MAX_SIZE
-from runner.data.order.weights import SamplerError, check_weights, integer, is_finite
+from runner.data.order.weights import SamplerError, check_names, check_weights, integer, is_finite
 from runner.errors import nearest
 
 _LARGEST_FLOAT = sys.float_info.max
@@ -121,6 +121,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
     """
     if not sizes:
         raise SamplerError("no sources: sizes must map at least one source name to its number of samples")
+    check_names(sizes)
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= MAX_SIZE:
             raise SamplerError(f"source {name!r} has size {size!r}: expected an integer between 0 and 2^62")

@@ -173,14 +173,20 @@ def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
     return {**state, key: digest_of(state, key)}
 
 
-def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
-    """The digest of a state without what is under `key`: the same before and after a round trip through JSON.
+def without_foreign(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a state without the keys that begin with an underscore, which only others add."""
+    return {name: value for name, value in state.items() if not (isinstance(name, str) and name.startswith("_"))}
 
-    A value of the state that has a "seal" counts as that: whoever restores the value has to check it.
+
+def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
+    """Compute the digest of a state without its `key`: the same before and after a round trip through JSON.
+
+    A value that has a "seal" counts as that seal: whoever restores the value has to check it. Keys that begin with an
+    underscore are left out: trainers add some of their own.
     """
     content = {
         name: value["seal"] if type(value) is dict and "seal" in value else value
-        for name, value in state.items()
+        for name, value in without_foreign(state).items()
         if name != key
     }
     return xxhash.xxh3_64_hexdigest(_text_of(content))

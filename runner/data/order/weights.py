@@ -46,6 +46,21 @@ def integer(what: str, value: Any, lowest: int | None = None) -> int:
     return number
 
 
+def check_names(names: Iterable[Any], error: type[Exception] = SamplerError) -> None:
+    """Check names of sources: they are in states, in the metrics and in what users write to leave samples out.
+
+    Raises:
+        Exception: an `error`, for one that is no printable text, or "positions".
+    """
+    for name in names:
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise error(f"source name {name!r}: it must be a text of printable characters on one line")
+        if name == "positions":
+            raise error(
+                "source name 'positions': it must be another one, since exclude=positions:5-9 means those of the run"
+            )
+
+
 def is_finite(value: Any) -> bool:
     """Whether it is a real number, numpy's included, that a float can hold."""
     try:
