@@ -83,10 +83,12 @@ def one_value(value: Any) -> Any:
 
     torch.distributed.checkpoint would flatten a list of dicts into keys, whose number differs from state to state.
     """
+    if value is None:
+        return None
     try:
         line = json.dumps(value)
-        if value is None or json.loads(line) == value:
-            return None if value is None else line
+        if json.loads(line) == value:
+            return line
     except (TypeError, ValueError, RecursionError):
         pass
     return copied(value)
@@ -123,7 +125,7 @@ def check_seal(state: State, what: str) -> None:
 def _digest_of(state: State) -> str:
     """Compute the digest of a state without the sampler's rank, which no sampler restores."""
     sampler = state.get("sampler")
-    if isinstance(sampler, dict):
+    if isinstance(sampler, dict) and "rank" in sampler:
         state = {**state, "sampler": {key: value for key, value in sampler.items() if key != "rank"}}
     return digest_of(state)
 

@@ -175,7 +175,11 @@ def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
 
 def without_foreign(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a state without the keys that begin with an underscore, which only others add."""
-    return {name: value for name, value in state.items() if not (isinstance(name, str) and name.startswith("_"))}
+    return {name: value for name, value in state.items() if not _is_foreign(name)}
+
+
+def _is_foreign(name: Any) -> bool:
+    return type(name) is str and name[:1] == "_"
 
 
 def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
@@ -186,8 +190,8 @@ def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
     """
     content = {
         name: value["seal"] if type(value) is dict and "seal" in value else value
-        for name, value in without_foreign(state).items()
-        if name != key
+        for name, value in state.items()
+        if name != key and not _is_foreign(name)
     }
     return xxhash.xxh3_64_hexdigest(_text_of(content))
 
