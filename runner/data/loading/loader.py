@@ -29,7 +29,6 @@ from runner.data.loading.seeds import SeedStream
 from runner.data.loading.stream_fetch import StreamFetcher, between_epochs
 from runner.data.loading.worker_epochs import WorkerMapEpoch, WorkerSetup, WorkerStreamEpoch
 from runner.data.loading.workers import WorkerPool
-from runner.data.order.state_checks import without_foreign
 from runner.system.distributed import current_ranks
 
 logger = logging.getLogger(__name__)
@@ -412,6 +411,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             "sampler": self._sampler_state(None if running is None else position),
             "order": None,
             "dataset": one_value(states),
+            "_iterator_finished": running is None and self._epoch > 0,  # accelerate sets it in any loader's state
         }
         if not self._iterable:
             state["dataset_size"] = size_of(self.dataset)
@@ -470,7 +470,6 @@ class StatefulDataLoader(DataLoader[T_co]):
         if isinstance(state, dict) and "ranks" in state:
             state = self.deaggregate_state_dict(state, *current_ranks())
         self._check(state)
-        state = without_foreign(state)
         if self._current is not None:
             self._current.close()
             self._current = None
