@@ -170,9 +170,10 @@ def _before_start(run: RunDir, unanswered: bool) -> str:
 
 
 def _has_log(run: RunDir) -> bool:
-    """Whether the submitted job has written to its log."""
+    """Whether the submitted job has written to its log. A task of an array has a link to where it would be."""
     names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
-    return any(name.startswith(f"{submitted_job(run)}_") and name.endswith("_log.out") for name in names)
+    mine = [name for name in names if name.startswith(f"{submitted_job(run)}_") and name.endswith("_log.out")]
+    return any(files.exists(run.logs / name) for name in mine)
 
 
 def _knows_better(

@@ -123,7 +123,10 @@ def test_runs_in_no_queue_are_in_the_state_they_recorded(slurm: FakeSlurm, tmp_p
 
 
 def test_a_job_that_left_the_queue_before_its_attempt_began(slurm: FakeSlurm, tmp_path: Path) -> None:
-    make(tmp_path, "cancelled", None, "12")
+    """A task of an array that never started has a link to a log that does not exist."""
+    cancelled = make(tmp_path, "cancelled", None, "12_3")
+    cancelled.logs.mkdir()
+    (cancelled.logs / "12_3_0_log.out").symlink_to("../../.slurm/12_3_0_log.out")
     broken = make(tmp_path, "failed", None, "13")
     broken.logs.mkdir()
     (broken.logs / "13_0_log.out").write_text("ModuleNotFoundError")
@@ -132,6 +135,7 @@ def test_a_job_that_left_the_queue_before_its_attempt_began(slurm: FakeSlurm, tm
     rows = {row.run: row for row in status.collect(tmp_path)[0]}
     assert {name: row.state for name, row in rows.items()} == {name: name for name in rows}
     assert "logs" in str(rows["failed"].cause)
+    assert rows["cancelled"].cause == "left the queue"
 
 
 def test_slurm_supplies_the_end_of_a_job_that_could_not_record_it(slurm: FakeSlurm, tmp_path: Path) -> None:
