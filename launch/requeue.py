@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ SCRIPT = Path(__file__).with_name("requeue.sh")
 SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
 MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: the environment is broken
 GIVEN_UP = "not requeued: "  # what the batch script puts before the reason of the last failed start
-NOTE_BYTES = 255  # of a file of failed starts, before the end of the line
+NOTE_BYTES = 1000  # of a file of failed starts, before the end of the line
 SUBMISSION = "REQUEUE_SUBMISSION"
 """The variable in which the batch script passes on the name of the submission that it is of."""
 BATCH_BEGAN = "RUNNER_BATCH_BEGAN"
@@ -93,7 +94,8 @@ def note_failed_starts(path: Path, count: int, reason: str = "") -> None:
     Raises:
         OSError: it does not exist, or cannot be written.
     """
-    line = f"{count} {' '.join(reason.split())}".encode("ascii", "replace")[:NOTE_BYTES].ljust(NOTE_BYTES) + b"\n"
+    shown = textwrap.shorten(reason, NOTE_BYTES - len(f"{count} {GIVEN_UP}"), placeholder=" ...")
+    line = f"{count} {shown}".encode("ascii", "replace").ljust(NOTE_BYTES) + b"\n"
     fd = files.open_fd(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         files.overwrite(fd, line)

@@ -175,10 +175,11 @@ def test_a_run_in_the_queue_of_another_launcher_is_not_started_here(
 
 
 @pytest.mark.slow
-def test_a_single_failed_run_is_resumed_here(run: Command) -> None:
-    run(launcher="here")
+@pytest.mark.parametrize("launcher", ["here", "fake"])
+def test_a_failed_run_is_restarted_by_its_own_command(run: Command, launcher: str) -> None:
+    run(launcher=launcher)
     fail(run_dirs()[0])
-    assert run(launcher="here") == 0
+    assert run(launcher=launcher) == 0
     assert len(FakeLauncher.launched) == 2
 
 

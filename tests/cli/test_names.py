@@ -203,6 +203,12 @@ def test_a_reason_of_several_lines_is_one(job: Composed, planned: RunDir) -> Non
     assert "(crash: ValueError: one two)" in why(job, retry_failed=True)[1]
 
 
+@pytest.mark.parametrize(("words", "end"), [(150, "word)"), (10_000, " …)")])
+def test_a_reason_is_shown_whole_or_marked_as_cut(job: Composed, planned: RunDir, words: int, end: str) -> None:
+    ended(planned, "failed", 7, 4, " ".join(["word"] * words), "failed")
+    assert end + "; launcher.retry_failed=true restarts it" in why(job)[1]
+
+
 def test_a_longer_run_continues_a_finished_one(job: Composed, planned: RunDir) -> None:
     ended(planned, "finished", 6, 6, state="finished")
     planned.finished.write_text('{"steps": 6}')

@@ -97,7 +97,7 @@ def test_a_kill_is_told_apart_from_a_lost_node(
     before = {"job_id": "12_1", "restart_count": 0}
     assert job.SlurmJob().cause_of_loss(before) == "node failure"
     starts = requeue.starts_file(tmp_path, "12_1")
-    starts.write_text(f"{'1 it ended with status 137':255}\n")
+    starts.write_text(f"{'1 it ended with status 137':{requeue.NOTE_BYTES}}\n")
     here = job.SlurmJob()
     here.on_started()
     assert here.cause_of_loss(before) == "killed"
@@ -498,7 +498,7 @@ def test_an_attempt_that_cannot_be_imported_is_left_to_the_next_start(
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     monkeypatch.setattr(rendezvous, "export", Mock(side_effect=error))
     starts = requeue.starts_file(tmp_path, "12_1")
-    starts.write_text(f"{1:<255}\n")
+    starts.write_text(f"{1:<{requeue.NOTE_BYTES}}\n")
     with pytest.raises(type(error)):
         job.start(str(tmp_path), "somewhere:attempt")
     assert not list(tmp_path.glob("*.verdict"))
@@ -541,7 +541,7 @@ def test_a_job_does_not_do_what_was_submitted_for_an_earlier_one_with_its_id(
     module.attempt = lambda _, job: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "somewhere", module)
     starts = requeue.starts_file(tmp_path, requeue.mark("12_1", OWN))
-    starts.write_text(f"{0:<255}\n")
+    starts.write_text(f"{0:<{requeue.NOTE_BYTES}}\n")
     with pytest.raises(SystemExit) as left:
         job.start(str(tmp_path), "somewhere:attempt", submission=OWN if own else THEIRS)
     assert left.value.code == (0 if own else ExitStatus.FAILED)
@@ -590,12 +590,21 @@ def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(
 ) -> None:
     monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     starts = requeue.starts_file(tmp_path, "12_1")
-    starts.write_text(f"{2:<255}\n")
+    starts.write_text(f"{2:<{requeue.NOTE_BYTES}}\n")
     here = job.SlurmJob()
     with monkeypatch.context() as patch:
         patch.setattr(files, "read_regular", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         here.yield_verdict("no space")
     assert requeue.failed_starts(starts) == (2, "")
+
+
+@pytest.mark.parametrize(("words", "end"), [(150, "word"), (10_000, " ...")])
+def test_why_a_start_failed_is_stored_whole_or_marked_as_cut(tmp_path: Path, words: int, end: str) -> None:
+    starts = requeue.starts_file(tmp_path, "12_1")
+    starts.write_text(f"{0:<{requeue.NOTE_BYTES}}\n")
+    requeue.note_failed_starts(starts, 2, " ".join(["word"] * words))
+    assert requeue.failed_starts(starts)[1].endswith(end)
+    assert len(starts.read_bytes()) == requeue.NOTE_BYTES + 1
 
 
 # Requeueing from the batch script
@@ -666,7 +675,7 @@ def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
     slurm.prints("scontrol_show_job", job_line(**state) + "\n")
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     starts.parent.mkdir(parents=True)
-    starts.write_text(f"{before:<255}\n")
+    starts.write_text(f"{before:<{requeue.NOTE_BYTES}}\n")
     if before:
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         slurm.shows_job(**{**state, "Restarts": "1"})
@@ -674,7 +683,7 @@ def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
     only = "" if state["JobState"] == "COMPLETING" else "incomplete "
     assert slurm.calls("scontrol requeue") == ([f"scontrol requeue {only}12_1"] if requeued else [])
     assert requeue.failed_starts(starts)[0] == after
-    assert status == 0 or starts.stat().st_size == 256
+    assert status == 0 or starts.stat().st_size == requeue.NOTE_BYTES + 1
 
 
 @pytest.mark.parametrize(
@@ -731,7 +740,7 @@ def test_what_an_earlier_job_with_the_same_id_leaves_decides_nothing(slurm: Fake
     theirs = requeue.mark("12_1", THEIRS)
     starts, verdict = requeue.starts_file(logs, theirs), requeue.verdict_file(logs, theirs, 0)
     logs.mkdir(parents=True)
-    starts.write_text(f"{'3 no space':255}\n")
+    starts.write_text(f"{'3 no space':{requeue.NOTE_BYTES}}\n")
     srun, left = f"touch {verdict}; exit 137", [starts.name, verdict.name]
     assert batch_script(slurm, tmp_path / "run", srun, [], left=left, submission=OWN) == 137
     assert slurm.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1"]
@@ -850,7 +859,7 @@ def test_the_batch_script_keeps_a_count_that_it_cannot_read(
     """Until it can, all restarts are the budget."""
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     starts.parent.mkdir(parents=True)
-    starts.write_text(f"{'2 a reason':255}\n")
+    starts.write_text(f"{'2 a reason':{requeue.NOTE_BYTES}}\n")
     fails = 'case $(readlink /proc/$BASHPID/fd/0) in *.starts) return 1 ;; esac; builtin read "$@"'
     for restarts in (1, 2, 3):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from runner.system.signals import STOP
 
 # How long a command waits for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
 ENDING_WAIT_S, ENDING_POLL_S = 180.0, 1.0
+MAX_REASON = 1000  # characters; all of our own messages are shorter
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
     Args:
         jobs: the runs of the command.
         launcher: of all of them.
-        single: one run on this machine, so a live one is an error and a failed one is retried.
+        single: one run on this machine, so a live one is an error.
 
     Raises:
         LockedError: the single run is live.
@@ -61,6 +63,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
     unfinished: list[RunDir] = []
     finished: dict[Path, State] = {}
     broken: dict[Path, RunDirError] = {}
+    retry_failed = launcher.retry_failed or len(jobs) == 1
     for job in jobs:
         run = RunDir(job.run_dir)
         try:
@@ -81,7 +84,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
                 raise broken[job.run_dir]
             with reading(RunDir(job.run_dir)):
                 state = finished.get(job.run_dir)
-                planned.append(plan_run(job, queued.get(job.run_dir), launcher.retry_failed or single, state=state))
+                planned.append(plan_run(job, queued.get(job.run_dir), retry_failed, state=state))
         except RunDirError as error:
             if len(jobs) == 1:
                 raise
@@ -177,8 +180,8 @@ def _resuming(state: State, job: Composed) -> str:
 
 
 def _one_line(reason: object) -> str:
-    """The message of an error, which may have several lines."""
-    return " ".join(str(reason).split())[:300]
+    """The message of an error, which may have several lines, and be that of a user's exception with all its data."""
+    return textwrap.shorten(str(reason), MAX_REASON, placeholder=" …")
 
 
 def _new(job: Composed) -> PlannedRun:
