@@ -27,9 +27,6 @@ FIELDS = {
 }
 # A user's defaults for these commands: filters that would hide jobs, formats other than those read here.
 PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
-# Runs a command that outlives the signals of the job that it runs in: they reach every process of the job, and a
-# requeue is answered while the job is being killed for it.
-DEAF = ("/bin/sh", "-c", 'trap "" TERM INT USR1 USR2; exec "$@"', "sh")
 # Slurm's reasons for a job to wait of which the words alone do not tell what to do; {job} is its id.
 REASONS = {
     "JobHeldAdmin": "held by Slurm or an administrator: `scontrol release {job}`, or ask them",
@@ -93,10 +90,6 @@ class ForgottenError(SchedulerError):
     """Slurm answers that it knows no such job: it is over for long, or Slurm has lost it."""
 
 
-class KilledError(SchedulerError):
-    """A signal that was on its way ended the command before it could ignore signals."""
-
-
 def missing_commands() -> list[str]:
     """Slurm's commands that are not on this machine's PATH."""
     return [name for name in COMMANDS if processes.find_command(name) is None]
@@ -108,25 +101,15 @@ def ask(*command: str, text: str | None = None) -> str:
     Raises:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
         ForgottenError: Slurm knows no job with the id in question.
-        KilledError: a signal ended the command.
     """
     env = {name: value for name, value in processes.environment.items() if not name.startswith(PREFERENCES)}
     env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
     if processes.find_command(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine's PATH")
     try:
-        # A session of its own: a signal to the job's process group must not end the command as well.
-        done = processes.run(
-            [*DEAF, *command],
-            input=text,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-            env=env,
-            start_new_session=True,
-        )
+        # Slurm's signals reach every process of the job, in whatever session; others reach its process group. And a
+        # requeue is answered while the job is being killed for it.
+        done = processes.run_shielded(command, given=text, timeout=TIMEOUT_S, env=env, start_new_session=True)
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer within {TIMEOUT_S} s") from None
     except OSError as error:  # no memory for another process, say: it may work the next time
@@ -136,7 +119,6 @@ def ask(*command: str, text: str | None = None) -> str:
         message = lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
         # (squeue says "Invalid job id: TEXT" of what could be none.)
         kind = ForgottenError if "invalid job id specified" in message.lower() else SchedulerError
-        kind = KilledError if done.returncode < 0 else kind
         raise kind(re.sub(r"^\w+: (error: )*", "", message).strip())
     return done.stdout
 
@@ -152,12 +134,7 @@ def show_job(job_id: str) -> dict[str, str]:
     Raises:
         SchedulerError: Slurm does not answer, or has forgotten the job.
     """
-    question = ("scontrol", "show", "job", "-o", job_id)
-    try:
-        answer = ask(*question)
-    except KilledError:  # as the job is about to be killed, perhaps: it is asked again at once
-        answer = ask(*question)
-    line, _, command = answer.partition(" Command=")
+    line, _, command = ask("scontrol", "show", "job", "-o", job_id).partition(" Command=")
     before, _, rest = line.partition(" JobName=")
     name, found, after = rest.partition(" UserId=")
     record = {**fields(f"{before} UserId={after}"), "JobName": name} if found else fields(line)

@@ -15,11 +15,11 @@ import socket
 import subprocess
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from runner.system import clock, files
+from runner.system import clock, files, signals
 
 Process = subprocess.Popen
 """A process that was started, for type hints."""
@@ -27,8 +27,40 @@ Process = subprocess.Popen
 start = subprocess.Popen
 """Start a process and return at once."""
 
+PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
+
 run = subprocess.run
 """Run a command to its end."""
+
+
+def run_shielded(
+    command: Sequence[str], *, given: str | None, timeout: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, which stop signals do not end: it inherits that they are blocked.
+
+    (A shell that ignores them, by `trap ""`, is killed by one that comes before that.) They are held back from this
+    thread only while the command starts.
+
+    Args:
+        command: its words.
+        given: its standard input.
+        timeout: seconds after which it is killed.
+        options: see `start`.
+
+    Raises:
+        TimeoutExpired: it took longer.
+        OSError: it cannot be started.
+    """
+    with signals.blocked():
+        process = start(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, errors="replace", **options)
+    with process:
+        try:
+            output, errors = process.communicate(given, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
 
 become = os.execve
 """(path, arguments, environment): replace the program of this process; what its buffers hold is lost."""
@@ -57,8 +89,6 @@ find_command = shutil.which
 _SIGEV_THREAD = 2
 _PR_SET_PDEATHSIG = 1
 _PARENT = "RUNNER_PARENT"
-
-PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
 
 
 def state_of(pid: int) -> tuple[str, str] | None:

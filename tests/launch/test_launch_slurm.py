@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +28,7 @@ from launch.slurm import SlurmLauncher
 from runner.contracts import Job, Launcher
 from runner.rundir import submitted_jobs
 from runner.rundir.paths import RunDir
+from runner.system import processes
 
 __all__ = ["runs", "slurm"]
 
@@ -240,12 +243,19 @@ def test_a_users_sbatch_variables_do_not_override_the_config(
     assert os.environ["SBATCH_PARTITION"] == "theirs"
 
 
-def test_a_command_of_slurm_survives_the_signals_of_its_job(slurm: FakeSlurm) -> None:
-    """They reach all its processes, in whatever session; a requeue is answered while the job is killed for it."""
-    (slurm.folder / "scontrol").write_text(
-        "#!/bin/sh\nkill -TERM $$; kill -USR2 $$; kill -INT $$; echo JobState=RUNNING\n"
-    )
+def test_a_command_of_slurm_survives_the_signals_of_its_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first moment on. They reach all its processes, in whatever session; a requeue is answered meanwhile."""
+    (slurm.folder / "scontrol").write_text("#!/bin/sh\nkill -USR2 $$; kill -INT $$; echo JobState=RUNNING\n")
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(*arguments, **options)
+        process.send_signal(signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(processes, "start", start)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert scheduler.show_job("12") == {"JobState": "RUNNING"}
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_users_squeue_filters_do_not_hide_a_live_job(

@@ -329,20 +329,8 @@ def test_a_command_of_slurm_that_cannot_be_started_or_read_has_not_answered(
         (inside.folder / "scontrol").write_bytes(b"#!/bin/sh\nprintf '" + answer + b"'\n")
     else:
         refused = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        monkeypatch.setattr(processes, "run", Mock(side_effect=refused))
+        monkeypatch.setattr(processes, "start", Mock(side_effect=refused))
     assert job.SlurmJob().cause(signal.SIGTERM) == "interrupted"
-
-
-def test_a_look_that_a_signal_ends_is_repeated_at_once(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signals of a requeue reach a command that is just being started. A pause may be longer than the time left."""
-    inside.shows_job(**RUNNING)
-    scontrol, killed = inside.folder / "scontrol", inside.folder / "killed"
-    once = f'case "$* $(cat {inside.folder}/calls)" in *show*requeue*) mkdir {killed} 2>/dev/null && kill -9 $$ ;; esac'
-    scontrol.write_text(scontrol.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{once}\n"))
-    monkeypatch.setattr(clock, "sleep", Mock(side_effect=AssertionError("a pause")))
-    assert job.SlurmJob().requeue_if_needed("preempted") == "preempted"
-    assert killed.exists()
-    assert len(inside.calls("scontrol requeue")) == 1
 
 
 def test_a_job_is_requeued_although_the_sites_default_is_not_to(inside: FakeSlurm) -> None:

@@ -241,6 +241,7 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
         "send_signal": send_signal,
         "find_command": lambda name: f"/usr/bin/{name}" if run is not None else None,
         "run": run or no_command,
+        "run_shielded": run or no_command,
         "start": no_command,
     }
 

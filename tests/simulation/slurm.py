@@ -592,7 +592,7 @@ class Slurm:
     def run(self, command: list[str], **options: Any) -> CompletedProcess[str]:
         """`subprocess.run` of one of Slurm's commands."""
         world = self.world
-        words = command[command.index("sh") + 1 :] if "sh" in command else list(command)
+        words = list(command)
         world.step(" ".join(words[:4])[:60])
         task = world.current
         assert task is not None
