@@ -27,11 +27,17 @@ FIELDS = {
 }
 # A user's defaults for these commands: filters that would hide jobs, formats other than those read here.
 PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
-# Slurm's reasons for a job to wait of which the words alone do not tell what to do; {job} is its id.
+# Slurm's reasons for a job to wait of which the words alone do not tell what to do; {job} is its id. As scontrol prints
+# them: squeue prints some with spaces, for which it has no name of its own (`launch failed requeued held`).
 REASONS = {
+    "Resources": "nodes with what it asks for are not free yet",
+    "Priority": "jobs of higher priority come first",
+    "JobArrayTaskLimit": "as many runs of its sweep as launcher.array_parallelism allows are running",
+    "Dependency": "it waits for the end of another job",
     "JobHeldAdmin": "held by Slurm or an administrator: `scontrol release {job}`, or ask them",
     "JobHeldUser": "held by its user: `scontrol release {job}`",
     "launch_failed_requeued_held": "held by Slurm, since its node could not start it: `scontrol release {job}`",
+    "job_requeued_in_held_state": "it was requeued on hold: `scontrol release {job}`",
     "BeginTime": "Slurm lets it start later (two minutes after a requeue)",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition is inactive",
@@ -257,5 +263,5 @@ def _explained(reason: str, job_id: str) -> str | None:
     """Slurm's reason for a job to wait, with what it means where the words do not tell."""
     if reason in ("", "None"):
         return None
-    meaning = REASONS.get(reason.partition(",")[0])
+    meaning = REASONS.get(reason.partition(",")[0].replace(" ", "_"))
     return reason if meaning is None else f"{reason}: {meaning.format(job=job_id)}"

@@ -608,10 +608,13 @@ def test_a_job_that_only_its_attempt_recorded_is_known_by_the_id_of_an_earlier_o
     ("reason", "words"),
     [
         ("JobHeldAdmin", "held by Slurm or an administrator: `scontrol release 12`"),
-        ("launch_failed_requeued_held", "`scontrol release 12`"),
+        ("launch failed requeued held", "`scontrol release 12`"),
+        ("job requeued in held state", "`scontrol release 12`"),
+        ("JobArrayTaskLimit", "launcher.array_parallelism"),
+        ("Resources", "nodes with what it asks for are not free yet"),
         ("PartitionDown", "its partition is down"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "UnavailableNodes:n1: a node that it needs is not available"),
-        ("Priority", "Priority"),
+        ("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerUserLimit"),
     ],
 )
 def test_why_a_job_waits_is_explained(slurm: FakeSlurm, runs: list[Path], reason: str, words: str) -> None:

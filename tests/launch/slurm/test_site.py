@@ -123,3 +123,16 @@ def test_a_job_that_is_requeued_while_it_is_suspended(cluster: Cluster, tmp_path
     job.wait_for_requeue()
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["requeued", "finished"]
+
+
+def test_the_status_of_a_job_on_hold_tells_how_to_release_it(cluster: Cluster, tmp_path: Path) -> None:
+    """In squeue the reason has spaces."""
+    job = Job(tmp_path / "run", COMMON, cluster=cluster)
+    job.submit()
+    job.wait_for_state("RUNNING")
+    cluster.run("scontrol", "requeuehold", job.job_id)
+    job.wait_for_state("PENDING")
+    try:
+        assert job.row()["reason"].endswith(f"`scontrol release {job.job_id}`")
+    finally:
+        cluster.run("scancel", job.job_id)
