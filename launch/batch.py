@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.scheduler import SCRIPT_PREFIX
+from runner.rundir import trust
 from runner.system import clock, files, processes
 
 FOLDER = "RUNNER_JOB_FOLDER"
@@ -45,6 +46,24 @@ class Start:
     max_timeouts: int | None
     requeue_killed: bool
     submission: str
+
+
+def sweep_folder(parent: Path, user: str | None) -> Path:
+    """Where the batch scripts, notes and logs of a user's (their number) sweeps are, beside the runs.
+
+    Each has one of their own: what is in it is run as that user, and others may have sweeps in the same directory.
+    """
+    return parent / f".slurm-{user}"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder of jobs that others can write.
+
+    Raises:
+        RunDirError: they can, or it is another user's.
+        OSError: it cannot be read.
+    """
+    trust.check_private(folder, folder, "jobs run what its files name", "remove it, or choose another run.root")
 
 
 def script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from launch import batch, rendezvous, requeue, scheduler, submission
 from runner.contracts import is_same_job
-from runner.errors import ExitStatus
+from runner.errors import ExitStatus, UserError
 from runner.rundir.paths import RunDir
 from runner.system import files, processes, signals
 
@@ -73,6 +73,10 @@ def start(
 def main(folder: str) -> NoReturn:
     """What the batch script starts in each task, `python -m launch.job FOLDER`: do what this job was submitted for."""
     processes.environment[batch.FOLDER] = folder
+    try:
+        batch.check_folder(Path(folder))
+    except (UserError, OSError) as error:
+        sys.exit(f"[launch] {error}")
     found = batch.find_start(Path(folder), own_id())
     if found is None:
         sys.exit(f"[launch] the command that submitted job {own_id()} has not recorded it in {folder}")

@@ -43,9 +43,10 @@ read_failed_starts() {
         case $REQUEUE_STARTS in '' | *[!0-9]*) REQUEUE_STARTS=0 ;; esac
     fi
 }
-note_failed_starts() {
+note_failed_starts() (
+    umask go-w # whoever can write it decides whether the job is requeued
     printf "%-${REQUEUE_NOTE_BYTES}.${REQUEUE_NOTE_BYTES}s\n" "$1" 1<>"$REQUEUE_MARK.starts"
-} 2>/dev/null
+) 2>/dev/null
 read_failed_starts || :
 [ -z "$REQUEUE_STARTS" ] || note_failed_starts "$REQUEUE_STARTS" || :
 

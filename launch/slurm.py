@@ -33,9 +33,6 @@ from runner.system import clock, files, processes
 # this much: munge refuses others.
 CLOCKS_DIFFER_S = 300.0
 
-# Where a sweep's batch script, notes and logs are, beside its runs.
-SWEEP_FOLDER = ".slurm"
-
 # Variables that tell Slurm's commands where the cluster is; all others of SLURM_* describe the job that one is in.
 CLUSTER_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 # Options that every batch script sets.
@@ -223,6 +220,7 @@ class SlurmLauncher(SlurmOptions):
             RuntimeError: sbatch refused; the message is its own.
             UncertainError: the job may be in the queue; a note of that is kept in the run directories.
             OSError: the file system refused; there is no job.
+            RunDirError: others can write where its files go; there is no job.
             SupersededError: another command has taken over.
         """
         created = not files.exists(folder)
@@ -232,7 +230,8 @@ class SlurmLauncher(SlurmOptions):
             with files.owned():
                 runs[0].make_dirs(folder)
         else:
-            files.make_dirs(folder)
+            files.make_dirs(folder, files.OWNED)
+        batch.check_folder(folder)
         unique, is_asked = submission.new_name(), False
         starts = [batch.Start(str(run.path), attempt, self.max_timeouts, self.requeue_killed, unique) for run in runs]
         try:
@@ -400,7 +399,7 @@ def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) ->
     recorded = _text_or_none(files.read_object(RunDir(run_dir).job).get("folder"))
     # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
     folders = [Path(recorded)] if recorded and files.seems_dir(recorded) else []
-    folders += [RunDir(run_dir).logs, run_dir.absolute().parent / SWEEP_FOLDER]
+    folders += [RunDir(run_dir).logs, batch.sweep_folder(run_dir.absolute().parent, job.user)]
     reason = next((why for each in folders if (why := _failed_start(each, job))), "")
     if not reason or (info is not None and info.job_id != job.job_id):
         return info
@@ -429,7 +428,7 @@ def _refusal(error: Exception) -> str:
 def _submission_folder(run_dirs: list[Path]) -> Path:
     """Where a submission's files go: the logs of a single run, or a directory beside the runs of a sweep."""
     first = run_dirs[0].absolute()
-    return RunDir(first).logs if len(run_dirs) == 1 else first.parent / SWEEP_FOLDER
+    return RunDir(first).logs if len(run_dirs) == 1 else batch.sweep_folder(first.parent, str(processes.user_id()))
 
 
 def _job_name(run_dirs: list[Path]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.errors import RunDirError
@@ -82,19 +82,32 @@ def check_trusted(run: RunDir) -> None:
         OSError: the run directory cannot be read.
     """
     check_kinds(run)
-    if _is_named_trusted(run.path):
-        return
     for path in (run.path, run.config):
-        try:
-            found = files.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        if fault := _fault(path, found):
-            owner, mode = accounts.user_name(found.st_uid), stat.filemode(found.st_mode)
-            raise RunDirError(
-                f"{path} {fault[0]} (owner {owner}, mode {mode}), and resuming it runs the classes that its config "
-                f"names: {fault[1]}, or set {VARIABLE}={run.path} if everybody who can write there may run code as you"
-            )
+        with suppress(FileNotFoundError, NotADirectoryError):
+            remedy = "read it, and copy the run to a directory of your own (cp -r)"
+            check_private(path, run.path, "resuming it runs the classes that its config names", remedy)
+
+
+def check_private(path: Path, trusted: Path, why: str, remedy: str) -> None:
+    """Whether a path is this user's or root's, and writable by nobody else; see `check_trusted`.
+
+    Args:
+        path: a file or a directory.
+        trusted: the directory that RUNNER_TRUST would have to name.
+        why: what it matters for.
+        remedy: what to do if it is another user's.
+
+    Raises:
+        RunDirError: naming the path, its owner and mode, and the remedy.
+        OSError: it cannot be read.
+    """
+    found = files.stat(path)
+    if (fault := _fault(path, found)) and not _is_named_trusted(trusted):
+        owner, mode = accounts.user_name(found.st_uid), stat.filemode(found.st_mode)
+        raise RunDirError(
+            f"{path} {fault[0]} (owner {owner}, mode {mode}), and {why}: {fault[1] or remedy}, or set "
+            f"{VARIABLE}={trusted} if everybody who can write there may run code as you"
+        )
 
 
 def is_private(path: Path) -> bool:
@@ -111,10 +124,10 @@ def _is_named_trusted(path: Path) -> bool:
     return any(files.resolve(path).is_relative_to(directory) for directory in named)
 
 
-def _fault(path: Path, found: os.stat_result) -> tuple[str, str] | None:
-    """What is wrong with the owner or the mode, and its remedy."""
+def _fault(path: Path, found: os.stat_result) -> tuple[str, str | None] | None:
+    """What is wrong with the owner or the mode, and its remedy if there is one."""
     if found.st_uid not in (processes.effective_user_id(), 0):
-        return "belongs to another user", "read it, and copy the run to a directory of your own (cp -r)"
+        return "belongs to another user", None
     by_group = found.st_mode & stat.S_IWGRP
     if by_group and (files.has_access_list(path) or not accounts.is_private_group(found.st_gid)):
         return "can be written by its group", f"run `chmod g-w {path}`"

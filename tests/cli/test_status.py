@@ -126,7 +126,7 @@ def test_a_job_that_left_the_queue_before_its_attempt_began(slurm: FakeSlurm, tm
     """A task of an array that never started has a link to a log that does not exist."""
     cancelled = make(tmp_path, "cancelled", None, "12_3")
     cancelled.logs.mkdir()
-    (cancelled.logs / "12_3_0_log.out").symlink_to("../../.slurm/12_3_0_log.out")
+    (cancelled.logs / "12_3_0_log.out").symlink_to("../../.slurm-0/12_3_0_log.out")
     broken = make(tmp_path, "failed", None, "13")
     broken.logs.mkdir()
     (broken.logs / "13_0_log.out").write_text("ModuleNotFoundError")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -20,12 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import ROOT
 
-from launch import display, requeue, scheduler
+from launch import display, job, requeue, scheduler
 from launch.job import LAUNCHER, SlurmJob
 from launch.local import LocalLauncher
 from launch.scheduler import RecordedJob
 from launch.slurm import SlurmLauncher
 from runner.contracts import Job, Launcher
+from runner.errors import RunDirError
 from runner.rundir import submitted_jobs
 from runner.rundir.paths import RunDir
 from runner.system import processes
@@ -45,16 +47,48 @@ def test_launchers_and_jobs_have_the_shapes_that_the_commands_rely_on() -> None:
 # Submission
 
 
+def sweep_folder(first: Path) -> Path:
+    return first.parent / f".slurm-{os.getuid()}"
+
+
 def test_a_sweep_is_one_job_array_and_each_run_records_its_task(slurm: FakeSlurm, runs: list[Path]) -> None:
     launcher = SlurmLauncher(partition="low", array_parallelism=2)
     assert launcher.launch(runs, "somewhere:attempt") == 0
     assert len(slurm.calls("sbatch")) == 1
     assert [json.loads((run / "job.json").read_text())["job_id"] for run in runs] == ["12_0", "12_1", "12_2"]
-    script = (runs[0].parent / ".slurm" / "12_submission.sh").read_text()
+    script = (sweep_folder(runs[0]) / "12_submission.sh").read_text()
     assert "--array=0-2%2" in script
     # The logs are found in the run directory, too, if Slurm writes them elsewhere.
-    (runs[0].parent / ".slurm" / "12_1_0_log.out").write_text("hello")
+    (sweep_folder(runs[0]) / "12_1_0_log.out").write_text("hello")
     assert (runs[1] / "logs" / "12_1_0_log.out").read_text() == "hello"
+
+
+def test_each_user_has_a_folder_of_jobs_that_nobody_else_writes(
+    slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shared outputs, with the umask of a group."""
+    before = os.umask(0o002)
+    try:
+        assert SlurmLauncher().launch(runs, "somewhere:attempt") == 0
+        assert stat.S_IMODE(sweep_folder(runs[0]).stat().st_mode) == 0o755
+        sweep_folder(runs[0]).chmod(0o555)
+        monkeypatch.setattr(processes, "user_id", lambda: 4242)
+        assert SlurmLauncher().launch(runs, "somewhere:attempt") == 0
+    finally:
+        os.umask(before)
+    assert (runs[0].parent / ".slurm-4242" / "12_0_start.json").exists()
+
+
+def test_a_folder_of_jobs_that_others_can_write_is_refused(slurm: FakeSlurm, runs: list[Path]) -> None:
+    """By the command and by the job: what its files name is run."""
+    folder = sweep_folder(runs[0])
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(RunDirError, match=f"{folder} can be written by everybody.*chmod go-w {folder}"):
+        SlurmLauncher().launch(runs, "somewhere:attempt")
+    assert not slurm.calls("sbatch")
+    with pytest.raises(SystemExit, match="can be written by everybody"):
+        job.main(str(folder))
 
 
 def test_the_batch_script_sets_the_options_that_keep_a_run_from_being_lost(slurm: FakeSlurm, runs: list[Path]) -> None:
@@ -119,11 +153,11 @@ def test_a_sweep_above_the_clusters_limit_is_split_into_several_arrays(slurm: Fa
     assert launcher.launch(runs, "somewhere:attempt") == 0
     ids = [json.loads((run / "job.json").read_text())["job_id"] for run in runs]
     assert ids == [*(f"10_{task}" for task in range(11)), *(f"20_{task}" for task in range(11)), "30"]
-    scripts = [(runs[0].parent / ".slurm" / f"{job}_submission.sh").read_text() for job in (10, 20, 30)]
+    scripts = [(sweep_folder(runs[0]) / f"{job}_submission.sh").read_text() for job in (10, 20, 30)]
     assert ["--array=0-10%5" in script for script in scripts] == [True, True, False]
     assert launcher.preview(runs).count("#!/bin/bash") == 3
     for index, run in enumerate(runs):  # the task of a run's id makes an attempt at that run
-        start = json.loads((runs[0].parent / ".slurm" / f"{ids[index]}_start.json").read_text())
+        start = json.loads((sweep_folder(runs[0]) / f"{ids[index]}_start.json").read_text())
         assert start["run_dir"] == str(run)
 
 
@@ -178,7 +212,7 @@ def test_a_refused_submission_is_one_line_and_leaves_nothing_behind(
     assert error.startswith("error: nothing was submitted: ")
     assert "Invalid account" in error
     assert not any(list(run.iterdir()) for run in runs)
-    assert not (runs[0].parent / ".slurm").exists()
+    assert not (sweep_folder(runs[0])).exists()
 
 
 def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -186,7 +220,7 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
     runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(12)]
     for run in runs:
         run.mkdir(parents=True)
-    folder = tmp_path / "outputs" / ".slurm"
+    folder = sweep_folder(runs[0])
     theirs = {
         f"{'0' * 32}-0.json",
         f".submission_file_{'1' * 32}.sh",
@@ -465,7 +499,7 @@ def test_the_reason_of_a_failed_start_is_found_where_the_job_has_its_files(slurm
         run.mkdir(parents=True)
     SlurmLauncher().launch(runs, "somewhere:attempt")
     for run in runs:
-        requeue.starts_file(tmp_path / "a" / ".slurm", mark_of(run)).write_text(f"3 {requeue.GIVEN_UP}full")
+        requeue.starts_file(sweep_folder(runs[0]), mark_of(run)).write_text(f"3 {requeue.GIVEN_UP}full")
     reasons = [info.reason for info in SlurmLauncher().jobs(runs).values()]
     assert reasons == [f"{requeue.GIVEN_UP}full"] * 2
 

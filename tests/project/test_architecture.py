@@ -18,8 +18,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("runner", "launch")
-# What `launch` may know of `runner`: shapes, mistakes, paths of a run, and the system layer.
-SHARED = ("runner.contracts", "runner.errors", "runner.rundir.paths", "runner.rundir.state", "runner.system.")
+# What `launch` may know of `runner`: shapes, mistakes, paths of a run, who can write them, and the system layer.
+SHARED = (
+    *("runner.contracts", "runner.errors", "runner.rundir.paths", "runner.rundir.state", "runner.rundir.trust"),
+    "runner.system.",
+)
 # Below the composition there are plain dataclasses.
 HOMES = {"hydra": "runner.config.", "omegaconf": "runner.config.", "submitit": "launch.batch"}
 # Nobody waits for torch to read the status of a run. `inspect` calculates, and so needs numpy.
