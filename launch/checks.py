@@ -21,6 +21,8 @@ LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", 
 MIN_SIGNAL_DELAY_S, MAX_SIGNAL_DELAY_S = 1, 65_535
 # What Slurm interprets in the names of logs.
 EXPANDED = frozenset("%\\\n")
+# The numbers of GPUs in the record of a node: `gpu:a100:4(S:0-1)`, `gpu:2,shard:8`.
+GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)")
 # The least value of each option that is a whole number.
 MINIMA = {
     "tasks_per_node": 1,
@@ -182,13 +184,62 @@ def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[
     if file_system not in LOCAL_FILE_SYSTEMS:
         return []
     here = processes.host_name().partition(".")[0]
-    others = {host.partition(".")[0] for host in scheduler.show_hosts(partition.get("Nodes", ""))} - {here}
+    nodes = scheduler.show_nodes(partition.get("Nodes", ""))
+    others = {host.partition(".")[0] for node in nodes if (host := node.get("NodeHostName"))} - {here}
     if not others:
         return []
     return [
         f"{parent} is on a local disk of {here} ({file_system}), so {min(others)} cannot see it: set run.root to a "
         "shared directory, or launcher.check_folder=false if this one is shared after all"
     ]
+
+
+def start_errors(options: SlurmOptions) -> list[Finding]:
+    """Why no job would ever start so in the partition: it is not up, or no node of it has what each must have.
+
+    sbatch refuses some of these, and lets others wait for ever; `sbatch --test-only` does not tell.
+
+    Raises:
+        SchedulerError: Slurm does not answer.
+    """
+    partition = _chosen_partition(options, scheduler.show_partitions())
+    if partition is None:
+        return []  # one of `cluster_errors`
+    name, state = partition["PartitionName"], partition.get("State", "UP")
+    another = "choose another launcher.partition"
+    if state != "UP":
+        return [
+            Finding("error", f"partition {name} is {state}: no job starts in it", f"{another}, or wait until it is UP")
+        ]
+    tasks = options.tasks_per_node
+    cpus, gpus = tasks * (options.cpus_per_task or 1), options.gpus_per_node or tasks * (options.gpus_per_task or 0)
+    memory = _megabytes(options.mem) or cpus * _megabytes(options.mem_per_cpu) or gpus * _megabytes(options.mem_per_gpu)
+    nodes = scheduler.show_nodes(partition.get("Nodes", ""))
+    most = {
+        "CPUs": (cpus, [int(node.get("CPUTot", cpus)) for node in nodes], "tasks_per_node or launcher.cpus_per_task"),
+        "GPUs": (gpus, [sum(map(int, GPUS.findall(node.get("Gres", "")))) for node in nodes], "gpus_per_node"),
+        "MB of memory": (memory, [int(node.get("RealMemory", memory)) for node in nodes], "mem"),
+    }
+    return [
+        Finding(
+            "error",
+            f"the job needs nodes with {need:.0f} {what}, and no node of partition {name} has more than {max(have)}",
+            f"reduce launcher.{option}, or {another}",
+        )
+        for what, (need, have, option) in most.items()
+        if have and need > max(have)
+    ]
+
+
+def _megabytes(text: str | None) -> float:
+    """An amount of memory as sbatch reads it; 0 if there is none, or sbatch is to tell what is wrong with it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or 0).strip().upper())
+    return float(found[1]) * 1024.0 ** ("KMGT".index(found[2] or "M") - 1) if found else 0.0
+
+
+def _chosen_partition(options: SlurmOptions, partitions: dict[str, dict[str, str]]) -> dict[str, str] | None:
+    """The partition of the job, the first if it names several; None if it does not exist, see `cluster_errors`."""
+    return partitions.get((options.partition or default_partition(partitions) or "").split(",")[0])
 
 
 def cluster_findings(options: SlurmOptions, save_s: float | None) -> list[Finding]:
@@ -200,11 +251,10 @@ def cluster_findings(options: SlurmOptions, save_s: float | None) -> list[Findin
     Raises:
         SchedulerError: Slurm does not answer.
     """
-    partitions, config = scheduler.show_partitions(), scheduler.show_config()
-    name = (options.partition or default_partition(partitions) or "").split(",")[0]
-    if name not in partitions:
-        return []  # one of `cluster_errors`
-    partition = partitions[name]
+    partition, config = _chosen_partition(options, scheduler.show_partitions()), scheduler.show_config()
+    if partition is None:
+        return []
+    name = partition["PartitionName"]
     limit, where = attempt_limit(options, partition)
     per_attempt = "no time limit" if limit is None else f"{limit} min per attempt ({where})"
     found = [Finding("ok", f"partition {name}: {per_attempt}, at most {partition.get('MaxTime', 'UNLIMITED')}")]

@@ -218,7 +218,7 @@ class SlurmJob:
 def _node_was_lost(record: dict[str, Any]) -> bool:
     """Whether the node of an earlier attempt was lost since that began; also if nothing is known about it."""
     try:
-        node = scheduler.show_node(str(record["node"])) if record.get("node") else {}
+        (node,) = scheduler.show_nodes(str(record["node"])) if record.get("node") else [{}]
         began = datetime.fromtimestamp(record["started"], UTC).strftime("%Y-%m-%dT%H:%M:%S")
     except (scheduler.SchedulerError, KeyError, TypeError, ValueError):
         return True

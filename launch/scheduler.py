@@ -42,6 +42,7 @@ REASONS = {
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition is inactive",
     "PartitionTimeLimit": "its time limit exceeds that of the partition: it will not start",
+    "PartitionConfig": "no node of its partition has what it asks for: it will not start",
     "PartitionNodeLimit": "it asks for more nodes than the partition allows: it will not start",
     "BadConstraints": "no node has what it asks for: it will not start",
     "DependencyNeverSatisfied": "it depends on a job that did not end so: it will not start",
@@ -159,10 +160,15 @@ def show_config() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def show_hosts(nodes: str) -> set[str]:
-    """The host names of a list of nodes such as `n[1-2]`."""
-    rows = [fields(line) for line in ask("scontrol", "show", "node", "-o", nodes).splitlines()]
-    return {row["NodeHostName"] for row in rows if "NodeHostName" in row}
+def show_nodes(nodes: str) -> list[dict[str, str]]:
+    """The records of a list of nodes such as `n[1-2]`.
+
+    Raises:
+        SchedulerError: Slurm does not answer, or does not know them.
+    """
+    # The reason why a node is drained follows, a user's text.
+    lines = ask("scontrol", "show", "node", "-o", nodes).splitlines()
+    return [fields(line.partition(" Reason=")[0]) for line in lines]
 
 
 def requeue(job_id: str, only_running: bool) -> None:
@@ -184,15 +190,6 @@ def requeue(job_id: str, only_running: bool) -> None:
             ask("scontrol", "requeue", *options, job_id)
         elif "pending" not in str(error).lower():
             raise
-
-
-def show_node(name: str) -> dict[str, str]:
-    """The record of a node.
-
-    Raises:
-        SchedulerError: Slurm does not answer, or does not know it.
-    """
-    return fields(ask("scontrol", "show", "node", "-o", name).partition(" Reason=")[0])
 
 
 def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from launch import batch, display, node_range, requeue, scheduler, submission
-from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors
+from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors, start_errors
 from launch.environment import environment_lines, examine_environment
 from launch.options import SlurmOptions
 from launch.scheduler import RecordedJob
@@ -83,7 +83,7 @@ class SlurmLauncher(SlurmOptions):
             found = cluster_findings(self, save_s)
             with self._no_conflicting_variables():
                 found.append(examine_environment(self._environment_of_jobs(), self._python()))
-                found.append(self._examine_start())
+                found += start_errors(self) or [self._examine_start()]
         except scheduler.SchedulerError as error:
             remedy = "ask the administrators whether slurmctld runs"
             return [Finding("error", f"Slurm does not answer: {error}", remedy)]
@@ -99,6 +99,8 @@ class SlurmLauncher(SlurmOptions):
         try:
             scheduler.ask("sbatch", "--test-only", text=self.preview([Path("/tmp/run")]))
         except scheduler.SchedulerError as error:
+            if "invalid" in str(error).lower():  # of an option; all else may pass
+                return Finding("error", f"sbatch would refuse this job: {error}", "correct the option that it names")
             remedy = "sbatch decides; if it accepts the job, the job may wait for long"
             return Finding("warning", f"Slurm could not start this job now: {error}", remedy)
         return Finding("ok", "Slurm would accept this job")

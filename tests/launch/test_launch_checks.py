@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm, runs, slurm
@@ -91,6 +92,46 @@ def test_the_advice_of_sbatch_test_only_keeps_nothing_from_being_submitted(slurm
     advice = launcher.examine(None)[-1]
     assert advice.level == "warning"
     assert "Requested node configuration is not available" in advice.text
+
+
+# As Slurm 22.05 prints them.
+NODES = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=2 CPUTot=2 CPULoad=2.63 Gres=(null) \
+NodeHostName=h RealMemory=4000 AllocMem=0 FreeMem=21160 State=IDLE TmpDisk=0 CfgTRES=cpu=2,mem=4000M,billing=2
+NodeName=n2 CPUTot=8 Gres=gpu:a100:2(S:0-1),gpu:t4:1,shard:9 NodeHostName=h RealMemory=16000 State=DOWN+DRAIN \
+Reason=Gres=gpu:9 RealMemory=99999 [root@2026-01-01]
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "words"),
+    [
+        ({"gpus_per_node": 3, "mem": "15.5G", "tasks_per_node": 4, "cpus_per_task": 2}, "UP", None),
+        ({}, "DOWN", "partition low is DOWN: no job starts in it"),
+        ({}, "DRAIN", "partition low is DRAIN"),
+        ({"gpus_per_node": 4}, "UP", "4 GPUs, and no node of partition low has more than 3"),
+        ({"gpus_per_task": 2, "tasks_per_node": 2}, "UP", "4 GPUs"),
+        ({"mem": "16G"}, "UP", "16384 MB of memory, and no node of partition low has more than 16000"),
+        ({"mem_per_cpu": "4001", "tasks_per_node": 4}, "UP", "16004 MB"),
+        ({"mem_per_gpu": "6G", "gpus_per_node": 3}, "UP", "18432 MB"),
+        ({"cpus_per_task": 9}, "UP", "9 CPUs, and no node of partition low has more than 8"),
+    ],
+)
+def test_the_doctor_refuses_a_job_that_would_never_start(
+    slurm: FakeSlurm, options: dict[str, Any], state: str, words: str | None
+) -> None:
+    """sbatch lets some of them wait for ever, and `sbatch --test-only` accepts them."""
+    slurm.prints("scontrol_show_partition", f"PartitionName=low Default=YES Nodes=n[1-2] State={state} TotalNodes=2\n")
+    slurm.prints("scontrol_show_node", NODES)
+    last = SlurmLauncher(**options).examine(None)[-1]
+    assert last.level == ("ok" if words is None else "error")
+    assert (words or "Slurm would accept this job") in last.text
+
+
+def test_what_sbatch_calls_invalid_is_an_error_for_the_doctor(slurm: FakeSlurm) -> None:
+    slurm.fails("sbatch_--test-only_", "sbatch: error: Invalid generic resource (gres) specification\n")
+    last = SlurmLauncher(additional={"gres": "gpu:1"}).examine(None)[-1]
+    assert (last.level, "Invalid generic resource" in last.text) == ("error", True)
 
 
 @pytest.mark.parametrize("name", ["%j", "50%", "a\\b", "a\nb"])
