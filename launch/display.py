@@ -12,8 +12,9 @@ from rich.table import Column, Table
 
 from runner.contracts import JobInfo
 from runner.rundir.paths import RunDir
-from runner.rundir.state import IN_QUEUE, look
+from runner.rundir.state import IN_QUEUE, look, urgency
 from runner.system import clock, files
+from runner.system.terminal import Fitting
 
 REFRESH_S = 2.0
 
@@ -36,7 +37,7 @@ def follow(
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         while True:
             now = states()
-            live.update(_table(run_dirs, now))
+            live.update(_fitting(run_dirs, now))
             if all(is_over(now[run_dir]) for run_dir in run_dirs):
                 return
             clock.sleep(every_s)
@@ -63,8 +64,21 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _table(run_dirs: list[Path], states: dict[Path, str]) -> Table:
-    table = Table("run", "state", "step", "loss", box=None, pad_edge=False)
+def _fitting(run_dirs: list[Path], states: dict[Path, str]) -> Fitting:
+    urgent = sorted(run_dirs, key=lambda run_dir: urgency(states[run_dir]))
+    return Fitting(len(urgent), lambda count: _table(urgent[:count], states, len(urgent) - count))
+
+
+def _table(run_dirs: list[Path], states: dict[Path, str], others: int) -> Table:
+    caption = f"and {others} more" if others else None
+    table = Table(
+        Column("run", overflow="fold"),
+        *("state", "step", "loss"),
+        caption=caption,
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     for run_dir in run_dirs:
         status = read_status(run_dir)
         step, loss = status.get("step"), status.get("loss")

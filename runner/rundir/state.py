@@ -22,6 +22,11 @@ from runner.system import files, processes
 IN_QUEUE = ("pending", "requeued", "suspended", "ending")
 """Words for a run whose job will go on by itself, beside `running`."""
 
+_BY_URGENCY = (
+    *("failed", "crash loop", "stuck", "killed", "unreadable", "running", "suspended", "ending", "requeued", "pending"),
+    *("interrupted", "cancelled", "finished", "not started", "waiting"),
+)
+
 
 @dataclass(frozen=True)
 class State:
@@ -123,6 +128,11 @@ def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
     if value is not None and type(value) is not kind:
         raise ValueError(f"{name} is {value!r:.60}, not of type {kind.__name__}")
     return value
+
+
+def urgency(word: str) -> int:
+    """The place of runs with this word in a window that has not enough lines for all; a record may have any other."""
+    return _BY_URGENCY.index(word) if word in _BY_URGENCY else -1
 
 
 def submitted_job(run: RunDir) -> str | None:

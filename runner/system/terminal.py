@@ -7,9 +7,13 @@ import io
 import os
 import stat
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from runner.system import files
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
 
 MAX_LINE = 2000  # characters
 
@@ -28,6 +32,32 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """`text` with each of its lines made printable."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+class Fitting:
+    """For rich's Live: as many of several things as fit into the window, their lines folded where they are too long.
+
+    Args:
+        count: how many there are.
+        made: the renderable of that many of them, the most important ones.
+    """
+
+    def __init__(self, count: int, made: Callable[[int], Any]) -> None:
+        self._count, self._made = count, made
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """Called by rich."""
+        from rich.segment import Segment
+
+        options, height = options.update(no_wrap=False, overflow="fold"), options.size.height
+        shown, least = min(self._count, height), max(1, height // 6)
+        while True:
+            lines = console.render_lines(self._made(shown), options, pad=False)
+            if len(lines) <= height or shown <= least:  # what is left is Live's to cut
+                break
+            shown = max(shown - max(1, (len(lines) - height) // 4), least)
+        for line in lines:
+            yield from (*line, Segment.line())
 
 
 class _Terminal(io.FileIO):

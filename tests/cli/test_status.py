@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from fake_slurm import FakeSlurm, row, slurm
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from launch import requeue
@@ -334,11 +337,33 @@ def test_lines_are_what_rich_would_lay_out(width: int) -> None:
         return captured.get()
 
     by_rich = table("run", "state", "step")
+    by_rich.columns[0].overflow = "fold"
     for (run, state, step), style in zip(rows, styles, strict=True):
         by_rich.add_row(run, Text(state, style), step)
     lines = Lines(("run", "state", "step"), rows, 1, styles)
     assert drawn(lines, None) == drawn(by_rich, None)
     assert "\x1b[1;31mcrash loop\x1b[0m" in drawn(lines, "standard")
+
+
+@pytest.mark.parametrize(("width", "height"), [(120, 30), (160, 12), (70, 24)])
+def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) -> None:
+    """Not the first rows: a name with its seed, the whole reason, and how many others there are."""
+    name = "smoke-lr0.0003-dropout0.1-width512-temperature0.7-seed{}-9f51ab25"
+    rows = [status.Row(name.format(seed), "", "finished") for seed in range(300)]
+    rows[200] = status.Row(name.format(200), "", "failed", reason=" ".join(["word"] * 40) + " end")
+    rows[100].state, rows[150].state = "running", "a word of somebody's"
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, height=height, force_terminal=True, soft_wrap=True)
+    with Live(status.fitting(rows, []), console=console, auto_refresh=False):
+        drawn = re.sub(r"\x1b\[\S*?[a-zA-Z]", "", screen.getvalue()).strip()
+    lines = [line.rstrip() for line in drawn.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= height
+    text = "".join(lines).replace(" ", "")
+    assert all(f"seed{seed}-9f51ab25" in text or width == 70 for seed in (100, 150, 200))
+    assert "word" * 40 + "end" in text
+    assert re.search(r"and \d+ more: \d+ finished", "\n".join(lines))
+    assert "samples/s" not in text
 
 
 def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

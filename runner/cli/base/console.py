@@ -187,6 +187,7 @@ class Lines:
         from rich.text import Text
 
         made = table(*self._columns)
+        made.columns[0].overflow = "fold"  # the end of a name tells runs apart: their seed and hash
         for row, style in zip(self._rows, self._styles, strict=True):
             made.add_row(*(Text(text, style if column == self._styled else "") for column, text in enumerate(row)))
         return made

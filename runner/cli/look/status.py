@@ -25,10 +25,10 @@ from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.lease import LeaseWatcher, heartbeat_file, read_holder
 from runner.rundir.paths import RunDir
-from runner.rundir.state import entry, look, modified, submitted_job
+from runner.rundir.state import entry, look, modified, submitted_job, urgency
 from runner.rundir.trust import reading
 from runner.system import clock, files
-from runner.system.terminal import printable
+from runner.system.terminal import Fitting, printable
 
 STYLES = {
     "running": "green",
@@ -190,8 +190,11 @@ def _idle_s(run: RunDir) -> float | None:
     return None if beat is None or last is None else max(0.0, beat - last)
 
 
-def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
-    """The rows as a table for rich; below it reasons, warnings and `messages`."""
+def as_table(rows: Sequence[Row], messages: Sequence[str], others: Sequence[Row] = ()) -> Any:
+    """The rows as a table for rich, without columns of which nothing is known.
+
+    Below it are how many others there are, reasons, warnings and `messages`.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -219,9 +222,25 @@ def as_table(rows: Sequence[Row], messages: Sequence[str]) -> Any:
         )
         for row in rows
     ]
+    known = [number for number, name in enumerate(columns) if name in ("run", "state") or any(c[number] for c in cells)]
+    columns, cells = [columns[number] for number in known], [tuple(c[number] for number in known) for c in cells]
     made = Lines(columns, cells, columns.index("state"), [STYLES.get(row.state, "") for row in rows])
-    lines = ["\n  ".join(map(printable, note.splitlines())) for note in (*_notes(rows), *messages)]
-    return Group(made, *(Text(line, style="yellow") for line in lines))
+    urgent = sorted([*rows, *others], key=lambda row: urgency(row.state))
+    notes = ["\n  ".join(map(printable, note.splitlines())) for note in (*_notes(urgent), *messages)]
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in others).items())
+    more = [Text(f"and {len(others)} more: {counts}")] if others else []
+    return Group(made, *more, *(Text(line, style="yellow") for line in notes))
+
+
+def fitting(rows: Sequence[Row], messages: Sequence[str]) -> Fitting:
+    """`as_table` for a window that may have too few lines: those that need attention are shown, the others counted."""
+    urgent = sorted(range(len(rows)), key=lambda number: urgency(rows[number].state))
+
+    def made(count: int) -> Any:
+        shown, others = sorted(urgent[:count]), urgent[count:]
+        return as_table([rows[number] for number in shown], messages, [rows[number] for number in others])
+
+    return Fitting(len(rows), made)
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -282,8 +301,8 @@ def _watch(root: Path, interval_s: float) -> None:
     from rich.live import Live
 
     watcher = LeaseWatcher()
-    shown = as_table(*collect(root, watcher))
+    shown = fitting(*collect(root, watcher))
     with suppress(KeyboardInterrupt), Live(shown, console=console(), auto_refresh=False) as live:
         while True:
             clock.sleep(interval_s)
-            live.update(as_table(*collect(root, watcher)), refresh=True)
+            live.update(fitting(*collect(root, watcher)), refresh=True)
