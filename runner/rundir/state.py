@@ -151,8 +151,8 @@ def _word(
 ) -> str:
     recorded = entry(status, "state", str) or ""
     own = job is not None and job.job_id == status.get("job_id")
-    if recorded == "finished" and own and job is not None and job.live and finish.steps:
-        return "finished"  # before its job has left the queue
+    if recorded == "finished" and job is not None and job.live and _is_newer(run.finished, run.job):
+        return "finished"  # before its job has left the queue, which may be never
     if job is not None and job.state != "ending":
         return job.state
     if job is not None and own and job.restarts > (status.get("restart_count") or 0):
@@ -212,6 +212,10 @@ def _has_gone_on(job: JobInfo, run: RunDir, status: Mapping[str, Any]) -> bool:
     submitted = modified(run.job) or 0.0
     foreign = [run.status, run.attempt, run.attempts] if status.get("job_id") != job.job_id else []
     return any((modified(path) or -math.inf) >= submitted for path in (run.finished, *foreign))
+
+
+def _is_newer(one: Path, other: Path) -> bool:
+    return (modified(one) or 0.0) > (modified(other) or 0.0)
 
 
 def modified(path: Path) -> float | None:

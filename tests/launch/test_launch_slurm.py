@@ -406,15 +406,20 @@ def test_a_run_is_followed_while_its_job_is_completing(slurm: FakeSlurm, runs: l
     assert not display.is_over(display.state_of(runs[0], info))
 
 
-@pytest.mark.parametrize(("job_id", "state"), [("12", "finished"), ("11", "pending")])
+@pytest.mark.parametrize("job_id", ["12", "11"])
+@pytest.mark.parametrize("slurm_state", ["PENDING", "RUNNING", "COMPLETING"])
+@pytest.mark.parametrize(("since_s", "state"), [(1.0, "finished"), (-1.0, None)])
 def test_a_finished_run_is_not_followed_to_the_end_of_its_job(
-    slurm: FakeSlurm, runs: list[Path], job_id: str, state: str
+    slurm: FakeSlurm, runs: list[Path], job_id: str, slurm_state: str, since_s: float, state: str | None
 ) -> None:
-    """Its epilog may be slow. But if a longer run was submitted since, what an earlier job recorded is outdated."""
+    """Which lingers, or finds what an earlier one has finished. But a longer run may have been submitted since."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     (runs[0] / "status.json").write_text(json.dumps({"state": "finished", "job_id": job_id}))
     (runs[0] / "finished.json").write_text('{"steps": 300}')
-    slurm.prints("squeue", row("12", "COMPLETING" if state == "finished" else "PENDING", Name="run0"))
+    finished = (runs[0] / "job.json").stat().st_mtime + since_s
+    os.utime(runs[0] / "finished.json", (finished, finished))
+    slurm.prints("squeue", row("12", slurm_state, Name="run0"))
+    state = state or {"COMPLETING": "finished"}.get(slurm_state, slurm_state.lower())
     shown = display.state_of(runs[0], SlurmLauncher().jobs(runs)[runs[0]])
     assert (shown, display.is_over(shown)) == (state, state == "finished")
 
