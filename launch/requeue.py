@@ -44,7 +44,7 @@ SUBMISSION = "REQUEUE_SUBMISSION"
 """The variable in which the batch script passes on the name of the submission that it is of."""
 BATCH_BEGAN = "RUNNER_BATCH_BEGAN"
 """The variable in which the batch script passes on when it began: the boot of its machine, and the seconds since."""
-ARM_SCRIPT = "REQUEUE_ARMED=yes"
+ARM_SCRIPT = "requeue_arm"
 """The line of the batch script after the user's setup: from here on, a job that fails may be requeued."""
 
 Record = Mapping[str, str]

@@ -9,10 +9,11 @@
 #   REQUEUE_NOT_RUNNING         Slurm's states of a job that does not run, separated by spaces
 #   REQUEUE_TRIES, REQUEUE_PAUSE_S   how often to ask Slurm, and the seconds in between
 #   REQUEUE_MAX_FORGOTTEN       answers in a row that Slurm knows no such job, after which it has lost the job
-# After the user's setup the batch script sets REQUEUE_ARMED=yes: an error in the setup ends the job for good.
+# After the user's setup the batch script calls requeue_arm: an error in the setup ends the job for good.
 
 # Slurm's signals reach the batch script too. It must outlive srun, which must not inherit an ignored signal.
-trap : TERM HUP USR1 USR2
+trap : HUP USR1 USR2
+trap REQUEUE_TERMINATED=yes TERM
 
 # The job id of the last task of an array is also that of the array.
 REQUEUE_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -50,11 +51,25 @@ note_failed_starts() (
 read_failed_starts || :
 [ -z "$REQUEUE_STARTS" ] || note_failed_starts "$REQUEUE_STARTS" || :
 
+# A signal that ends a command of the setup lets the script continue, and the ranks do what a preemption asks for. But a
+# setup that reaches the time limit would reach it again.
+requeue_arm() {
+    if is_out_of_time; then exit 1; fi
+    REQUEUE_ARMED=yes
+}
+is_out_of_time() {
+    [ -n "${REQUEUE_TERMINATED:-}" ] || return 1
+    case $(TZ=UTC0 scontrol show job -o "$REQUEUE_JOB" 2>&1) in *" Reason=TimeLimit "*) ;; *) return 1 ;; esac
+}
+
 requeue_unless_decided() {
     local status=$?
     set +eu +o pipefail # whatever the user's setup has set
     if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ] && [ ! -e "$REQUEUE_VERDICT" ]; then
         requeue_job "$status"
+    elif [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" != yes ] && is_out_of_time; then
+        note_failed_starts "1 ${REQUEUE_GIVEN_UP}launcher.setup reached the time limit: increase launcher.time"
+        echo "[launch] launcher.setup reached the time limit: increase launcher.time"
     else
         rm -f "$REQUEUE_VERDICT"
         if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ]; then

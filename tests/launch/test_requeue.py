@@ -754,6 +754,23 @@ def test_a_setup_that_fails_ends_the_job(slurm: FakeSlurm, tmp_path: Path) -> No
     assert not slurm.calls("scontrol requeue")
 
 
+@pytest.mark.parametrize("strict", [[], ["set -euo pipefail"]])
+@pytest.mark.parametrize("state", [{**ENDING, "Reason": "TimeLimit"}, {**RUNNING, "PreemptTime": AT}])
+def test_a_setup_that_reaches_the_time_limit_ends_the_job(
+    slurm: FakeSlurm, tmp_path: Path, strict: list[str], state: dict[str, str]
+) -> None:
+    """Slurm's signal ends its command. After a preemption, the ranks do what is asked for."""
+    slurm.shows_job(**state)
+    starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
+    ran, limit = tmp_path / "ran", "Reason" in state and state["Reason"] == "TimeLimit"
+    setup = [*strict, "sh -c 'kill -TERM $PPID; exit 143'" + (" || true" if strict and not limit else "")]
+    status = batch_script(slurm, tmp_path / "run", f"touch {ran}", setup)
+    assert (status != 0, ran.exists()) == (limit, not limit)
+    assert not slurm.calls("scontrol requeue")
+    if limit:
+        assert requeue.failed_starts(starts)[1].startswith(f"{requeue.GIVEN_UP}launcher.setup reached the time limit")
+
+
 def test_the_batch_script_waits_for_a_controller_that_is_away(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

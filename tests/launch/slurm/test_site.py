@@ -136,3 +136,13 @@ def test_the_status_of_a_job_on_hold_tells_how_to_release_it(cluster: Cluster, t
         assert job.row()["reason"].endswith(f"`scontrol release {job.job_id}`")
     finally:
         cluster.run("scancel", job.job_id)
+
+
+def test_a_setup_that_reaches_the_time_limit_is_not_repeated(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", [*COMMON, "launcher.setup=['sleep 1000']"], cluster=cluster)
+    job.submit()
+    job.wait_for_state("RUNNING")
+    job.ends_in(2)
+    job.wait_for_state("TIMEOUT")
+    row = job.row()
+    assert (row["state"], "increase launcher.time" in row["reason"]) == ("failed", True)
