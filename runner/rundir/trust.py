@@ -20,7 +20,7 @@ VARIABLE = "RUNNER_TRUST"
 """Directories, separated by colons: runs at and below them are resumed whoever can write there. It cannot be a setting,
 because a run's settings are in the very file that is in doubt; and it reaches ranks and jobs with the environment."""
 
-_RECORDS = {
+RECORDS = {
     name: stat.S_IFREG if Path(name).suffix else stat.S_IFDIR
     for name in sorted(
         getattr(RunDir(Path()), name).name
@@ -28,6 +28,7 @@ _RECORDS = {
         if isinstance(member, property) and getattr(RunDir(Path()), name).parent == Path()
     )
 }
+"""The kind of each record in a run directory, by name."""
 KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFREG: "a regular file"}
 
 
@@ -60,7 +61,7 @@ def check_kinds(run: RunDir) -> None:
         OSError: the run directory cannot be read.
     """
     found = files.kinds(run.path)
-    for name, expected in _RECORDS.items():
+    for name, expected in RECORDS.items():
         kind = found.get(name, expected)
         if kind != expected:
             what = f"{run.path / name} is {KINDS.get(kind, 'a special file')}, and not {KINDS[expected]}"
@@ -73,14 +74,16 @@ def check_kinds(run: RunDir) -> None:
 def check_trusted(run: RunDir) -> None:
     """Whether the run directory and its config are this user's or root's, and writable by nobody else.
 
-    Writable by its group is allowed if the
-    group is the user's own (`accounts.is_private_group`) and there is no access list. Nothing is checked in the
-    directories of the environment variable RUNNER_TRUST.
+    A run directory that is a link must be this user's or root's, too: under a name that can be predicted, others could
+    plant one to another run of this user. Writable by its group is allowed if the group is the user's own
+    (`accounts.is_private_group`) and there is no access list. Nothing is checked in the directories of the environment
+    variable RUNNER_TRUST.
 
     Raises:
         RunDirError: naming the path, its owner and mode, and the remedy; or see `check_kinds`.
         OSError: the run directory cannot be read.
     """
+    _check_link(run.path)
     check_kinds(run)
     for path in (run.path, run.config):
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -110,6 +113,18 @@ def check_private(path: Path, trusted: Path, why: str, remedy: str) -> None:
         )
 
 
+def _check_link(path: Path) -> None:
+    """Refuse a run directory that is a link of another user, unless the directory that the link is in is trusted."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = files.lstat(path)
+        if stat.S_ISLNK(found.st_mode) and not _is_ours(found) and not _is_named_trusted(path.parent):
+            owner = accounts.user_name(found.st_uid)
+            raise RunDirError(
+                f"{path} is a link that belongs to another user (owner {owner}), who decides which run it leads to: "
+                f"pass the run directory itself, {files.resolve(path)}, or choose another with run.root or run.dir"
+            )
+
+
 def is_private(path: Path) -> bool:
     """Whether a directory is this user's or root's, and writable by nobody else; see `check_trusted`.
 
@@ -124,9 +139,13 @@ def _is_named_trusted(path: Path) -> bool:
     return any(files.resolve(path).is_relative_to(directory) for directory in named)
 
 
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_uid in (processes.effective_user_id(), 0)
+
+
 def _fault(path: Path, found: os.stat_result) -> tuple[str, str | None] | None:
     """What is wrong with the owner or the mode, and its remedy if there is one."""
-    if found.st_uid not in (processes.effective_user_id(), 0):
+    if not _is_ours(found):
         return "belongs to another user", None
     by_group = found.st_mode & stat.S_IWGRP
     if by_group and (files.has_access_list(path) or not accounts.is_private_group(found.st_gid)):

@@ -225,6 +225,26 @@ def test_a_directory_of_runs_cannot_become_a_run(run: Command, capsys: pytest.Ca
     assert not Path("outputs/config.yaml").exists()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "checkpoints", "code.json", "logs"])
+def test_a_new_run_replaces_no_records_of_others(run: Command, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("proj", name)
+    path.parent.mkdir()
+    path.write_text("mine") if path.suffix else path.mkdir()
+    assert run("run.dir=proj") == ExitStatus.USAGE
+    error = capsys.readouterr().err
+    assert f"proj has {name} but no config.yaml" in error
+    assert "choose another run.dir" in error
+    assert list(Path("proj").iterdir()) == [path]
+
+
+def test_a_run_that_was_killed_before_it_had_a_config_begins(run: Command) -> None:
+    for name in ("lease", "submission"):
+        Path("proj", name).mkdir(parents=True)
+    Path("proj/code.json").write_text("{}")
+    assert run("run.dir=proj") == 0
+    assert Path("proj/config.yaml").exists()
+
+
 class TestChangesOfAnExistingRun:
     def test_a_change_of_a_fixed_setting_is_refused_by_name(
         self, run: Command, capsys: pytest.CaptureFixture[str]

@@ -26,7 +26,7 @@ from runner.data.order.batch_shape import BatchShape
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
-from runner.rundir.trust import _RECORDS
+from runner.rundir.trust import RECORDS as KINDS_OF_RECORDS
 from runner.system import files
 from runner.system.processes import this_process
 from runner.system.signals import STOP
@@ -55,7 +55,7 @@ LINES: dict[str, list[dict[str, object]]] = {
 }
 CHECKPOINT = "checkpoints/step_00000003"
 ENTRIES = [
-    *(name for name in _RECORDS if name not in ("tensorboard", "loggers.json", "metrics.csv")),
+    *(name for name in KINDS_OF_RECORDS if name not in ("tensorboard", "loggers.json", "metrics.csv")),
     *("lease/00000001.json", "lease/00000001.beat"),
     *(
         CHECKPOINT,
@@ -272,7 +272,7 @@ def test_no_entry_of_a_run_may_lead_elsewhere(
 ) -> None:
     """One message names it, in every command."""
     monkeypatch.setattr(STOP, "install", lambda: None)
-    for entry in _RECORDS:
+    for entry in KINDS_OF_RECORDS:
         kept = root.parent / "kept"
         damage, path = DAMAGES[kind], root / "odd" / entry
         if path.exists():

@@ -110,6 +110,28 @@ def test_what_belongs_to_another_user_is_refused(run: RunDir, name: str, monkeyp
     trust.check_trusted(run)
 
 
+@needs_root
+@pytest.mark.parametrize("target", ["run", "nowhere"])
+def test_a_link_that_another_user_has_planted_is_refused(run: RunDir, target: str) -> None:
+    link = RunDir(run.path.with_name("link"))
+    link.path.symlink_to(target)
+    if target == "run":
+        trust.check_trusted(link)  # one's own
+    os.chown(link.path, SOMEBODY, SOMEBODY, follow_symlinks=False)
+    assert f"{link.path} is a link that belongs to another user (owner {SOMEBODY})" in refusal(link)
+
+
+@needs_root
+def test_a_planted_link_into_a_trusted_directory_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = RunDir(run.path.with_name("link"))
+    link.path.symlink_to("run")
+    os.chown(link.path, SOMEBODY, SOMEBODY, follow_symlinks=False)
+    monkeypatch.setenv(trust.VARIABLE, str(run.path))
+    refusal(link)
+    monkeypatch.setenv(trust.VARIABLE, str(run.path.parent))
+    trust.check_trusted(link)
+
+
 @pytest.mark.parametrize(
     ("named", "trusted"),
     [("{run}", True), ("{parent}", True), ("/nowhere:{parent}", True), ("{run}x", False), ("", False)],

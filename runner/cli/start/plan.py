@@ -20,7 +20,7 @@ from runner.rundir.paths import RunDir
 from runner.rundir.provenance import check_config
 from runner.rundir.state import State, entry, look
 from runner.rundir.trunk import find, missing, remedy
-from runner.rundir.trust import check_trusted, reading
+from runner.rundir.trust import RECORDS, check_trusted, reading
 from runner.system import clock, files
 from runner.system.signals import STOP
 
@@ -270,10 +270,12 @@ def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo
 
 
 def _check_place(run: RunDir) -> None:
-    """Refuse a directory that holds runs: a run of its own there would hide them.
+    """Refuse a directory that holds runs, which a new run would hide, or records, which it would replace.
+
+    A command that was killed before it froze the config has left the leases and `code.json`, if anything.
 
     Raises:
-        UserError: there is a run in it.
+        UserError: there is a run in it, or a record.
     """
     names = sorted(files.list_dir(run.path)) if files.is_dir(run.path) else []
     inside = [
@@ -283,4 +285,10 @@ def _check_place(run: RunDir) -> None:
         raise UserError(
             f"{run.path} holds runs ({inside[0]}): set run.root={shown(run.path)} to create another run in it, "
             "or choose another run.dir"
+        )
+    begun = {run.lease.name, run.submission.name, *([run.code.name] if run.submission.name in names else [])}
+    if records := [name for name in names if name in RECORDS and name not in begun]:
+        raise UserError(
+            f"{run.path} has {', '.join(records)} but no {run.config.name}, so a new run would replace what is not "
+            "known to be its own: choose another run.dir, or restore the config of that run"
         )
