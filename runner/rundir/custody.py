@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,7 +12,7 @@ from pathlib import Path
 from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.evaluations import submitted
-from runner.rundir.lease import Lease
+from runner.rundir.lease import Lease, describe_holder, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.state import holder_of
 from runner.rundir.trust import reading
@@ -38,16 +39,22 @@ class Custody:
         self.submission.check_fence()
         self.lease.check_fence()
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The fencing numbers of both leases."""
+        return self.submission.fence, self.lease.fence
+
     def move(self, target: Path) -> None:
         """Rename the run directory, which is at one of the two places at every moment, and durably so afterwards.
 
         Raises:
-            SupersededError: somebody has taken the run over; nothing was changed.
+            SupersededError: somebody has taken the run over; nothing was changed, or the message states where it is.
             OSError: the file system refused; the run is where it was, or the message states where it is.
         """
         source = self.run.path
         self._rename(target)
         try:
+            give_back_if_taken_over(RunDir(target), source, self.numbers)
             for parent in {source.parent, target.parent}:
                 files.fsync_dir(parent)
         except OSError as error:
@@ -58,12 +65,42 @@ class Custody:
             raise
 
     def _rename(self, target: Path) -> None:
-        # One look, right before: after it, another `rm` may already delete what this one has renamed.
         self.check()
         files.rename(self.run.path, target)
         self.run = RunDir(target)
         self.submission.moved(self.run.submission)
         self.lease.moved(self.run.lease)
+
+
+def give_back_if_taken_over(renamed: RunDir, name: Path, numbers: tuple[int, int]) -> None:
+    """Give a run that was renamed its name back if somebody took it over before: after a rename nobody can any more.
+
+    Whoever renames a run may be suspended between the last look at its leases and the rename.
+
+    Args:
+        renamed: the run; it may be gone, since another `rm` deletes what the first has renamed.
+        name: its path before.
+        numbers: the fencing numbers by which it was renamed, see `Custody.numbers`.
+
+    Raises:
+        SupersededError: somebody took it over; it has its name back, or the message states where it is.
+        OSError: a lease cannot be read.
+    """
+    for directory, number in zip((renamed.submission, renamed.lease), numbers, strict=True):
+        with suppress(FileNotFoundError):
+            files.look_anew(directory)
+        found = read_holder(directory)
+        if found is None or found[0] <= number:
+            continue
+        where = "nothing was changed"
+        try:
+            if files.is_taken(name):
+                raise FileExistsError(errno.EEXIST, f"there is another {name.name}")
+            files.rename(renamed.path, name)
+            files.fsync_dir(name.parent)
+        except OSError as error:
+            where = f"it is {renamed.path} now, and cannot get its name back ({error.strerror or error})"
+        raise SupersededError(f"{name} was taken over by {describe_holder(found[1])} before it was renamed: {where}")
 
 
 @contextmanager

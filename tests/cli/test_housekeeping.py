@@ -29,6 +29,7 @@ from runner.__main__ import run as runner
 from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.directory import Directory
 from runner.cli.runs import archive as archive_command
+from runner.cli.runs import rm as rm_command
 from runner.cli.start import plan, start
 from runner.errors import ExitStatus
 from runner.rundir import custody, evaluations, lease, provenance
@@ -413,7 +414,7 @@ class TestRemove:
             done.append("removed")
             remove(path)
 
-        made.rename(made.with_name(f".{made.name}.removed-{processes.tag()}"))
+        made.rename(made.with_name(f".{made.name}.removed-1-1-{processes.tag()}"))
         monkeypatch.setattr(files, "fsync_dir", synced)
         monkeypatch.setattr(files, "remove_tree", removed)
         assert command("rm", str(made), "--yes") == 0
@@ -692,6 +693,62 @@ def test_who_was_superseded_meanwhile_changes_nothing(
     assert contents(made) == before
     left = {path.name for folder in (Path.cwd(), made.parent) for path in folder.iterdir()}
     assert not {name for name in left if name in ("elsewhere", "x.tar") or ".removed-" in name or ".tmp-" in name}
+
+
+def suspended_before_renaming(made: Path, directory: str, patch: pytest.MonkeyPatch, *, then_killed: bool) -> None:
+    """Suspend whoever renames the run after the last look at its leases: others take it over and train it."""
+    real = files.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source == made:
+            number, _ = lease.read_holder(made / directory) or (0, {})
+            (made / directory / f"{number + 1:08d}.json").write_text('{"host": "elsewhere", "pid": 7}')
+            (made / "new").write_text("of the successor")
+        real(source, target)
+        if source == made and then_killed:
+            raise KeyboardInterrupt
+
+    patch.setattr(files, "rename", rename)
+
+
+@pytest.mark.parametrize("words", COMMANDS[:2], ids=lambda words: words[0])
+@pytest.mark.parametrize("directory", ["lease", "submission"])
+def test_a_run_taken_over_right_before_the_rename_comes_back(
+    made: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    directory: str,
+) -> None:
+    before = contents(made)
+    suspended_before_renaming(made, directory, monkeypatch, then_killed=False)
+    assert command(*(word.format(run=made) for word in words)) == ExitStatus.SUPERSEDED
+    assert "was taken over by process 7 on elsewhere before it was renamed: nothing was changed" in error(capsys)
+    assert contents(made) == {**before, "new": b"of the successor"}
+    assert [path for path in made.parent.iterdir() if ".removed-" in path.name] == []
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_what_a_killed_removal_took_from_a_successor_is_kept(
+    made: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_taken: bool,
+) -> None:
+    with monkeypatch.context() as patch:
+        suspended_before_renaming(made, "lease", patch, then_killed=True)
+        with pytest.raises(KeyboardInterrupt):
+            rm_command.main([str(made), "--yes"])
+    (aside,) = made.parent.iterdir()
+    if is_taken:
+        shutil.copytree(aside, made, ignore=shutil.ignore_patterns(*LEASES))
+    assert command("rm", str(made), "--yes") == ExitStatus.SUPERSEDED
+    line = error(capsys)
+    assert "was taken over by process 7 on elsewhere" in line
+    assert (f"it is {aside} now" in line) == is_taken
+    assert contents(aside if is_taken else made)["new"] == b"of the successor"
 
 
 def test_an_archive_gets_no_name_once_the_run_was_taken_over(

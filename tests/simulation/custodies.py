@@ -664,6 +664,8 @@ class Custodies(Scenario):
             self.world.at(self.random.uniform(0.0, 0.05), partial(self._command, self._pin, False))
         if what == "link" and to == str(ARCHIVE):
             self._check_packed(process)
+        if what == "unlink" and (aside := re.match(r".*/\.[^/]+\.removed-\d+-(\d+)-[^/]+", path)):
+            self._check_removed(process, Path(aside[0]), int(aside[1]))
         if what in ("rename", "unlink") and self._working.get(process, ("", ""))[0] == "trains":
             self._check_fence(process, Path(path))
             self._check_fence(process, Path(to or path))
@@ -690,6 +692,13 @@ class Custodies(Scenario):
                 self._may_not(process, f"moved {source.name}, which has job {job.number} in the queue")
         if target.name.startswith("."):
             self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
+
+    def _check_removed(self, process: Process, aside: Path, number: int) -> None:
+        """A removal deletes nothing that somebody has done who took the run over before it was renamed."""
+        with self.world.outside():
+            holder = leases.read_holder(RunDir(aside).lease)
+        newest = holder[0] if holder else 0
+        self.must(newest <= number, f"{process.name} deletes {aside.name}, which number {newest} has taken over")
 
     def _may_not(self, process: Process, what: str) -> None:
         """Somebody did what he may not: who was frozen in his last look at the leases, or in that very call, may."""

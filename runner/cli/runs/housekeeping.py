@@ -9,12 +9,12 @@ from pathlib import Path
 
 from runner.cli.base.console import shown
 from runner.errors import FileError, UserError
-from runner.rundir.custody import Custody, is_run
+from runner.rundir.custody import Custody, give_back_if_taken_over, is_run
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 
-_REMOVED = re.compile(rf"\.(?P<name>.+)\.removed-{processes.TAG}")
-"""The name of what is being deleted."""
+_REMOVED = re.compile(rf"\.(?P<name>.+)\.removed-(?P<numbers>\d+-\d+)-{processes.TAG}")
+"""The name of what is being deleted, with the fencing numbers by which it was renamed."""
 
 
 def typed(path: Path) -> str:
@@ -46,18 +46,24 @@ def remove(held: Custody) -> Path:
         OSError: the file system refused.
     """
     path = held.run.path
-    aside = path.with_name(f".{path.name}.removed-{processes.tag()}")
+    submission, lease = held.numbers
+    aside = path.with_name(f".{path.name}.removed-{submission}-{lease}-{processes.tag()}")
     held.move(aside)
     return aside
 
 
 def remove_rest(aside: Path) -> None:
-    """Delete what `remove` has renamed.
+    """Delete what `remove` has renamed, unless whoever did was killed before it saw that somebody had taken it over.
 
     Raises:
+        SupersededError: somebody had; see `give_back_if_taken_over`.
         FileError: the file system refused; the rest is still there.
     """
     try:
+        if found := _REMOVED.fullmatch(aside.name):
+            submission, _, lease = found["numbers"].partition("-")
+            name = aside.with_name(found["name"])
+            give_back_if_taken_over(RunDir(aside), name, (int(submission), int(lease)))
         # Who renamed it may have been killed before that was durable: a power loss would bring back a part of the run.
         files.fsync_dir(aside.parent)
         with suppress(FileNotFoundError):  # another command does the same
