@@ -165,6 +165,7 @@ class ExternalWriter(ABC):
                     self.log(int(record["step"]), scalars(record))
                 else:
                     self.sync()
+            self._check_guard()
             self.end()
         except SupersededError:  # a newer attempt logs from here on; the training thread finds out by itself
             self._broken = True

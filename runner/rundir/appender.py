@@ -17,6 +17,8 @@ copies in their place, had it not been over.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from runner.rundir.paths import RunDir
 from runner.system import files, processes
 
@@ -59,6 +61,25 @@ def withdraw(run: RunDir) -> None:
         OSError: the file system refused: the next attempt makes copies, as it does if a power loss undoes this.
     """
     _write(run, is_open=False, durable=False)
+
+
+def detach(run: RunDir) -> None:
+    """Put copies in the place of the records if another process may have them open, such as one that is stopped.
+
+    Whoever moves or packs a run leaves its records closed, as an attempt does that ends: a process that wakes up writes
+    to files without a name.
+
+    Raises:
+        SupersededError: a newer process holds the lease.
+        OSError: the file system refused.
+    """
+    if nobody_appends(run):
+        return
+    for path in (run.metrics, run.timings):
+        with suppress(FileNotFoundError), files.open_regular(path) as file:
+            fd = file.fileno()
+            files.close_fd(files.replace_by_part(path, fd, files.size_of(fd), guard=run.guard))
+    withdraw(run)
 
 
 def _write(run: RunDir, is_open: bool, durable: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import submitted_jobs
+from runner.rundir.appender import detach
 from runner.rundir.evaluations import submitted
 from runner.rundir.lease import Lease, describe_holder, read_holder
 from runner.rundir.paths import RunDir
@@ -132,6 +133,7 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
         if expected and not is_run(run):
             raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command")
         _check_queue(run)
+        detach(RunDir(run.path, leases[1].guard))
         yield Custody(run, *leases)
 
 

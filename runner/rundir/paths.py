@@ -31,11 +31,8 @@ class RunDir:
             SupersededError: a newer process holds the lease, or has moved or removed the run.
             OSError: the file system refused.
         """
-        try:
-            files.make_dirs_in(self.path, folder)
-        except FileNotFoundError:
-            self.check_guard()
-            raise
+        self.check_guard()
+        files.make_dirs_in(self.path, folder)
 
     def check_guard(self) -> None:
         """Whether this process still has the right to write to the run, if it needs any.
@@ -230,7 +227,3 @@ class RunDir:
     def loggers(self) -> Path:
         """The ids of this run in W&B and MLflow."""
         return self.path / "loggers.json"
-
-    @property
-    def csv(self) -> Path:
-        return self.path / "metrics.csv"

@@ -19,6 +19,7 @@ from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.cadence import Cadence
 from runner.data.loading.protocols import BatchRecord
 from runner.errors import CheckpointError, TrainingError
+from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
 from runner.training.callbacks.callbacks import Callbacks
@@ -54,7 +55,7 @@ class Trainer:
     callbacks: Callbacks = field(default_factory=Callbacks.none)
     account: TimeAccount = field(default_factory=TimeAccount)
     meter: StepMeter = field(default_factory=lambda: StepMeter(torch.device("cpu")))
-    profiler: Profiler = field(default_factory=lambda: Profiler(None, Path(), torch.device("cpu")))
+    profiler: Profiler = field(default_factory=lambda: Profiler(None, RunDir(Path()), "", torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.world = self.train_step.forward.world

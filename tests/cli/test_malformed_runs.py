@@ -55,7 +55,7 @@ LINES: dict[str, list[dict[str, object]]] = {
 }
 CHECKPOINT = "checkpoints/step_00000003"
 ENTRIES = [
-    *(name for name in KINDS_OF_RECORDS if name not in ("tensorboard", "loggers.json", "metrics.csv")),
+    *(name for name in KINDS_OF_RECORDS if name not in ("tensorboard", "loggers.json")),
     *("lease/00000001.json", "lease/00000001.beat"),
     *(
         CHECKPOINT,

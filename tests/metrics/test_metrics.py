@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import os
@@ -318,6 +319,30 @@ def test_tensorboard_shows_one_curve_over_all_attempts(run: RunDir) -> None:
     for tag in ("loss", "samples/code", "eval_loss"):
         assert [event.step for event in events.Scalars(tag)] == list(range(1, 51))
     assert [event.value for event in events.Scalars("attempt")] == [0.0] * 20 + [20.0] * 10 + [30.0] * 20
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_a_full_disk_at_tensorboards_file_is_one_warning(
+    run: RunDir, room: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left, really, reported = iter(range(room)), files.write_fd, list[str]()
+
+    def write(fd: int, data: Any) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return really(fd, data)
+
+    monkeypatch.setattr(files, "write_fd", write)
+    writer = TensorBoard(run, 0, reported.append)
+    for step in range(1, 9):
+        writer.write(record(step))
+        writer.flush()
+    writer.close()
+    gc.collect()
+    (message,) = reported
+    assert "logger tensorboard failed and is disabled from here on" in message
+    assert "No space left on device" in message
+    assert capfd.readouterr() == ("", "")
 
 
 class Faulty(ExternalWriter):

@@ -20,6 +20,7 @@ from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
 from runner.errors import ExitStatus, SupersededError
 from runner.metrics import resume_records
+from runner.metrics.tensorboard import TensorBoard
 from runner.rundir.appender import announce, nobody_appends, withdraw
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
@@ -109,6 +110,7 @@ MAKERS: dict[str, Callable[[RunDir], object]] = {
     "announce": announce,
     "withdraw": withdraw,
     "stacks of a hang": lambda run: run.make_dirs(run.hang),
+    "events of TensorBoard": lambda run: TensorBoard(run).open(),
     "save": lambda run: Directory(run.checkpoints, Fence(1, guard_of(run).check)).prepare(),
 }
 

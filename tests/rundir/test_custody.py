@@ -22,7 +22,7 @@ from runner.rundir import submitted_jobs
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.lease import Lease, read_holder
 from runner.rundir.paths import RunDir
-from runner.system import files
+from runner.system import files, processes
 
 HOLD = """
 import sys
@@ -148,6 +148,25 @@ def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkey
         with pytest.raises(OSError, match=f"Input/output error; it is {target} now"):
             held.move(target)
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_a_stopped_trainer_has_open_is_not_what_is_moved(run: RunDir, is_open: bool) -> None:
+    """It appends when it wakes, before it can notice that its lease is gone."""
+    holder = {**processes.this_process(), "host": "elsewhere", "open": is_open}
+    run.lease.mkdir()
+    run.appender.write_text(json.dumps(holder))
+    run.metrics.write_text('{"step": 1}\n')
+    target = run.path.with_name("b-12345678")
+    with open(run.metrics, "a") as held_open:
+        with custody(run) as held:
+            held.move(target)
+        held_open.write('{"step": 2}\n')
+    moved = RunDir(target).metrics.read_text()
+    assert (moved == '{"step": 1}\n') == is_open
+    with custody(RunDir(target)):
+        pass
+    assert RunDir(target).metrics.read_text() == moved
 
 
 def test_what_another_removal_deletes_meanwhile_is_not_renamed_back(

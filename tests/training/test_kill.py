@@ -14,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from here import command
 from new_seeds import new_seed
 from references import Reference
 from runs import PACED, TINY, Run, assert_same_run, reached
 from tiny_attempts import contents
+
+from runner.rundir import custody
 
 # Many attempts in sequence: a busy machine may take long. One worker makes the reference runs.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("kill")]
@@ -84,6 +87,29 @@ def test_a_process_stopped_while_its_successor_finishes_changes_nothing_when_it_
     assert "Traceback" not in output
     assert contents(older.path) == before
     assert newer.attempts()[-1]["cause"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doing", [["mv", "{run}", "{other}"], ["rm", "{run}", "--yes"]], ids=lambda words: words[0])
+def test_where_its_run_was_moved_or_removed_nothing_comes_back(
+    doing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP within a step, while the logger opens its files; SIGCONT: exit status 74."""
+    overrides = [*COMMON, "logger=default", "scheduler.total_steps=24", "train.steps=24", "run.lease_timeout_s=1"]
+    older, other = Run(tmp_path / "run", overrides), tmp_path / "other"
+    older.hold_at(2, ACCUMULATION)
+    stopped = older.start()
+    assert older.kill_when(Run.idles, signal.SIGSTOP), older.wait()[1]
+    monkeypatch.setattr(custody, "TIMEOUT_S", 1.0)
+    assert command(*(word.format(run=older.path, other=other) for word in doing)) == 0
+    before = contents(other) if other.exists() else {}
+    older.release()
+    stopped.send_signal(signal.SIGCONT)
+    status, output = older.wait()
+    assert status == 74, output
+    assert "Traceback" not in output
+    assert (contents(other) if other.exists() else {}) == before
+    assert [path for path in tmp_path.iterdir() if path not in (other, older.reached_file)] == []
 
 
 # ---- Killed at any moment

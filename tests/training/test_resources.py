@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runner.config.schema import profiled_steps
+from runner.rundir.paths import RunDir
 from runner.system import clock, distributed
 from runner.training.records.profiler import Profiler
 from runner.training.records.resources import StepMeter
@@ -55,7 +56,7 @@ def steps_in(path: Path) -> list[str]:
 def test_a_profile_has_its_steps(first: int, last: int, expected: list[str], tmp_path: Path) -> None:
     """Attempts that begin at a step of the profile and end at another: the rest of it, or nothing."""
     path = tmp_path / "profile" / "trace.json"
-    profiler = Profiler((3, 4), path, CPU)
+    profiler = Profiler((3, 4), RunDir(tmp_path), path.name, CPU)
     for step in range(first, last + 1):
         profiler.begin(step)
         torch.ones(3) + 1
@@ -67,7 +68,7 @@ def test_a_profile_has_its_steps(first: int, last: int, expected: list[str], tmp
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("in the way")
-    profiler = Profiler((1, 1), tmp_path / "profile" / "trace.json", CPU)
+    profiler = Profiler((1, 1), RunDir(tmp_path), "trace.json", CPU)
     profiler.begin(1)
     with caplog.at_level(logging.WARNING, "runner"):
         profiler.end(1)

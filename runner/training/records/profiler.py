@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.config.schema import Config, profiled_steps
+from runner.errors import SupersededError
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.system import files
@@ -23,13 +23,15 @@ class Profiler:
 
     Args:
         steps: (first, last), counted from 1; None: nothing is recorded, at no cost.
-        path: where the trace is written, for chrome://tracing and Perfetto.
+        run: the run directory; the right to write to it is looked at before the trace is written.
+        name: of the trace in `run.profile`, for chrome://tracing and Perfetto.
         device: of the model.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, path: Path, device: torch.device) -> None:
+    def __init__(self, steps: tuple[int, int] | None, run: RunDir, name: str, device: torch.device) -> None:
         self._first, self._last = steps or (0, -1)
-        self._path = path
+        self._run = run
+        self._path = run.profile / name
         self._device = device
         self._profile: Any = None
         self._step: ExitStack | None = None
@@ -41,9 +43,9 @@ class Profiler:
         """Profile the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
         steps = profiled_steps(config.train.profile or "")
         if steps is None or steps[1] <= step:
-            return Profiler(None, run.profile, device)
+            return Profiler(None, run, "", device)
         attempt = world.broadcast(log.record["attempt"] if log else 0)
-        return Profiler(steps, run.profile / f"attempt{attempt}-rank{world.rank}.json", device)
+        return Profiler(steps, run, f"attempt{attempt}-rank{world.rank}.json", device)
 
     def begin(self, step: int) -> None:
         """Step number `step` is about to be made."""
@@ -77,10 +79,12 @@ class Profiler:
         self._end_step()
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         try:
-            files.make_dirs_in(self._path.parent.parent, self._path.parent)  # not the run, where that was moved
             profile.stop()
+            self._run.make_dirs(self._run.profile)
             profile.export_chrome_trace(str(temporary))
             files.rename(temporary, self._path)
+        except SupersededError:  # the training thread finds out by itself
+            return
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 files.remove(temporary)
