@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,16 +47,18 @@ class TextDataset(TokenDataset):
     ) -> None:
         if split not in SPLITS:
             raise DataError(f"split={split!r}{nearest(split, SPLITS)}: one of {', '.join(SPLITS)}")
-        meta: Any = read_json(directory / "meta.json")
-        if meta is None:
-            prepare(directory, lambda folder: write_text(folder, texts(), total))
-            meta = read_json(directory / "meta.json")
-        path = directory / "tokens.npy"
-        try:
-            tokens = cast(Tokens, np.load(path, mmap_mode="r", allow_pickle=False))
-            train, self._content = int(meta["train"]), str(meta["blake2b"])
-        except (OSError, ValueError, EOFError, TypeError, KeyError) as error:
-            raise DataError(f"{directory}: this cache is corrupt ({error}): delete it to have it recreated") from error
+        with _usable(directory):
+            meta: Any = read_json(directory / "meta.json")
+            if meta is None:
+                prepare(directory, lambda folder: write_text(folder, texts(), total))
+                meta = read_json(directory / "meta.json")
+            try:
+                tokens = cast(Tokens, np.load(directory / "tokens.npy", mmap_mode="r", allow_pickle=False))
+                train, self._content = int(meta["train"]), str(meta["blake2b"])
+            except (FileNotFoundError, ValueError, EOFError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{directory}: this cache is corrupt ({error}): delete it to have it recreated"
+                ) from error
         part = {"train": tokens[:train], "eval": tokens[train:], "all": tokens}[split]
         super().__init__(part, sequence_length, vocab_size=256)
 
@@ -192,7 +195,7 @@ def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
     Raises:
         DataError: the file system returned an error.
     """
-    try:
+    with _usable(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         _sweep(directory.parent)
         folder = Path(tempfile.mkdtemp(prefix=".preparing-", dir=directory.parent))
@@ -208,10 +211,21 @@ def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
             fsync_dir(directory.parent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Name the remedy where the file system refuses a cache: the home directory of a node may be another one, or none.
+
+    Raises:
+        DataError: it does.
+    """
+    try:
+        yield
     except OSError as error:
         raise DataError(
             f"{directory}: cannot prepare the text here ({error.strerror or error}): set data.cache_dir or "
-            "RUNNER_CACHE to a writable folder with enough space"
+            "RUNNER_CACHE to a folder that every node can read and write, with enough space"
         ) from error
 
 

@@ -129,7 +129,7 @@ def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> boo
     if not isinstance(cause, OSError) or cause.errno not in files.PASSING:
         return False
     where = f": {cause.filename}" if cause.filename else ""
-    return job.yield_verdict(f"{cause.strerror}{where}")
+    return job.yield_verdict(str(error) if isinstance(error, UserError) else f"{cause.strerror}{where}")
 
 
 def _leased(

@@ -120,6 +120,10 @@ def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
         (lambda d: TextFiles(d / "gone", 8, cache_dir=d), "gone: does not exist"),
         (lambda d: TextFiles(d / "short.txt", 8, cache_dir=d), "4 tokens are too few .*takes 9"),
         (lambda d: PythonText("prose", 64, cache_dir=d / "short.txt"), r"short\.txt.*data\.cache_dir or RUNNER_CACHE"),
+        (
+            lambda d: PythonText("prose", 64, cache_dir=d / ("x" * 300)),
+            r"File name too long.*data\.cache_dir or RUNNER_CACHE",
+        ),
     ],
 )
 def test_errors_are_one_line_with_a_remedy(tmp_path: Path, make: Any, message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from runs import TINY
 
 from runner.checkpoint import TrainStateManager
-from runner.cli.doctor.doctor import measure_save
+from runner.cli.doctor.doctor import _cache_findings, measure_save
 from runner.config.composition import compose
 from runner.system import clock
 
@@ -31,3 +31,10 @@ def test_the_save_that_is_timed_is_not_the_first(tmp_path: Path, monkeypatch: py
     assert measured.seconds == pytest.approx(0.2)
     assert next(durations, None) is None
     assert measured.bytes == pytest.approx(sizes[0], rel=0.1)  # of one checkpoint
+
+
+@pytest.mark.parametrize(("cache", "warned"), [("/proc/self/cache", True), ("{here}/cache", False)])
+def test_a_cache_that_nodes_may_not_have_is_a_warning(tmp_path: Path, cache: str, warned: bool) -> None:
+    """They have the directory of the runs, and perhaps no home directory."""
+    config = compose([*TINY, f"data.cache_dir={cache.format(here=tmp_path)}"]).config
+    assert ["data.cache_dir" in str(each.remedy) for each in _cache_findings(config, tmp_path)] == [True] * warned

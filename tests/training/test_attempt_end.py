@@ -64,7 +64,7 @@ def test_a_disk_with_room_for_the_attempt_log_alone_fails_no_run_for_good(code: 
     with tiny_attempts() as patch:
         patch.setattr(files, "write_json", refuse)
         assert training_attempt.attempt(run.path, job) == ExitStatus.FAILED
-    assert (f"yield {os.strerror(code)}: {run.order}" in job.told) == passes
+    assert (f"yield {run.order} cannot be written ({os.strerror(code)})" in job.told[0]) == passes
     assert json.loads(run.status.read_text())["state"] == ("requeued" if passes else "failed")
     with tiny_attempts():
         assert training_attempt.attempt(run.path, Requeued(1)) == ExitStatus.FINISHED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
     yield from (Finding("error", error) for error in errors)
     yield from _rank_findings(launcher, composed.config)
     folder = existing_parent(composed.run_dir)
+    if not launcher.in_process:
+        yield from _cache_findings(composed.config, folder)
     disk = examine_disk(folder)
     yield disk
     saved = None
@@ -120,6 +122,17 @@ def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
         return
     yield from (Finding("error", error) for error in rank_count_errors(counts, config))
     yield from idle_ranks(counts, config)
+
+
+def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
+    """Whether nodes surely have the cache of texts, as they have `folder`: not all have the home directory."""
+    from runner.data.text import cache_directory
+
+    cache = cache_directory(config.data.cache_dir)
+    used = any("cache_dir" in source for source in config.data.sources.values() if isinstance(source, Mapping))
+    if used and files.stat(existing_parent(cache)).st_dev != files.stat(folder).st_dev:
+        text = f"the nodes may not have {cache}, where texts are cached: it is not on the file system of {folder}"
+        yield Finding("warning", text, "if so, set data.cache_dir to a directory that they have")
 
 
 def existing_parent(path: Path) -> Path:
