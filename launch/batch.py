@@ -43,9 +43,10 @@ class Start:
 
     run_dir: str
     attempt: str
+    submission: str
     max_timeouts: int | None
     requeue_killed: bool
-    submission: str
+    notice_s: int | None
 
 
 def sweep_folder(parent: Path, user: str | None) -> Path:

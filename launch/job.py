@@ -33,22 +33,24 @@ LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 def start(
     run_dir: str,
     attempt: str,
+    submission: str | None = None,
     max_timeouts: int | None = None,
     requeue_killed: bool = True,
-    submission: str | None = None,
+    notice_s: float | None = None,
 ) -> NoReturn:
     """Make one attempt in this job and exit with its status.
 
     Args:
         run_dir: the run directory; everything else is read from it.
         attempt: `module:function`, called as `function(run_dir, job=job)`.
+        submission: the name of the submission that the job is of.
         max_timeouts: time limits in a row without a new checkpoint after which the run stops; None: they count as
             other attempts without progress do.
         requeue_killed: whether the batch script requeues the job if no rank decides how it ends.
-        submission: the name of the submission that the job is of.
+        notice_s: how long before its time limit the job is signalled; None: nobody knows.
     """
     named = processes.environment.get(requeue.SUBMISSION) or submission
-    job = SlurmJob(max_timeouts, requeue_killed, named)
+    job = SlurmJob(max_timeouts, requeue_killed, named, notice_s)
     job.catch_signals()
     module, _, name = attempt.partition(":")
     try:
@@ -95,7 +97,11 @@ class SlurmJob:
     auto_restarts = True
 
     def __init__(
-        self, max_timeouts: int | None = None, requeue_killed: bool = True, submission: str | None = None
+        self,
+        max_timeouts: int | None = None,
+        requeue_killed: bool = True,
+        submission: str | None = None,
+        notice_s: float | None = None,
     ) -> None:
         self.max_timeouts = max_timeouts
         self.submission = submission
@@ -103,7 +109,7 @@ class SlurmJob:
         self.early_signal: int | None = None
         self.restart_count = rendezvous.restart_count()
         self.job_id = own_id()
-        self._requeuer = requeue.Requeuer(self.job_id, self.restart_count, submission)
+        self._requeuer = requeue.Requeuer(self.job_id, self.restart_count, submission, notice_s)
         self._has_verdict = True  # the end of this process decides how the job ends
         folder = Path(processes.environment.get(batch.FOLDER, os.devnull))
         mark = requeue.mark(self.job_id, submission)

@@ -29,6 +29,7 @@ REQUEUED_CAUSES = frozenset({"preempted", "time limit", "interrupted", "node fai
 # Slurm's reasons for ending a job whose node or batch script was lost; scancel sets none.
 LOST_REASONS = frozenset({"NodeDown", "JobLaunchFailure", "SystemFailure"})
 STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the state that explains it
+NOTICE_EARLY_S = 60.0  # Slurm looks that seldom, and signals early rather than late
 KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, whether or not the step and the save are done
 RETRY_S = 5.0  # pause between two requests to requeue
 MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the job
@@ -160,13 +161,24 @@ def _ended_at_preemption(job: Record) -> bool:
     return preempted is not None and preempted == _time(job.get("EndTime"))
 
 
-def cause_of_stop(job: Record, restart_count: int, signum: int) -> str:
-    """Why the job received `signum`; from the signal alone if Slurm did not answer."""
+def cause_of_stop(job: Record, restart_count: int, signum: int, notice_s: float | None = None) -> str:
+    """Why the job received `signum`; from the signal alone if Slurm did not answer.
+
+    Args:
+        job: its record.
+        restart_count: see `ended_by`.
+        signum: the signal.
+        notice_s: how long before its time limit the job is signalled; None: nobody knows.
+    """
     if ended := ended_by(job, restart_count):
         return ended
     if _time(job.get("PreemptTime")):
         return "preempted"
-    return "time limit" if signum in (signal.SIGUSR1, signal.SIGUSR2) else "interrupted"
+    if signum not in (signal.SIGUSR1, signal.SIGUSR2):
+        return "interrupted"
+    left_s = seconds_left(job) if job and notice_s is not None else 0.0
+    is_near = left_s is not None and left_s <= (notice_s or 0.0) + NOTICE_EARLY_S + scheduler.CLOCKS_DIFFER_S
+    return "time limit" if is_near else "interrupted"  # by `scancel --signal`
 
 
 def is_preempted(job: Record) -> bool:
@@ -201,12 +213,16 @@ class Requeuer:
         job_id: `12`, or `12_3` for a task of an array.
         restart_count: how often Slurm has restarted the job.
         submission: the name of the submission that the job is of.
+        notice_s: see `cause_of_stop`.
     """
 
-    def __init__(self, job_id: str, restart_count: int, submission: str | None = None) -> None:
+    def __init__(
+        self, job_id: str, restart_count: int, submission: str | None = None, notice_s: float | None = None
+    ) -> None:
         self._job_id = job_id
         self._restart_count = restart_count
         self._submission = submission
+        self._notice_s = notice_s
         self._began = utc_now()
         self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
         self._forgotten = False  # Slurm has just answered that it knows no such job
@@ -221,7 +237,7 @@ class Requeuer:
             return "cancelled"
         for _ in range(STATE_CHECKS):
             job = self.record()
-            cause = cause_of_stop(job, self._restart_count, signum)
+            cause = cause_of_stop(job, self._restart_count, signum, self._notice_s)
             if cause != "interrupted":
                 break
             clock.sleep(STATE_CHECK_PAUSE_S)

@@ -13,6 +13,8 @@ from runner.system import processes
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
 TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
 JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
+# What Slurm and a node tell of the time may differ by this much: munge refuses others.
+CLOCKS_DIFFER_S = 300.0
 END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
 # How the name of a batch script begins, as submitit's own do; the name of the submission follows, and a number.
 SCRIPT_PREFIX = ".submission_file_"

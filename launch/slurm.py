@@ -29,10 +29,6 @@ from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-# A job whose time of submission Slurm did not tell was submitted before it was recorded, by clocks that may differ by
-# this much: munge refuses others.
-CLOCKS_DIFFER_S = 300.0
-
 # Variables that tell Slurm's commands where the cluster is; all others of SLURM_* describe the job that one is in.
 CLUSTER_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 # Options that every batch script sets.
@@ -235,7 +231,9 @@ class SlurmLauncher(SlurmOptions):
             files.make_dirs(folder, files.OWNED)
         batch.check_folder(folder)
         unique, is_asked = submission.new_name(), False
-        starts = [batch.Start(str(run.path), attempt, self.max_timeouts, self.requeue_killed, unique) for run in runs]
+        own_signal = any(str(key).lstrip("-") == "signal" for key in self.additional)
+        options = (self.max_timeouts, self.requeue_killed, None if own_signal else self.signal_delay_s)
+        starts = [batch.Start(str(run.path), attempt, unique, *options) for run in runs]
         try:
             with self._no_conflicting_variables(), files.owned():
                 text = self._script(len(runs), total, folder, name, unique)
@@ -375,7 +373,8 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
         return []  # never submitted
     job = files.read_object(run.job)
     user, name, submitted = (_text_or_none(job.get(key)) for key in ("user", "name", "submit_time"))
-    noted = _slurm_time(job.get("submitted"), CLOCKS_DIFFER_S) if submitted is None else None
+    # A job whose time of submission Slurm did not tell was submitted before it was recorded.
+    noted = _slurm_time(job.get("submitted"), scheduler.CLOCKS_DIFFER_S) if submitted is None else None
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text_or_none(job.get("submission")))]
     # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
     named, seen = _text_or_none(status.get("job_name")), _slurm_time(status.get("updated"))

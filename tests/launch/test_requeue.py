@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -87,6 +87,28 @@ def test_the_cause_follows_from_the_signal_if_slurm_does_not_answer(inside: Fake
     inside.fails("scontrol_show_job", SILENT)
     assert job.SlurmJob().cause(signal.SIGUSR2) == "time limit"
     assert job.SlurmJob().cause(signal.SIGTERM) == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("2026-01-01T00:03:00", "time limit"),
+        ("2026-01-01T00:07:59", "time limit"),  # a minute early, by clocks that differ
+        ("2026-01-01T00:08:01", "interrupted"),
+        ("2026-01-02T00:00:00", "interrupted"),
+        ("Unknown", "interrupted"),
+    ],
+)
+def test_a_signal_long_before_the_time_limit_is_not_its_notice(
+    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, end: str, cause: str
+) -> None:
+    """`scancel --signal=USR2`, by hand."""
+    monkeypatch.setattr(clock, "wall", lambda: datetime.fromisoformat(f"{AT}+00:00").timestamp())
+    inside.shows_job(**{**RUNNING, "EndTime": end})
+    here = job.SlurmJob(notice_s=120)
+    assert here.cause(signal.SIGUSR2) == cause
+    assert here.requeue_if_needed(cause) == cause
+    assert len(inside.calls("scontrol requeue")) == 1
 
 
 def test_a_kill_is_told_apart_from_a_lost_node(

@@ -96,6 +96,7 @@ def test_cancelled_to_make_room_between_its_look_and_its_request_it_is_requeued(
     slow = slow_scontrol(cluster, tmp_path, condition, '$real show job -o "$3" | grep -q " JobState=RUNNING "')
     job.submit("launcher.partition=cancels", slow, **job.hold(20))
     job.wait_for_step(20)
+    job.ends_in(300)
     for process in job.processes():
         process.send_signal(signal.SIGUSR2)
     cluster.wait(asked.exists, 180, f"the request: {job.log()}")
@@ -140,6 +141,7 @@ def test_preempted_while_it_is_still_in_its_last_step_before_the_time_limit(job:
     """The notice of the time limit came first and left minutes; the preemption leaves none, and the step is longer."""
     job.submit("launcher.partition=cancels", STEP_SLEEP_S="1000")
     cluster.wait(lambda: "starting at step 0" in job.log(), 180, f"the start of training: {job.log()}")
+    job.ends_in(300)
     for process in job.processes():
         process.send_signal(signal.SIGUSR2)
     cluster.wait(lambda: job.under_way().get("cause") == "time limit", 180, "the notice")
