@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +24,8 @@ from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files import manifest as manifests
 from runner.checkpoint.files.directory import Directory, Folder
 from runner.checkpoint.files.store import FileRecord
+from runner.checkpoint.tensors.compare import compare_checkpoints
+from runner.checkpoint.tensors.state import restore_train_state
 from runner.cli.runs import checkpoints as checkpoints_command
 from runner.errors import CheckpointError
 from runner.system import files
@@ -308,6 +312,54 @@ def test_a_pickle_in_the_train_state_is_refused_and_not_run(run: Path, tmp_path:
     assert names(run) == ["step_00000001", "step_00000002"]
 
 
+PICKLES = {
+    "a deep key": (b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.", "nested more than 100 levels deep"),
+    "a deep value": (b"\x80\x02" + b"]" * 5001 + b"a" * 5000 + b".", "nested more than 100 levels deep"),
+    "a key that repeats itself": (b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s.", "refer to each other too often"),
+    "a list in itself": (b"\x80\x02]q\x01h\x01a.", "contains itself"),
+    "a huge number": (b"\x80\x02\x8b\x00\x10\x00\x00" + b"\x01" * 4096 + b".", "an integer of 32761 bits"),
+    "no state": (b"\x80\x02K\x01.", "'int' instead of a train state"),
+    "no pickle": (b"", "pickle exhausted"),
+    "what was never there": (b"\x80\x02h\x05.", "it is not as torch.save writes it"),
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_what_would_break_the_interpreter_is_one_line(run: Path, case: str) -> None:
+    """torch.load ends in a segmentation fault at the first, whatever the command."""
+    pickled, message = PICKLES[case]
+    path = run / "step_00000002"
+    with zipfile.ZipFile(path / "train_state.pt") as old:
+        content = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path / "train_state.pt", "w") as new:
+        for name, data in content.items():
+            new.writestr(name, pickled if name.endswith("data.pkl") else data)
+    forge(path)
+    for read in (
+        lambda: load(run),
+        lambda: compare_checkpoints(Folder(path), Folder(path), (manifests.read(Folder(path)),) * 2),
+    ):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("odd", ["x", -1, None, [], {}, ()], ids=repr)
+@pytest.mark.parametrize("key", ["rng", "rng_by_rank", "scheduler", "scheduler.last_epoch", "optimizer", "tokens_seen"])
+def test_odd_values_in_a_train_state_are_one_line(run: Path, key: str, odd: Any) -> None:
+    """Or they do no harm: an empty list of generators, say."""
+    path = run / "step_00000002"
+    state = torch.load(path / "train_state.pt", weights_only=True)
+    outer, _, inner = key.partition(".")
+    state[outer] = {**state[outer], inner: odd} if inner else odd
+    torch.save(state, path / "train_state.pt")
+    forge(path)
+    toy = Toy(seed=3)
+    with suppress(CheckpointError):
+        loaded = manager(run).load(toy.model, toy.optimizer)
+        restore_train_state(loaded or {}, toy.scheduler, toy.loader)
+
+
 NO_INDEX = [
     b"",
     b"[]",
@@ -356,12 +408,27 @@ OTHER_PLACES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "too few values": (lambda index: chunk_of(index).__setitem__(3, [7, 4]), "values of 'model.0.weight' are missing"),
     "no dtype": (lambda index: index["tensors"][WEIGHT].__setitem__(0, "load"), "has no dtype"),
     "quantized": (lambda index: index["tensors"][WEIGHT].__setitem__(0, "quint8"), "has no dtype"),
+    "a value twice": (lambda index: chunks_of(index).append([*chunk_of(index)[:3], [1, 1]]), "are there twice"),
+    "one part twice, another never": (
+        lambda index: chunks_of(index).__setitem__(slice(None), [[*chunk_of(index)[:3], [4, 4]]] * 2),
+        "are there twice",
+    ),
+    "parts that overlap": (
+        lambda index: chunks_of(index).__setitem__(
+            slice(None), [[*chunk_of(index)[:2], *part] for part in ([[0, 0], [8, 3]], [[1, 2], [4, 2]])]
+        ),
+        "are there twice",
+    ),
     "a huge shape": (lambda index: index["tensors"][WEIGHT].__setitem__(1, [2**61, 4]), "are missing"),
 }
 
 
+def chunks_of(index: dict[str, Any]) -> Any:
+    return index["tensors"][WEIGHT][2]
+
+
 def chunk_of(index: dict[str, Any]) -> Any:
-    return index["tensors"][WEIGHT][2][0]
+    return chunks_of(index)[0]
 
 
 @pytest.mark.parametrize("case", OTHER_PLACES)

@@ -59,8 +59,6 @@ MOMENTS = ("commits", "deletes", "removes", "packs", "moves", "submits", "holds"
 STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
 """So many calls after that moment."""
 INTERRUPTED_S = (3.0, 20.0, 90.0)
-APPENDED = ("metrics.jsonl", "timings.jsonl")
-"""The records of a run that are appended to."""
 MADE_BY_OTHERS = re.compile(r".*\.pinned|evaluations/.*")
 """What may be added to a run by processes that hold no lease of it."""
 LEFT = re.compile(r"\.tmp-|\.removed-")
@@ -726,14 +724,7 @@ class Custodies(Scenario):
                 # What a superseded process saves when it wakes up is not committed any more.
                 mine = {name: data for name, data in _contents(place).items() if ".tmp-" not in name}
                 there = {name: data for name, data in mine.items() if not MADE_BY_OTHERS.fullmatch(name)}
-                trained = str(frozen(place).get("name")) in self._acquired
             packed = self._packed or {}
-            if trained:
-                # Whoever trained before the archive took the lease, and has just woken up, has its records open, and
-                # appends to them until it notices.
-                for name in APPENDED:
-                    if name in packed and there.get(name, b"").startswith(packed[name]):
-                        there[name] = packed[name]
             lacks = [name for name in there if packed.get(name) != there[name]]
             if lacks:
                 self._may_not(process, f"gave the archive its name, which lacks {lacks} of {place.name}")

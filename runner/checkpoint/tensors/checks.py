@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from runner.checkpoint.tensors.compare import unlike
 from runner.checkpoint.tensors.reader import CheckpointReader
 from runner.checkpoint.tensors.staging import AVERAGE, AVERAGE_COUNT, MODEL, Tensors, collect
 from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerState, TrainState
@@ -152,4 +153,7 @@ def optimizer_difference(saved: OptimizerState | None, present: OptimizerState) 
             index = next(n for n, (old, new) in enumerate(zip(then, now, strict=True)) if old != new)
             names = sorted(set(then[index]) ^ set(now[index]))
             difference = f"parameter group {index} differs in {_joined([repr(name) for name in names])}"
+        else:
+            options = [{key: float(v) if type(v) is int else v for key, v in g.items()} for g in present.param_groups]
+            difference = unlike(saved.param_groups, options, "param_groups")
     return difference

@@ -17,6 +17,8 @@ from runner.checkpoint.files.store import Stored
 if TYPE_CHECKING:
     import torch
 
+LARGEST = 2**62  # of any count in a state
+EVERY = "*"  # see `unlike`
 MISSING = "missing"  # in place of a value that only the other side has
 MAX_SHOWN = 80  # characters of a value in a message
 
@@ -96,6 +98,38 @@ def nested_differences(one: Any, two: Any, name: str) -> Iterator[tuple[str, Any
         yield name, one, two
 
 
+def unlike(value: Any, example: Any, name: str) -> str | None:
+    """Describe the first entry of a value that is of another kind than that of an example; None if there is none.
+
+    Args:
+        value: of anybody.
+        example: an integer stands for integers of 0 or more, a float for all numbers, a list for lists whose items are
+            like its own or like its last one, a tuple for as many items, a mapping for what its keys have in the value
+            (`{EVERY: ...}`: all keys), None and other types for anything.
+        name: of the value.
+    """
+    inner: Iterable[tuple[str, Any, Any]] = ()
+    fits, expected = True, ""
+    if isinstance(example, dict):
+        fits, expected = isinstance(value, dict), "a mapping"
+        inner = ((f"{name}.{key}", value[key], example.get(key, example.get(EVERY))) for key in (value if fits else ()))
+    elif isinstance(example, (list, tuple)):
+        same_length = isinstance(example, list) or (isinstance(value, (list, tuple)) and len(value) == len(example))
+        fits, expected = isinstance(value, (list, tuple)) and same_length, f"a {type(example).__name__}"
+        pairs = zip(value, [*example, *example[-1:] * len(value)], strict=False) if fits and example else ()
+        inner = ((f"{name}[{index}]", *pair) for index, pair in enumerate(pairs))
+    elif isinstance(example, (bool, str)):
+        fits, expected = isinstance(value, type(example)), "a string" if isinstance(example, str) else "true or false"
+    elif isinstance(example, int):
+        fits, expected = type(value) is int and 0 <= value <= LARGEST, "an integer of 0 or more"
+    elif isinstance(example, float):
+        single = _is_tensor(value) and value.numel() == 1
+        fits, expected = single or (isinstance(value, (int, float)) and not isinstance(value, bool)), "a number"
+    if not fits:
+        return f"{name} is {shown(value)}, and not {expected}"
+    return next((found for key, each, like in inner if (found := unlike(each, like, key))), None)
+
+
 def tensor_difference(one: torch.Tensor, two: torch.Tensor) -> tuple[str, str] | None:
     """The first value in which two tensors differ, as text for each side; None if their bytes are the same."""
     import torch
@@ -120,12 +154,16 @@ def shown(value: Any) -> str:
     """A value as text of at most `MAX_SHOWN` characters."""
     if _is_tensor(value):
         return _kind(value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = value if isinstance(value, str) else json.dumps(value, default=_kind_or_text, skipkeys=True)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _kind_or_text(value: Any) -> str:
+    return _kind(value) if _is_tensor(value) else str(value)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -164,8 +164,11 @@ def _entry(name: str, described: Any, names: list[str], manifest: Manifest) -> E
         raise CheckpointError(f"{name!r} has no dtype, but {kind!r:.80}")
     size = _sizes(name, shape)
     made = tuple(_chunk(name, size, dtype, chunk, names, manifest) for chunk in chunks)
-    if sum(math.prod(chunk.sizes) for chunk in made) < math.prod(size):
+    values = sum(math.prod(chunk.sizes) for chunk in made)
+    if values < math.prod(size):
         raise CheckpointError(f"values of {name!r} are missing")
+    if values > math.prod(size) or _overlap(made):  # then others may be missing
+        raise CheckpointError(f"values of {name!r} are there twice")
     return Entry(size, dtype, made)
 
 
@@ -183,6 +186,24 @@ def _chunk(
     if start + math.prod(sizes) * dtype.itemsize > manifest.files[file].size:
         raise CheckpointError(f"{name!r} should be beyond the end of {file!r}")
     return Chunk(offsets, sizes, file, start)
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks of a tensor have a value in common."""
+    before: list[Chunk] = []  # those that reach as far as the next one
+    for chunk in sorted((each for each in chunks if math.prod(each.sizes)), key=lambda each: each.offsets):
+        before = [each for each in before if not each.offsets or each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
+        if any(_share(chunk, each) for each in before):
+            return True
+        before.append(chunk)
+    return False
+
+
+def _share(one: Chunk, two: Chunk) -> bool:
+    return all(
+        max(a, b) < min(a + along, b + across)
+        for a, along, b, across in zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
+    )
 
 
 def _sizes(name: str, values: Any) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ be verified are verified in the same pass.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -22,7 +21,7 @@ from runner.checkpoint.files import manifest as manifests
 from runner.checkpoint.files.manifest import TRAIN_STATE, CorruptionError, Manifest
 from runner.checkpoint.files.reading import patiently, unreadable
 from runner.checkpoint.files.store import BLOCK_BYTES, FileRecord, Stored, new_hash
-from runner.checkpoint.tensors import layout
+from runner.checkpoint.tensors import layout, plain
 from runner.checkpoint.tensors.layout import INDEX, Chunk, Entry
 from runner.errors import CheckpointError
 
@@ -185,14 +184,16 @@ def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
     path = at.path / TRAIN_STATE
     raw = manifests.read_verified(at, TRAIN_STATE, manifest)
     try:
-        state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        state = plain.load(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is refused: {_first_line(error)}; nothing in it was run") from error
     except Exception as error:
         raise CheckpointError(
             f"{path} is refused: it contains something other than numbers, strings and tensors ({_first_line(error)}); "
             "nothing in it was run"
         ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is refused: it contains a {type(state).__name__} instead of a train state")
+        raise CheckpointError(f"{path} is refused: it contains {type(state).__name__!r} instead of a train state")
     return state
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from runner.checkpoint.tensors.compare import EVERY, unlike
 from runner.errors import CheckpointError, UserError, nearest
 from runner.system.distributed import current_ranks
 
@@ -111,6 +112,7 @@ class TrainState:
             CheckpointError: an entry is missing.
         """
         require(state, ("step", "tokens_seen", "rng"), where)
+        check_like(state, _EXAMPLE, where)
         entries = {name: state[name] for name in RESERVED if name in state}
         if "optimizer" in entries:
             names = [each.name for each in fields(OptimizerState)]
@@ -121,6 +123,30 @@ class TrainState:
 
 RESERVED = tuple(each.name for each in fields(TrainState) if each.name != "extra")
 """Keys of a train state that `extra` may not use."""
+
+
+_EXAMPLE: StateDict = {
+    "step": 0,
+    "tokens_seen": 0,
+    "rng": {},
+    "scheduler": {},
+    "dataloader": {},
+    "rng_by_rank": [{}],
+    "dataloader_by_rank": [{}],
+    "optimizer": {"class_name": "", "param_groups": [{"params": [""]}], "values": {EVERY: {}}, "on_cpu": [""]},
+    "model_extra": {},
+    "version": 0,
+}
+
+
+def check_like(state: Any, example: Any, where: str) -> None:
+    """Check that a state that anybody may have written has values of the same kinds as an example; see `unlike`.
+
+    Raises:
+        CheckpointError: naming the first that has not.
+    """
+    if difference := unlike(state, example, where):
+        raise CheckpointError(f"{difference}: it was edited; use another checkpoint")
 
 
 def require(state: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
@@ -231,7 +257,8 @@ def rng_for_rank(by_rank: list[StateDict], rank: int) -> StateDict:
     """
     if rank < len(by_rank):
         return by_rank[rank]
-    base = by_rank[0]["torch_cpu"].numpy().tobytes()
+    require(by_rank[0], ("torch_cpu",), "the state of rank 0's random generators")
+    base = torch.as_tensor(by_rank[0]["torch_cpu"]).numpy().tobytes()
     seed = int.from_bytes(hashlib.sha256(b"rank %d " % rank + base).digest()[:8], "little")
     state: StateDict = {
         "python": random.Random(seed).getstate(),
@@ -313,6 +340,7 @@ def restore_train_state(
     rank, world_size = current_ranks()
     if scheduler is not None:
         require(state, ("scheduler",), "the train state")
+        check_like(state["scheduler"], scheduler.state_dict(), "scheduler in the train state")
         scheduler.load_state_dict(state["scheduler"])
     if dataloader is not None:
         require(state, ("dataloader",), "the train state")

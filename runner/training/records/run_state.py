@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from runner.checkpoint.tensors.compare import EVERY
+from runner.checkpoint.tensors.state import check_like
 from runner.data.order.batch_shape import BatchShape
 from runner.errors import CheckpointError
 
@@ -55,8 +57,17 @@ class RunState:
                 f"the train state has no {', '.join(map(repr, missing))}, which every run saves: "
                 "resume from a checkpoint that this version of the runner wrote"
             )
+        check_like(extra, _EXAMPLE, "the train state")
         try:
             shapes = tuple(BatchShape(**shape) for shape in extra["batch_shapes"])
         except TypeError as error:
             raise CheckpointError(f"batch_shapes in the train state: {error}; use another checkpoint") from error
         return cls(**{name: extra[name] for name in cls.__dataclass_fields__} | {"batch_shapes": shapes})
+
+
+_EXAMPLE: dict[str, Any] = {
+    **vars(RunState({}, evaluated=False, threads=0, batch_shapes=(), data_plan={})),
+    "batch_shapes": [asdict(BatchShape(0, 0, 0))],
+    "task": [{}],
+    "dropped_callbacks": {EVERY: ""},
+}
