@@ -17,7 +17,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ JOB_WAIT_S = 300.0
 """How long a queued job waits for the previous holder: longer than a save and Slurm's KillWait, and shorter than the
 other ranks wait for rank 0."""
 
-_NUMBERED = re.compile(r"(\d{8})\.json")
+_NUMBERED = re.compile(r"([0-9]{8,18})\.(json|beat)")
 
 
 def is_later_start(record: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
@@ -133,7 +133,14 @@ def _highest(directory: Path) -> int:
         if files.exists(directory):
             raise
         return 0  # a part of the path above it is a file
-    return max((int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))), default=0)
+    return max((number for number, kind, _ in _numbered(names) if kind == "json"), default=0)
+
+
+def _numbered(names: Iterable[str]) -> Iterator[tuple[int, str, str]]:
+    """The number of each file of a holder, its kind (`json` or `beat`), and its name."""
+    for name in names:
+        if match := _NUMBERED.fullmatch(name):
+            yield int(match[1]), match[2], name
 
 
 def _file(directory: Path, fence: int, suffix: str) -> Path:
@@ -172,9 +179,9 @@ def _heartbeat(directory: Path, fence: int) -> tuple[str | None, str | None]:
 def read_carried(directory: Path) -> dict[str, Any]:
     """The JSON object that the last heartbeat carried; empty if there is none, or nobody can read it."""
     with contextlib.suppress(OSError):
-        for name in sorted(files.list_dir(directory), reverse=True):
+        for _, kind, name in sorted(_numbered(files.list_dir(directory)), reverse=True):
             # One line; after it may be the rest of a longer one.
-            text = (name.endswith(".beat") and files.read_small(directory / name)) or ""
+            text = (kind == "beat" and files.read_small(directory / name)) or ""
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(text.partition("\n")[0].partition(" ")[2])
                 if isinstance(found, dict):
@@ -397,10 +404,9 @@ class Lease:
         Raises:
             OSError: the file system refuses to remove something that an older holder might still write with.
         """
-        for name in files.list_dir(self.directory):
-            head, _, rest = name.partition(".")
-            if head.isdigit() and int(head) < self.fence and rest in ("json", "beat"):
-                refusals = OSError if rest == "beat" else FileNotFoundError  # nobody relies on an old heartbeat
+        for number, kind, name in _numbered(files.list_dir(self.directory)):
+            if number < self.fence:
+                refusals = OSError if kind == "beat" else FileNotFoundError  # nobody relies on an old heartbeat
                 with contextlib.suppress(refusals):
                     files.remove(self.directory / name)
         for folder in (self.directory, self.directory.parent):

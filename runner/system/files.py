@@ -296,7 +296,7 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
 
 
 def make_dirs_in(top: Path, path: Path) -> None:
-    """Create a directory and its missing parents durably inside of `top`, which is not created.
+    """Create a directory and its missing parents durably inside of `top`, which is not created, with mode `OWNED`.
 
     Raises:
         FileNotFoundError: `top` is gone.
@@ -306,7 +306,7 @@ def make_dirs_in(top: Path, path: Path) -> None:
     for part in path.relative_to(top).parts:
         there /= part
         with suppress(FileExistsError):
-            make_dir(there)
+            make_dir(there, OWNED)
         _sync_parent(there)
 
 

@@ -585,3 +585,17 @@ def test_a_command_that_only_looks_sees_whether_a_holder_lives(tmp_path: Path) -
     with Lease.acquire(tmp_path / "lease", {"job_id": "7", "restart_count": 0}):
         assert watcher.is_alive(tmp_path / "lease")
     assert not watcher.is_alive(tmp_path / "lease")
+
+
+def test_the_number_after_eight_nines_is_one_more(tmp_path: Path) -> None:
+    """Whoever can write there must not be able to stop a run for good by a high number."""
+    (tmp_path / "99999999.beat").write_text('1 {"carried": true}')
+    for name in ("99999999.json", "9" * 19 + ".json", "\u00b2.json"):
+        (tmp_path / name).write_text("{}")
+    for number in (10**8, 10**8 + 1):
+        with Lease.acquire(tmp_path, timeout_s=0.1) as lease:
+            assert lease.fence == number
+            lease.check_fence()
+            wait_for(heartbeat_file(tmp_path, number).exists)
+        assert read_carried(tmp_path) == {"carried": True}
+    assert not (tmp_path / "99999999.json").exists()

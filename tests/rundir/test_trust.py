@@ -8,6 +8,7 @@ import pwd
 from pathlib import Path
 
 import pytest
+from here import trained
 
 from runner.errors import RunDirError
 from runner.rundir import trust
@@ -155,6 +156,18 @@ def test_the_config_itself_cannot_vouch_for_itself(run: RunDir, capsys: pytest.C
     run.config.chmod(0o666)
     assert attempt(run.path) == 2
     assert "can be written by" in capsys.readouterr().err
+
+
+def test_nothing_in_a_run_is_writable_by_others_whatever_the_umask(tmp_path: Path) -> None:
+    """Least of all `lease/`: the highest number there decides who trains."""
+    before = os.umask(0)
+    try:
+        made = trained(tmp_path / "run", "logger=default", "train.steps=2", "train.profile=1:1")
+    finally:
+        os.umask(before)
+    found = {str(path.relative_to(made)): path.stat().st_mode for path in made.rglob("*")}
+    assert {"lease", "submission", "checkpoints", "tensorboard"} <= found.keys()
+    assert [name for name, mode in found.items() if mode & 0o022] == []
 
 
 def test_what_the_runner_creates_is_not_writable_by_others_whatever_the_umask(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from runner.checkpoint.files import choice
 from runner.checkpoint.files import manifest as manifests
 from runner.checkpoint.files.choice import Candidate, Intact
-from runner.checkpoint.files.commit import DIRECTORY_MODE, Transaction, write_file
+from runner.checkpoint.files.commit import Transaction, write_file
 from runner.checkpoint.files.directory import Folder
 from runner.checkpoint.files.manifest import CorruptionError
 from runner.checkpoint.files.store import BLOCK_BYTES, Fence
@@ -49,7 +49,7 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
     fence.check()  # where the branch was moved or removed meanwhile, nothing of it is made anew
     with suppress(FileExistsError):
-        files.make_dir(directory, DIRECTORY_MODE)
+        files.make_dir(directory, files.OWNED)
     files.fsync_dir(directory.parent)
     transaction = Transaction(final, fence)
     transaction.begin()

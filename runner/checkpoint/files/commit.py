@@ -16,7 +16,6 @@ from runner.checkpoint.files import manifest as manifests
 from runner.checkpoint.files.store import BLOCK_BYTES, Fence, FileRecord, Writer, new_hash
 from runner.system import files, processes
 
-DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
 WRITEBACK_BYTES = 8 << 20
 """After how many bytes the disk is told to begin: it works while the next ones are hashed."""
@@ -209,7 +208,7 @@ class Transaction:
         number = 0
         while True:
             try:
-                files.make_dir(self.path, DIRECTORY_MODE)
+                files.make_dir(self.path, files.OWNED)
                 return
             except FileExistsError:
                 if self._fence.number:

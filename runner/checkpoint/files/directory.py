@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from runner.checkpoint.files.commit import DIRECTORY_MODE, NewFiles, Transaction, remove_tree, temporary_name
+from runner.checkpoint.files.commit import NewFiles, Transaction, remove_tree, temporary_name
 from runner.checkpoint.files.pins import is_pinned, pinned
 from runner.checkpoint.files.reading import patiently
 from runner.checkpoint.files.store import SET_ASIDE, Fence, Store
@@ -191,7 +191,7 @@ class Directory:
         else:
             files.make_dirs(parent)
         with contextlib.suppress(FileExistsError):
-            files.make_dir(self.path, DIRECTORY_MODE)
+            files.make_dir(self.path, files.OWNED)
         files.fsync_dir(parent)
         self._prepared = True
 
@@ -211,7 +211,7 @@ def _take(path: Path, name: str, fence: Fence) -> Path:
     """Move a checkpoint, as `name`, into a temporary directory of this attempt, which is returned."""
     container = temporary_name(path, fence, "-taken")
     fence.check()
-    files.make_dir(container, DIRECTORY_MODE)
+    files.make_dir(container, files.OWNED)
     try:
         fence.check()
         files.rename(path, container / name)

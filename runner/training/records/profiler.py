@@ -81,7 +81,8 @@ class Profiler:
         try:
             profile.stop()
             self._run.make_dirs(self._run.profile)
-            profile.export_chrome_trace(str(temporary))
+            with files.owned():
+                profile.export_chrome_trace(str(temporary))
             files.rename(temporary, self._path)
         except SupersededError:  # the training thread finds out by itself
             return

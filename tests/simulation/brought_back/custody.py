@@ -48,10 +48,6 @@ def _never_looked_at_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(custody.Custody, "check", lambda self: None)
 
 
-def _records_left_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(custody, "detach", lambda run: None)
-
-
 def _in_place(patch: pytest.MonkeyPatch) -> None:
     def remove(held: custody.Custody) -> Path:
         files.remove_tree(held.run.path)
@@ -138,12 +134,6 @@ FAULTS = tuple(
             "who was suspended moves, packs or removes a run that others have taken over",
             "`Custody.check`",
             _never_looked_at_again,
-        ),
-        (
-            "records-left-open",
-            "who trained a run that is packed appends to its records when it wakes",
-            "`appender.detach`",
-            _records_left_open,
         ),
         ("removed-in-place", "`rm` deletes a run under its name", "`housekeeping.remove`", _in_place),
         (
