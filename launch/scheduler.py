@@ -35,7 +35,7 @@ REASONS = {
     "Resources": "nodes with what it asks for are not free yet",
     "Priority": "jobs of higher priority come first",
     "JobArrayTaskLimit": "as many runs of its sweep as launcher.array_parallelism allows are running",
-    "Dependency": "it waits for the end of another job",
+    "Dependency": "it waits for other jobs, such as earlier runs of its sweep (launcher.array_parallelism)",
     "JobHeldAdmin": "held by Slurm or an administrator: `scontrol release {job}`, or ask them",
     "JobHeldUser": "held by its user: `scontrol release {job}`",
     "launch_failed_requeued_held": "held by Slurm, since its node could not start it: `scontrol release {job}`",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,6 +47,11 @@ class SlurmLauncher(SlurmOptions):
     """Submits runs to Slurm (a `runner.contracts.Launcher`)."""
 
     in_process: ClassVar[bool] = False
+
+    @cached_property
+    def _live(self) -> dict[Path, str]:
+        """The live jobs of the command's runs, as far as `jobs` was asked for them."""
+        return {}
 
     def rank_counts(self) -> RankCounts:
         """As many as tasks on one node, for each number of nodes that the job may have."""
@@ -114,7 +120,7 @@ class SlurmLauncher(SlurmOptions):
         """The batch script for `runs` of the `total` runs of a command, as the submission `unique`."""
         # The arrays of a large sweep share the number of runs that may run at the same time.
         parallel = max(1, self.array_parallelism * runs // total)
-        parameters = {**self._parameters(folder, name, unique), "array_parallelism": parallel}
+        parameters = {**self._parameters(folder, name, unique, total), "array_parallelism": parallel}
         return batch.script(folder, self._python(), runs, parameters)
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
@@ -202,6 +208,9 @@ class SlurmLauncher(SlurmOptions):
             info = _with_failed_start(run_dir, of_run[0], info) if of_run else None
             if info is not None:
                 found[run_dir] = info
+            self._live.pop(run_dir, None)
+            if info is not None and info.live:
+                self._live[run_dir] = info.job_id
         return found
 
     def _submit(self, runs: list[RunDir], attempt: str, folder: Path, name: str, total: int) -> list[str]:
@@ -331,7 +340,16 @@ class SlurmLauncher(SlurmOptions):
             requeue.ARM_SCRIPT,
         ]
 
-    def _parameters(self, folder: Path, name: str, unique: str) -> dict[str, Any]:
+    def _after_live(self, total: int) -> str:
+        """Let `total` runs wait for the live ones of their command if they are too many together.
+
+        Slurm limits each array by itself, and a rerun of a sweep submits another one.
+        """
+        if not self._live or len(self._live) + total <= self.array_parallelism:
+            return ""
+        return ":".join(["afterany", *self._live.values()])
+
+    def _parameters(self, folder: Path, name: str, unique: str, total: int) -> dict[str, Any]:
         """The options by submitit's names; None leaves an option to Slurm."""
         # submitit counts tasks with a number of nodes; `extra` overrides what it makes of that.
         size = {"ntasks_per_node": self.tasks_per_node, "gpus_per_task": self.gpus_per_task}
@@ -347,6 +365,7 @@ class SlurmLauncher(SlurmOptions):
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return {
             **{option: getattr(self, option) for option in SAME_NAME},
+            "dependency": ",".join(filter(None, [self.dependency, self._after_live(total)])) or None,
             **({} if self.is_elastic else size),
             "nodes": self.node_counts[-1],
             "time": None if self.time is None else minutes(self.time),

@@ -133,9 +133,11 @@ def test_another_model_in_the_same_directory(finished: Run) -> None:
 
 def test_the_checkpoint_of_another_model(finished: Run, tmp_path: Path) -> None:
     """Copied by hand from a run with other sizes: names a parameter and both shapes."""
+    Run(tmp_path / "run", [*finished.overrides, "model.width=32"]).finish()
     other = Run(tmp_path / "run", [*finished.overrides, "model.width=32", "train.steps=8"])
+    shutil.rmtree(other.path / "checkpoints")
     shutil.copytree(finished.path / "checkpoints", other.path / "checkpoints")
-    before = contents(other.path)
+    before = contents(other.path / "checkpoints")
     refused(other, "weight", "16", "32")
     assert contents(other.path).items() >= before.items()
 

@@ -63,6 +63,17 @@ def test_a_sweep_is_one_job_array_and_each_run_records_its_task(slurm: FakeSlurm
     assert (runs[1] / "logs" / "12_1_0_log.out").read_text() == "hello"
 
 
+def test_the_limit_of_a_sweep_holds_when_more_of_it_is_submitted(slurm: FakeSlurm, runs: list[Path]) -> None:
+    SlurmLauncher().launch(runs[:2], "somewhere:attempt")
+    slurm.prints("squeue", row("12_0", "RUNNING", Name="sweep-of-2") + row("12_1", "PENDING", Name="sweep-of-2"))
+    for limit, waits in ((2, True), (3, False)):
+        launcher = SlurmLauncher(array_parallelism=limit, dependency="afterok:9")
+        assert len(launcher.jobs(runs)) == 2
+        ids = ",afterany:12_0:12_1" if waits else ""
+        assert f"#SBATCH --dependency=afterok:9{ids}\n" in launcher.preview(runs[2:])
+    assert "dependency" not in SlurmLauncher(array_parallelism=1).preview(runs)
+
+
 def test_each_user_has_a_folder_of_jobs_that_nobody_else_writes(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,8 +91,9 @@ def test_a_finished_run_needs_neither_the_end_of_its_epilog_nor_the_controller(
 
 
 def test_a_sweep_above_the_limit_of_the_cluster_is_several_arrays(cluster: Cluster, tmp_path: Path) -> None:
-    sweep = [*SLURM, "-m", *SHORT, "seed=1,2,3,4,5", f"run.root={tmp_path}", "+launcher.additional.hold=true"]
-    done = runner(cluster, *sweep)  # MaxArraySize is 4
+    sweep = [*SLURM, "-m", *SHORT, f"run.root={tmp_path}", "+launcher.additional.hold=true"]
+    sweep.append("launcher.array_parallelism=2")
+    done = runner(cluster, *sweep, "seed=1,2,3,4,5")  # MaxArraySize is 4
     assert done.returncode == 0, done.stderr
     ids = sorted(json.loads(path.read_text())["job_id"] for path in tmp_path.glob("*/job.json"))
     arrays = {each.partition("_")[0] for each in ids}
@@ -102,6 +103,12 @@ def test_a_sweep_above_the_limit_of_the_cluster_is_several_arrays(cluster: Clust
         assert (len(ids), len(arrays)) == (5, 2)
         rows = statuses(cluster, tmp_path).values()
         assert {(row["state"], row["job_id"]) for row in rows} == {("pending", each) for each in ids}
+        more = runner(cluster, *sweep, "seed=1,2,3,4,5,6")
+        assert more.returncode == 0, more.stderr
+        (added,) = {json.loads(path.read_text())["job_id"] for path in tmp_path.glob("*/job.json")} - set(ids)
+        arrays.add(added)
+        dependency = cluster.run("scontrol", "show", "job", added).partition(" Dependency=")[2].split()[0]
+        assert dependency.count("afterany:") == 5, dependency  # the limit holds over all submissions
     finally:
         cluster.run("scancel", *arrays)
 
