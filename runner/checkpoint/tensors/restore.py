@@ -17,6 +17,7 @@ from runner.checkpoint.tensors.staging import (
     OPTIMIZER,
     Tensors,
     bare,
+    is_sharded,
     local,
     model_state,
     parameter_names,
@@ -28,9 +29,9 @@ from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerSt
 def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
     """Ask for the tensor `name`, or this rank's shard of it, in `target`: `reader.fetch` reads it."""
     offsets: tuple[int, ...] = (0,) * target.dim()
-    if hasattr(target, "__create_chunk_list__"):
-        offsets = tuple(target.__create_chunk_list__()[0].offsets)
     part = local(target)
+    if is_sharded(target):  # as torch.distributed.checkpoint asks
+        offsets = tuple(target.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
     if part.numel():
         reader.want(name, part, offsets)
 

@@ -148,9 +148,14 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("fused") or group.get("capturable"))
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank has a shard."""
+    return hasattr(tensor, "to_local")
+
+
 def shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

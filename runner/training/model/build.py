@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -135,7 +135,7 @@ def compiled(model: nn.Module, device: torch.device) -> nn.Module:
     can do less, without a word, and the step in progress would be made, and saved, with other bits. Elsewhere, it is
     the process whose workers compile: nothing notices its end, and the compilation would wait for it for ever.
     """
-    with suppress(ImportError), signals.blocked():
+    with signals.blocked():
         if device.type == "cpu":
             from torch._inductor.cpu_vec_isa import pick_vec_isa
 

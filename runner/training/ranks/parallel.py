@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -78,7 +79,8 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
 
 def _is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 shards it; without importing that, which takes long."""
-    return hasattr(model, "set_requires_gradient_sync")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 @contextmanager
