@@ -119,14 +119,11 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
     """
     expected = is_run(run)
     with ExitStack() as held:
-        try:
-            # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
-            leases = [
-                held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
-                for lease in (run.submission, run.lease)
-            ]
-        except LockedError as error:  # another run directory is no way out here
-            raise LockedError(f"{str(error).partition(';')[0]}; wait for it, or stop it") from None
+        # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
+        leases = [
+            held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
+            for lease in (run.submission, run.lease)
+        ]
         for directory in (run.path, run.checkpoints, run.evaluations):  # what others did before counts from here on
             with suppress(FileNotFoundError, PermissionError):  # there is none, or it is somebody else's
                 files.look_anew(directory)

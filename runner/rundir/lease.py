@@ -259,11 +259,7 @@ class Lease:
                 if within is not None and isinstance(error, FileNotFoundError):
                     raise RunDirError(f"{within} was moved or removed meanwhile: rerun the command") from None
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                remedy = (
-                    "free some space there"
-                    if full
-                    else "make the run directory writable or choose another with run.dir"
-                )
+                remedy = "free some space there" if full else "make the run directory writable"
                 raise UserError(
                     f"{directory} cannot be used for the lease of the run ({error.strerror or error}); {remedy}"
                 ) from error
@@ -541,10 +537,7 @@ def _wait_until_gone(
         waited = clock.monotonic() - started
         beating = _heartbeat(directory, fence) != first and "pid" in holder
         if beating or (verdict == "alive" and waited >= min(DYING_S, patience)):
-            raise LockedError(
-                f"{directory.parent} is in use by {describe_holder(holder)}; "
-                "wait for it, stop it, or choose another directory with run.dir or run.name"
-            )
+            raise LockedError(f"{directory.parent} is in use by {describe_holder(holder)}; wait for it, or stop it")
         if waited >= patience:  # checked last: this process itself may have been stopped or starved for that long
             return
         if verdict == "unknown" and asked_to_stop():

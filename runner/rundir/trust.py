@@ -121,7 +121,7 @@ def _check_link(path: Path) -> None:
             owner = accounts.user_name(found.st_uid)
             raise RunDirError(
                 f"{path} is a link that belongs to another user (owner {owner}), who decides which run it leads to: "
-                f"pass the run directory itself, {files.resolve(path)}, or choose another with run.root or run.dir"
+                f"use the run directory itself, {files.resolve(path)}, or another name"
             )
 
 

@@ -663,10 +663,39 @@ def test_a_live_run_is_left_alone(
     line = error(capsys)
     assert "is in use by process" in line
     assert "; wait for it, or stop it" in line  # another run.dir is no way out
+    assert "run.dir" not in line
     assert contents(made) == before
     assert not Path("elsewhere").exists()
     assert not Path("x.tar").exists()
     assert command(*(word.format(run=made) for word in words)) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [*COMMANDS, ["resume", "{run}"], ["checkpoints", "{run}", "--prune"]], ids=lambda words: words[0]
+)
+def test_a_read_only_disk_is_one_line_with_the_path(
+    made: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+) -> None:
+    """And with a remedy that this command can follow: another run.dir would be another run."""
+    really = files.open_fd
+
+    def open_fd(path: Any, flags: int, *mode: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return really(path, flags, *mode)
+
+    for name in ("make_dir", "unlink", "rename", "set_times"):
+        monkeypatch.setattr(files, name, refused(errno.EROFS))
+    monkeypatch.setattr(files, "open_fd", open_fd)
+    assert command(*(word.format(run=made) for word in words)) == ExitStatus.USAGE
+    line = error(capsys)
+    assert str(made) in line
+    assert "make the run directory writable" in line
+    assert "run.dir" not in line
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -84,7 +84,8 @@ def main(arguments: Sequence[str]) -> int:
 def _remove_temporary(path: Path) -> None:
     """What remains of it goes with the next archive of that name."""
     try:
-        files.remove(path)
+        if files.is_taken(path):  # a read-only disk refuses to remove what is not there, too
+            files.remove(path)
     except OSError as error:
         tell(f"warning: {shown(path)} cannot be removed ({error.strerror or error})")
 
