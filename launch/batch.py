@@ -50,7 +50,7 @@ class Start:
 
 
 def sweep_folder(parent: Path, user: str | None) -> Path:
-    """Where the batch scripts, notes and logs of a user's (their number) sweeps are, beside the runs.
+    """Return the folder of a user's batch scripts, notes and logs of sweeps, beside the runs; the user is a number.
 
     Each has one of their own: what is in it is run as that user, and others may have sweeps in the same directory.
     """

@@ -195,7 +195,7 @@ def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[
 
 
 def start_errors(options: SlurmOptions) -> list[Finding]:
-    """Why no job would ever start so in the partition: it is not up, or no node of it has what each must have.
+    """Find why no such job would ever start in the partition: it is not up, or no node has what the job needs.
 
     sbatch refuses some of these, and lets others wait for ever; `sbatch --test-only` does not tell.
 
@@ -232,13 +232,13 @@ def start_errors(options: SlurmOptions) -> list[Finding]:
 
 
 def _megabytes(text: str | None) -> float:
-    """An amount of memory as sbatch reads it; 0 if there is none, or sbatch is to tell what is wrong with it."""
+    """Read an amount of memory as sbatch does; 0 if there is none, or if it is for sbatch to refuse."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or 0).strip().upper())
     return float(found[1]) * 1024.0 ** ("KMGT".index(found[2] or "M") - 1) if found else 0.0
 
 
 def _chosen_partition(options: SlurmOptions, partitions: dict[str, dict[str, str]]) -> dict[str, str] | None:
-    """The partition of the job, the first if it names several; None if it does not exist, see `cluster_errors`."""
+    """Find the job's partition, the first if it names several; None if it does not exist, see `cluster_errors`."""
     return partitions.get((options.partition or default_partition(partitions) or "").split(",")[0])
 
 

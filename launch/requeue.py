@@ -162,7 +162,7 @@ def _ended_at_preemption(job: Record) -> bool:
 
 
 def cause_of_stop(job: Record, restart_count: int, signum: int, notice_s: float | None = None) -> str:
-    """Why the job received `signum`; from the signal alone if Slurm did not answer.
+    """Find why the job received `signum`; from the signal alone if Slurm did not answer.
 
     Args:
         job: its record.

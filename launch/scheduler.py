@@ -163,7 +163,7 @@ def show_config() -> dict[str, str]:
 
 
 def show_nodes(nodes: str) -> list[dict[str, str]]:
-    """The records of a list of nodes such as `n[1-2]`.
+    """Read the records of a list of nodes such as `n[1-2]`.
 
     Raises:
         SchedulerError: Slurm does not answer, or does not know them.

@@ -137,7 +137,7 @@ def _highest(directory: Path) -> int:
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[int, str, str]]:
-    """The number of each file of a holder, its kind (`json` or `beat`), and its name."""
+    """Yield the number of each file of a holder, its kind (`json` or `beat`), and its name."""
     for name in names:
         if match := _NUMBERED.fullmatch(name):
             yield int(match[1]), match[2], name

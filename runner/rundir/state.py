@@ -131,7 +131,7 @@ def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def urgency(word: str) -> int:
-    """The place of runs with this word in a window that has not enough lines for all; a record may have any other."""
+    """Rank a run's word: runs with low ranks are shown first where a window has not enough lines for all."""
     return _BY_URGENCY.index(word) if word in _BY_URGENCY else -1
 
 
@@ -180,7 +180,7 @@ def _before_start(run: RunDir, unanswered: bool) -> str:
 
 
 def _has_log(run: RunDir) -> bool:
-    """Whether the submitted job has written to its log. A task of an array has a link to where it would be."""
+    """Check whether the submitted job has written to its log. A task of an array has a link to where it would be."""
     names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
     mine = [name for name in names if name.startswith(f"{submitted_job(run)}_") and name.endswith("_log.out")]
     return any(files.exists(run.logs / name) for name in mine)

@@ -189,7 +189,7 @@ def _chunk(
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks of a tensor have a value in common."""
+    """Check whether two chunks of a tensor have a value in common."""
     before: list[Chunk] = []  # those that reach as far as the next one
     for chunk in sorted((each for each in chunks if math.prod(each.sizes)), key=lambda each: each.offsets):
         before = [each for each in before if not each.offsets or each.offsets[0] + each.sizes[0] > chunk.offsets[0]]

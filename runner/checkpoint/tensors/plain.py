@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 MAX_DEPTH = 100
-"""So deeply values may be nested; states have about ten levels."""
+"""The deepest nesting of values; states have about ten levels."""
 MOST_REPEATED = 100
-"""So many times as long as the file a walk through all values may be: some are referred to more than once."""
+"""How many times longer than the file a walk through all values may be: some values are referred to repeatedly."""
 
 MAX_BITS = 4096
-"""Of an integer: Python refuses to print much larger ones."""
+"""The most bits of an integer: Python refuses to print much larger ones."""
 
 _IN_PLACE = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 _Extent = tuple[int, int]
@@ -29,7 +29,7 @@ _Extent = tuple[int, int]
 
 
 def load(raw: bytes) -> Any:
-    """The value in a file that torch.save wrote: numbers, strings and tensors, and dicts, lists and tuples of them.
+    """Load a file that torch.save wrote: numbers, strings and tensors, and dicts, lists and tuples of them.
 
     Raises:
         ValueError: it is nested too deeply, or is no such file.
@@ -54,7 +54,7 @@ def _pickle_in(raw: bytes) -> bytes:
 
 
 def _around(inner: Iterable[_Extent], most: int) -> _Extent:
-    """The extent of a value that contains others.
+    """Compute the extent of a value that contains others.
 
     Raises:
         ValueError: it is too large.

@@ -149,7 +149,7 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, of which each rank has a shard."""
+    """Check whether a tensor is a DTensor, of which each rank has a shard."""
     return hasattr(tensor, "to_local")
 
 

@@ -125,7 +125,7 @@ def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
 
 
 def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
-    """Whether nodes surely have the cache of texts, as they have `folder`: not all have the home directory."""
+    """Warn if nodes may not have the cache of texts: not all have the home directory, and all have `folder`."""
     from runner.data.text import cache_directory
 
     cache = cache_directory(config.data.cache_dir)

@@ -233,7 +233,7 @@ def as_table(rows: Sequence[Row], messages: Sequence[str], others: Sequence[Row]
 
 
 def fitting(rows: Sequence[Row], messages: Sequence[str]) -> Fitting:
-    """`as_table` for a window that may have too few lines: those that need attention are shown, the others counted."""
+    """Fit `as_table` to a window: if it has too few lines, show the runs that need attention and count the others."""
     urgent = sorted(range(len(rows)), key=lambda number: urgency(rows[number].state))
 
     def made(count: int) -> Any:

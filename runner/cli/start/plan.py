@@ -180,7 +180,7 @@ def _resuming(state: State, job: Composed) -> str:
 
 
 def _one_line(reason: object) -> str:
-    """The message of an error, which may have several lines, and be that of a user's exception with all its data."""
+    """Shorten the message of an error to one line: a user's exception may print all its data."""
     return textwrap.shorten(str(reason), MAX_REASON, placeholder=" …")
 
 
