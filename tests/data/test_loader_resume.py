@@ -257,14 +257,18 @@ def test_states_before_the_first_batch_after_the_last_and_after_the_end() -> Non
     assert_same(list(loaded(make(), after)), second_epoch)
 
 
-ENDING = [name for name in MAPS if name not in ("elastic", "with replacement", "subset")]
+ENDING: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in MAPS if name not in ("elastic", "with replacement", "subset")),
+    ("shuffled", {"num_workers": 2}),
+    ("a sampler with a state", {"num_workers": 2, "persistent_workers": True}),
+]
 
 
-@pytest.mark.parametrize("name", ENDING)
+@pytest.mark.parametrize(("name", "more"), ENDING)
 @pytest.mark.parametrize("batch_size", [4, 11])
-def test_a_state_after_the_last_batch_begins_the_next_epoch(name: str, batch_size: int) -> None:
+def test_a_state_after_the_last_batch_begins_the_next_epoch(name: str, more: Any, batch_size: int) -> None:
     """Trainers that count batches save it before they see the end, and begin the next epoch after a resume."""
-    make = seeded(MAPS[name], batch_size=batch_size)
+    make = seeded(MAPS[name], batch_size=batch_size, **more)
     whole, first = make(), make()
     epochs = [list(whole) for _ in range(3)]
     for number, epoch in enumerate(epochs[:2]):

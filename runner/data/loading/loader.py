@@ -128,7 +128,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._reported_length: int | None = None
 
     def __len__(self) -> int:
-        """Batches of the epoch: those that were yielded, and those that follow.
+        """Count the batches of the epoch: those that were yielded, and those that follow.
 
         For an iterable dataset it is an estimate, as in torch.
         """
@@ -149,6 +149,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
         Raises:
             LoaderStateError: the loaded state cannot be split among this number of workers.
+            LoaderError: the sampler has ended for good, and a pass has ended before.
         """
         is_over = self._has_yielded_all()
         if is_over and not self._pending:
@@ -194,7 +195,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return iter(self).recorded()
 
     def _has_yielded_all(self) -> bool:
-        """Whether the epoch's last batch was yielded, as far as that is known before the StopIteration.
+        """Check whether the epoch's last batch was yielded, as far as that is known before the StopIteration.
 
         An epoch of a loaded state is then over, unless no other one can follow, or its length is not known yet.
         """
@@ -205,7 +206,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return reached and self._stream.batches_left(at.batches, at.samples, at.base) == 0
 
     def _place(self) -> EpochPosition:
-        """The position in the epoch that is under way, or was loaded; otherwise that before a new one."""
+        """Find the position in the epoch that is under way or was loaded; otherwise, that before a new one."""
         if self._pending:
             return self._position(self._loaded)
         current = self._current
