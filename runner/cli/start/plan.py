@@ -125,7 +125,7 @@ def plan_run(
     if not exists:
         if job.resumed:  # `runner mv` or `rm` was faster; another run there, from step 0, is not what was asked for
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
-        _check_place(run)
+        _check_place(run, is_branch=job.config.fork.run is not None)
         check_trusted(run)
         return _new(job)
     check_config(run)
@@ -269,10 +269,11 @@ def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo
     return {path: info for path, info in {**others, **queued}.items() if info.live}
 
 
-def _check_place(run: RunDir) -> None:
+def _check_place(run: RunDir, is_branch: bool) -> None:
     """Refuse a directory that holds runs, which a new run would hide, or records, which it would replace.
 
-    A command that was killed before it froze the config has left the leases and `code.json`, if anything.
+    A command that was killed before it froze the config has left the leases, `code.json`, and of a branch the records
+    that it takes over from its trunk, if anything.
 
     Raises:
         UserError: there is a run in it, or a record.
@@ -286,8 +287,10 @@ def _check_place(run: RunDir) -> None:
             f"{run.path} holds runs ({inside[0]}): set run.root={shown(run.path)} to create another run in it, "
             "or choose another run.dir"
         )
-    begun = {run.lease.name, run.submission.name, *([run.code.name] if run.submission.name in names else [])}
-    if records := [name for name in names if name in RECORDS and name not in begun]:
+    begun = [run.lease, run.submission]
+    if run.submission.name in names:
+        begun += [run.code, *([run.metrics, run.timings, run.checkpoints] if is_branch else [])]
+    if records := [name for name in names if name in RECORDS and run.path / name not in begun]:
         raise UserError(
             f"{run.path} has {', '.join(records)} but no {run.config.name}, so a new run would replace what is not "
             "known to be its own: choose another run.dir, or restore the config of that run"

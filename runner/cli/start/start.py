@@ -307,12 +307,12 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             changes = provenance.code_changes(run.path, code, sources)
             for change in changes:
                 say(f"  the code has changed since this run last started: {change}")
+            _begin_branch(job, run, guard)
             edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
             described = {**code, **provenance.describe_sources(job.plain, sources), "changes": changes}
             provenance.write_code(run.code, described, job.overrides, guard, edit, job.text)
-            # Last but for the records of a branch: a directory with a config is a run, one with records alone is not.
+            # Last: a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
-            _begin_branch(job, run, guard)
         except OSError as error:
             raise UserError(unusable(run.path, "written", error)) from None
 
