@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from runner.cli.runs import checkpoints as command
 from runner.errors import CheckpointError, UserError
 from runner.system.distributed import World
 from runner.training.model.average import Average
-from runner.training.ranks.parallel import Computation, place, synchronized
+from runner.training.ranks.parallel import Computation, accumulating, place, synchronized
 
 CPU = torch.device("cpu")
 
@@ -155,3 +157,10 @@ def test_an_average_on_two_ranks_resumes_bit_for_bit(tmp_path: Path, strategy: s
         on_ranks(ranks, 2, 2, strategy, str(tmp_path), resume)
     texts = [(tmp_path / f"{strategy}-{resume}.json").read_text() for resume in (False, True)]
     assert texts[0] == texts[1]
+
+
+def test_a_step_runs_while_another_thread_imports_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save imports it for the first time; the module is there before its names are."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", ModuleType("torch.distributed.fsdp"))
+    with accumulating(Computation(nn.Linear(1, 1), lambda model, batch: model(batch)), last=True):
+        pass

@@ -78,9 +78,12 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards it; without importing that, which takes long."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+    """Check whether FSDP2 shards a model, without importing FSDP2, which takes long.
+
+    Another thread may be importing it, for a save: then no model is sharded yet.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(model, kind)
 
 
 @contextmanager
