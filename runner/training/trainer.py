@@ -17,7 +17,7 @@ import torch
 
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.cadence import Cadence
-from runner.data.loading.protocols import BatchRecord
+from runner.data.loading.protocols import BatchRecord, DataEndedError
 from runner.errors import CheckpointError, TrainingError
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
@@ -185,7 +185,10 @@ class Trainer:
         with self.account.doing("data_wait"):
             for _ in range(2):  # an epoch may end here, and the next one begin
                 if self._batches is None:
-                    self._batches = self.consumption.batches()
+                    try:
+                        self._batches = self.consumption.batches()
+                    except DataEndedError:
+                        break
                 for batch, record in self._batches:
                     self.consumption.consume(record)
                     return Drawn(batch, self.consumption.sources(record))

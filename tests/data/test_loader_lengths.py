@@ -15,7 +15,7 @@ from resume import assert_same
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from runner.data import DistributedSampler, ElasticSampler, SamplerError, StatefulDataLoader
-from runner.data.loading.protocols import LoaderError
+from runner.data.loading.protocols import DataEndedError
 
 SIZES = {"a": 30, "b": 20, "unused": 10}
 TOTAL = sum(SIZES.values())
@@ -183,7 +183,7 @@ def test_after_the_last_batch_the_next_epoch_begins_without_a_stop_iteration(nam
         stream = iter(counted)
         assert_same([next(stream) for _ in expected], expected)
     assert counted.epoch == plain.epoch - 1
-    with pytest.raises(LoaderError, match="would be empty") if name == "elastic" else nullcontext():
+    with pytest.raises(DataEndedError, match="would be empty") if name == "elastic" else nullcontext():
         iter(counted)
     assert counted.epoch == plain.epoch
 
@@ -205,7 +205,7 @@ def test_an_epoch_after_one_that_was_ended_early_ends_where_the_samples_do(
     ended = second == len(rest)
     if not ended:
         assert_same(list(one), rest)
-    with pytest.raises(LoaderError, match="would be empty, since ElasticSampler has yielded all its samples: raise"):
+    with pytest.raises(DataEndedError, match="would be empty, since ElasticSampler has yielded all its samples: raise"):
         iter(one)
     assert one.epoch == 2
 

@@ -24,7 +24,7 @@ from runner.data.loading.index_stream import IndexStream
 from runner.data.loading.loader_state import DatasetStates, copied, is_in_epoch, one_value, opened, sealed, size_of
 from runner.data.loading.pinning import can_pin, pin
 from runner.data.loading.prefetch import PrefetchedEpoch
-from runner.data.loading.protocols import BatchRecord, LoaderError, LoaderStateError, State
+from runner.data.loading.protocols import BatchRecord, DataEndedError, LoaderError, LoaderStateError, State
 from runner.data.loading.seeds import SeedStream
 from runner.data.loading.stream_fetch import StreamFetcher, between_epochs
 from runner.data.loading.worker_epochs import WorkerMapEpoch, WorkerSetup, WorkerStreamEpoch
@@ -149,7 +149,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
         Raises:
             LoaderStateError: the loaded state cannot be split among this number of workers.
-            LoaderError: the sampler has ended for good, and a pass has ended before.
+            DataEndedError: the sampler has ended for good, and a pass has ended before.
         """
         is_over = self._has_yielded_all()
         if is_over and not self._pending:
@@ -178,10 +178,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Check that a pass after another one has something to yield.
 
         Raises:
-            LoaderError: the sampler has ended, for good.
+            DataEndedError: the sampler has ended, for good.
         """
         if self._epoch and self._stream.ends_for_good and self._stream.batches_left(0, 0, 0) == 0:
-            raise LoaderError(
+            raise DataEndedError(
                 f"pass {self._epoch} of this loader would be empty, since {type(self._stream.sampler).__name__} has "
                 "yielded all its samples: raise its epochs= or samples=, or iterate less often"
             )

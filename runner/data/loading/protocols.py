@@ -19,6 +19,10 @@ class LoaderError(UserError, ValueError):
     """The loader's arguments contradict each other."""
 
 
+class DataEndedError(LoaderError):
+    """The sampler has yielded all its samples, and has no other epoch."""
+
+
 class LoaderStateError(UserError, ValueError):
     """A saved state does not fit this loader."""
 
