@@ -335,7 +335,8 @@ def test_a_job_to_which_the_disk_refuses_a_checkpoint_is_started_again(
         with unreadable(run, monkeypatch, 1000):
             assert at(directory, job) == 1
         assert job.starts == starts
-    assert reasons == [f"Input/output error: {run}/checkpoints/step_00000004/manifest.json"] * 2
+    line = f"{run}/checkpoints/step_00000004/manifest.json cannot be read (Input/output error"
+    assert [str(reason).startswith(line) for reason in reasons] == [True, True], reasons
     assert set(added(run)) == {2, 6}
 
 
