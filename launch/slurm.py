@@ -50,7 +50,7 @@ class SlurmLauncher(SlurmOptions):
 
     @cached_property
     def _live(self) -> dict[Path, str]:
-        """The live jobs of the command's runs, as far as `jobs` was asked for them."""
+        """Hold the live jobs of the command's runs, as far as `jobs` was asked for them."""
         return {}
 
     def rank_counts(self) -> RankCounts:
@@ -91,10 +91,13 @@ class SlurmLauncher(SlurmOptions):
             return [Finding("error", f"Slurm does not answer: {error}", remedy)]
         return found
 
+    def _own_options(self) -> dict[str, Any]:
+        """Return the user's additional options by sbatch's long names."""
+        return {str(key).lstrip("-").replace("_", "-"): value for key, value in self.additional.items()}
+
     def _environment_of_jobs(self) -> str:
         """The value of sbatch's --export."""
-        given = {key.lstrip("-"): value for key, value in self.additional.items()}.get("export")
-        return str(given or processes.environment.get("SBATCH_EXPORT") or "ALL")
+        return str(self._own_options().get("export") or processes.environment.get("SBATCH_EXPORT") or "ALL")
 
     def _examine_start(self) -> Finding:
         """Whether Slurm could start such a job as things are now; sbatch may queue it all the same."""
@@ -240,8 +243,8 @@ class SlurmLauncher(SlurmOptions):
             files.make_dirs(folder, files.OWNED)
         batch.check_folder(folder)
         unique, is_asked = submission.new_name(), False
-        own_signal = any(str(key).lstrip("-") == "signal" for key in self.additional)
-        options = (self.max_timeouts, self.requeue_killed, None if own_signal else self.signal_delay_s)
+        notice_s = None if "signal" in self._own_options() else self.signal_delay_s
+        options = (self.max_timeouts, self.requeue_killed, notice_s)
         starts = [batch.Start(str(run.path), attempt, unique, *options) for run in runs]
         try:
             with self._no_conflicting_variables(), files.owned():
@@ -360,7 +363,7 @@ class SlurmLauncher(SlurmOptions):
             # Without "B:" the signal reaches the tasks, not the shell of the batch script.
             "signal": f"USR2@{self.signal_delay_s}",
             **({"reservation": self.reservation} if self.reservation else {}),
-            **{key.lstrip("-").replace("_", "-"): value for key, value in self.additional.items()},
+            **self._own_options(),
         }
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return {

@@ -74,7 +74,7 @@ class TensorBoard(ExternalWriter):
         self._add(step=media.step, summary=self._summary(value=[entry]))
 
     def sync(self) -> None:
-        """Each event was written at once."""
+        """Do nothing: each event was written at once."""
 
     def end(self) -> None:
         self._file.close()

@@ -42,7 +42,7 @@ class Custody:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The fencing numbers of both leases."""
+        """Return the fencing numbers of both leases."""
         return self.submission.fence, self.lease.fence
 
     def move(self, target: Path) -> None:

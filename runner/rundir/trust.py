@@ -92,7 +92,7 @@ def check_trusted(run: RunDir) -> None:
 
 
 def check_private(path: Path, trusted: Path, why: str, remedy: str) -> None:
-    """Whether a path is this user's or root's, and writable by nobody else; see `check_trusted`.
+    """Check that a path is this user's or root's, and writable by nobody else; see `check_trusted`.
 
     Args:
         path: a file or a directory.
@@ -144,7 +144,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _fault(path: Path, found: os.stat_result) -> tuple[str, str | None] | None:
-    """What is wrong with the owner or the mode, and its remedy if there is one."""
+    """Describe what is wrong with the owner or the mode, with its remedy if there is one."""
     if not _is_ours(found):
         return "belongs to another user", None
     by_group = found.st_mode & stat.S_IWGRP

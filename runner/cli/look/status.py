@@ -191,7 +191,7 @@ def _idle_s(run: RunDir) -> float | None:
 
 
 def as_table(rows: Sequence[Row], messages: Sequence[str], others: Sequence[Row] = ()) -> Any:
-    """The rows as a table for rich, without columns of which nothing is known.
+    """Make a table of the rows for rich, without columns of which nothing is known.
 
     Below it are how many others there are, reasons, warnings and `messages`.
     """

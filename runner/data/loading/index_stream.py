@@ -96,12 +96,12 @@ class IndexStream:
 
     @property
     def ends_for_good(self) -> bool:
-        """Whether the sampler has nothing to yield after its end, since its order runs through all epochs."""
+        """Tell whether nothing follows the sampler's end, since its order runs through all epochs."""
         return self.by_position and hasattr(self.sampler, "samples_left_after")
 
     @property
     def awaits_epoch(self) -> bool:
-        """Whether the length may be another one once `set_epoch` is called, which only the loader's user does."""
+        """Tell whether the length may change when the loader's user calls `set_epoch`."""
         return self.is_batch_sampler and hasattr(self.sampler, "set_epoch")
 
     def batches_left(self, batches: int, samples: int, base: int) -> int | None:
@@ -115,8 +115,8 @@ class IndexStream:
         if size is None or self.is_batch_sampler:
             return None if size is None else max(size - batches, 0)
         left = self.sampler.samples_left_after(samples - base) if self.ends_for_good else size - samples
-        size = self.batch_size or 1
-        return max(left // size if self.drop_last else -(-left // size), 0)
+        per_batch = self.batch_size or 1
+        return max(left // per_batch if self.drop_last else -(-left // per_batch), 0)
 
     def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
         """Batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
