@@ -7,8 +7,7 @@ import re
 import pytest
 from new_seeds import new_seed
 
-from simulation.brought_back import FAULTS
-from simulation.brought_back.measuring import known
+from simulation.brought_back import FAULTS, RARE
 from simulation.playing import command
 from simulation.scenarios import SCENARIOS
 
@@ -62,14 +61,9 @@ def test_a_seed_is_the_same_story_in_every_process(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_fault_is_found_again(scenario: str) -> None:
-    """By the schedule that found it the last time, or near it; without the fault that story keeps every promise."""
-    names = [name for name in known() if FAULTS[name].scenario == scenario]
+def test_every_fault_that_is_not_rare_is_found_again(scenario: str) -> None:
+    """By the schedule that found it the last time, or by a search; without the fault that story keeps every promise."""
+    names = [fault.name for fault in FAULTS.values() if fault.scenario == scenario and fault.name not in RARE]
     done = command("simulation.brought_back", "--workers", "1", *names, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(rf" \| {scenario} \| .* \| [\d,]+ \| \d+ \|", done.stdout)) == len(names), done.stdout
-
-
-def test_faults_of_every_scenario_are_found_again() -> None:
-    """Not all of them: some take thousands of schedules, and `python -m simulation.brought_back` looks for those."""
-    assert {FAULTS[name].scenario for name in known()} == SCENARIOS.keys()
+    assert len(re.findall(rf" \| {scenario} \| .* \| [\d,]+ \| \d+ \|", done.stdout)) == len(names) > 3, done.stdout
