@@ -12,7 +12,9 @@ IGNORED = -100  # labels to skip, torch's default
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross entropy over the labels of each sample, in float32 whatever the model's precision.
+    """Compute the mean cross entropy over the labels of each sample, in float32 whatever the model's precision.
+
+    All samples count the same, however many labels they have: `task=next_token` weighs them by that.
 
     Args:
         model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`.
@@ -35,8 +37,12 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
         Nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
     """
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
-    counted = (labels != IGNORED).sum(dim=1).clamp(min=1)
-    return losses.view(labels.shape).sum(dim=1) / counted
+    return losses.view(labels.shape).sum(dim=1) / counted(labels).clamp(min=1)
+
+
+def counted(labels: Tensor) -> Tensor:
+    """Count the labels of each sample that are not skipped: int64 (B,)."""
+    return (labels != IGNORED).sum(dim=1)
 
 
 def logits_of(output: Any) -> Tensor:

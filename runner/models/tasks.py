@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.errors import UserError
-from runner.models.loss import logits_of, token_losses
+from runner.models.loss import counted, logits_of, token_losses
 
 LABELS = ("label", "labels", "target", "targets", "y")
 NOT_INPUTS = (*LABELS, "dataset_idx")
@@ -22,17 +22,21 @@ class NextToken:
     """Language modelling: predict the next token.
 
     The batch has `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. The model maps token ids (B, T) to
-    logits (B, T, V), or to an object with `logits`.
+    logits (B, T, V), or to an object with `logits`. The mean of a step is the mean over all its labels.
     """
 
-    def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross entropy over the labels of each sample in nats, float32, shape (B,)."""
-        return token_losses(logits_of(model(batch["input_ids"])), batch["labels"])
+    def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute `loss`, the mean cross entropy in nats, and `weight`, the number of labels, of each sample: (B,)."""
+        return _weighted(logits_of(model(batch["input_ids"])), batch["labels"])
 
     def evaluation_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The loss, and for metrics `preds`, the logits (B, T, V), and `target`, the labels (B, T)."""
+        """Compute the same, and for metrics `preds`, the logits (B, T, V), and `target`, the labels (B, T)."""
         logits = logits_of(model(batch["input_ids"]))
-        return {"loss": token_losses(logits, batch["labels"]), "preds": logits, "target": batch["labels"]}
+        return {**_weighted(logits, batch["labels"]), "preds": logits, "target": batch["labels"]}
+
+
+def _weighted(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"loss": token_losses(logits, labels), "weight": counted(labels)}
 
 
 class Classification:

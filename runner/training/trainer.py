@@ -7,6 +7,7 @@ step has happened, and a resume executes the same lines.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from runner.training.records.run_state import RunState
 from runner.training.step.invariant import StateOfMain
 from runner.training.step.step import Drawn, StepResult, TrainStep
 from runner.training.step.tasks import Batch
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Trainer:
         self.evaluated = self.run_state.evaluated
         self._metric: float | None = None  # of the last evaluation, by which a checkpoint is judged
         self._batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
-        self._stop_agreed = self._save_agreed = False
+        self._stop_agreed = self._save_agreed = self._empty_reported = False
         self.train_step.before_update = self._finish_copy
 
     def run(self, steps: int) -> bool:
@@ -121,9 +124,11 @@ class Trainer:
         began = clock.monotonic()
         self.profiler.begin(self.step + 1)
         result = self.train_step(self.meter.begin(self._next_batch), self.step)
-        if result.skipped and not (self.skip_nonfinite or result.overflow):
+        if result.nonfinite and not self.skip_nonfinite:
             raise TrainingError(self._nonfinite(result))
         self.step += 1
+        if result.empty:
+            self._report_empty()
         self.evaluated = False
         self.samples_seen += result.samples
         self.tokens_seen += result.tokens or 0
@@ -272,6 +277,15 @@ class Trainer:
         if cost and cost["write_s"]:
             self.cadence.adaptive.observe_save(cost["stall_s"], cost["write_s"])
             self.recorder.cadence(self.cadence.explain(clock.monotonic()))
+
+    def _report_empty(self) -> None:
+        """Report the first step of this attempt without any weight; metrics.jsonl marks all of them."""
+        if not self._empty_reported and self.world.is_main:
+            _log.warning(
+                f"step {self.step} made no update: the weights of its losses sum to 0 (are all labels masked?); "
+                'metrics.jsonl marks such steps as "skipped"'
+            )
+        self._empty_reported = True
 
     def _unsaved(self) -> str:
         reason = self.manager.last_error or "metrics could not be written"

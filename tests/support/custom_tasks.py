@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
+
+from runner.models.tasks import NextToken
 
 
 class Points(Dataset[torch.Tensor]):
@@ -169,6 +171,21 @@ class WithParameters(nn.Linear):
         super().__init__(2, 2)
 
     def training_step(self, model: nn.Module, batch: Any) -> Any: ...
+
+
+class Masked(NextToken):
+    """Labels are masked where they are odd, and all of those of some samples."""
+
+    def training_step(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return super().training_step(model, self._masked(batch))
+
+    def evaluation_step(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return super().evaluation_step(model, self._masked(batch))
+
+    def _masked(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = batch["labels"]
+        masked = (labels % 2 == 1) | (labels[:, :1] % 5 == 0)
+        return {**batch, "labels": labels.masked_fill(masked, -100)}
 
 
 class Fine:

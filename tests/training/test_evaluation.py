@@ -139,6 +139,41 @@ def test_sources_are_evaluated_together_and_each_by_itself() -> None:
     assert "eval_preds" not in found
 
 
+def weighted(model: nn.Module, batch: torch.Tensor) -> Any:
+    return {**compute(model, batch), "weight": batch[:, 0].relu()}
+
+
+def test_with_weights_a_result_is_the_mean_over_all_of_them() -> None:
+    """But for functions of a batch, whose values count once each."""
+    config = configured({"a": 5, "b": 11}, 0, "eval.batch_size=2", METRICS[2])
+    made = evaluation(config, World())
+    made.forward.task = Task("task", weighted, weighted)
+    found = made.run(1, lambda: False)
+    assert found is not None
+    points = torch.cat([Points(5, 5).points, Points(11, 11).points])
+    with torch.no_grad():
+        own = weighted(made.forward.model.eval(), points)
+    weight = own["weight"].double()
+    assert found["eval_loss"] == pytest.approx(((own["loss"] * weight).sum() / weight.sum()).item())
+    first = (own["loss"] * weight)[:5].sum() / weight[:5].sum()
+    assert found["eval_loss_by_source"]["a"] == pytest.approx(first.item())
+    assert found["eval_distance"] == pytest.approx((own["preds"] - own["target"]).abs().mean().item())
+
+
+@pytest.mark.parametrize(("left", "refused"), [(1, False), (0, True)])
+def test_a_source_without_any_weight_is_left_out_of_the_results(left: int, refused: bool) -> None:
+    def some(model: nn.Module, batch: torch.Tensor) -> Any:
+        return {**compute(model, batch), "weight": (batch[:, 0] == first) * left}
+
+    first = Points(5, 5).points[0, 0]
+    made = evaluation(configured({"a": 5, "b": 11}, 0, "eval.batch_size=2"), World())
+    made.forward.task = Task("task", some, some)
+    with pytest.raises(UserError, match=r"\(a, b\) sum to 0") if refused else nullcontext():
+        found = made.run(1, lambda: False)
+        assert found is not None
+        assert found["eval_loss_by_source"].keys() == {"a"}
+
+
 def test_each_set_has_its_own_cadence_sources_and_size() -> None:
     config = configured(
         {"a": 8, "b": 8},

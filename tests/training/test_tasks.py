@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from composing import compose
 from custom_tasks import Adversarial, Pair
 from runs import Run, assert_same_run
@@ -91,6 +93,115 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch() -> None:
     two = stepped(outputs(), [data[:2], data[2:4], data[4:6], data[6:]], model=split)
     assert one.grad_norm == pytest.approx(two.grad_norm)
     torch.testing.assert_close(whole.weight, split.weight)
+
+
+def weighted(model: nn.Module, batch: torch.Tensor) -> Any:
+    return {"loss": model(batch).square().mean(1), "large": batch[:, 0] > 0, "weight": batch[:, 2].abs().floor()}
+
+
+@pytest.mark.parametrize("usual_weight", [1.0, 48.0])
+def test_with_weights_every_value_is_the_mean_over_all_of_them(usual_weight: float) -> None:
+    """Of the step, of each source, and of the gradients, which are clipped after that."""
+    torch.manual_seed(0)
+    data, model = 2 * torch.randn(8, 3), nn.Linear(3, 2)
+    data[6:, 2] = 0.5  # a micro-batch without weight
+    outputs = weighted(model, data)
+    weight = outputs["weight"]
+    wanted = (outputs["loss"] * weight).sum() / weight.sum()
+    gradients = torch.autograd.grad(wanted, [model.weight, model.bias])
+    norm = torch.cat([each.flatten() for each in gradients]).norm()
+    before = model.weight.detach().clone()
+    where = [np.array([0, 1]), np.array([1, 1, 0, 0]), np.array([2, 2])]
+    made = maker(weighted, model, ["a", "b", "c"], 3)
+    made.usual_weight, made.clip_norm = usual_weight, 0.5
+    drawn = iter(map(Drawn, (data[:2], data[2:6], data[6:]), where))
+    result = made(lambda: next(drawn))
+    assert result.loss == pytest.approx(wanted.item())
+    assert result.grad_norm == pytest.approx(norm.item())
+    assert norm > 0.5
+    torch.testing.assert_close(before - model.weight, 0.1 * gradients[0] * 0.5 / norm)
+    large, everywhere = outputs["large"].double(), torch.from_numpy(np.concatenate(where))
+    assert result.values["large"] == pytest.approx(((large * weight).sum() / weight.sum()).item())
+    for number, name in enumerate("ab"):
+        own = everywhere == number
+        assert result.by_source["large"][name] == pytest.approx(np.average(large[own], weights=weight[own]))
+    assert result.by_source["loss"].keys() == {"a", "b"}
+    assert list(result.values) == ["loss", "large"]
+
+
+def test_a_step_without_any_weight_makes_no_update() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    result = stepped(weighted, [torch.zeros(4, 3)], model=model)
+    assert (result.skipped, result.empty, result.nonfinite) == (True, True, False)
+    assert math.isnan(result.loss)
+    assert torch.equal(model.weight, before)
+
+
+def twice(step: Any) -> None:
+    for batch in step.batches:
+        outputs = weighted(step.model, batch)
+        step.backward(outputs, retain_graph=True)
+        step.backward(outputs)
+
+
+def after_the_loop(step: Any) -> None:
+    for batch in step.batches:
+        outputs = weighted(step.model, batch)
+    step.backward(outputs)
+
+
+def in_some_losses(step: Any) -> None:
+    for number, batch in enumerate(step.batches):
+        outputs = weighted(step.model, batch)
+        step.backward(outputs if number else outputs["loss"])
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (lambda model, batch: {**weighted(model, batch), "weight": -batch[:, 0]}, "returned a weight of -1: "),
+        (lambda model, batch: {**weighted(model, batch), "weight": batch[:, 0] / 0}, "returned a weight of inf: "),
+        (lambda model, batch: {**weighted(model, batch), "weight": batch}, r"weight of shape \(4, 3\)"),
+        (lambda model, batch: {**weighted(model, batch), "weight": 1.0}, "weight as float"),
+        (twice, "with two losses of a micro-batch: add up the losses"),
+        (after_the_loop, "outside of the loop over step.batches"),
+        (in_some_losses, "with some losses of an update and not with others"),
+    ],
+)
+def test_weights_that_have_no_meaning_are_refused(compute: Any, words: str) -> None:
+    task = whole(compute) if compute in (twice, after_the_loop, in_some_losses) else compute
+    with pytest.raises(UserError, match=words):
+        stepped(task, [torch.ones(4, 3), torch.ones(4, 3)])
+
+
+def test_each_optimizer_has_the_weights_of_its_own_losses() -> None:
+    """Also where both losses are computed before the first of two updates."""
+    torch.manual_seed(0)
+    model, data = Pair().eval(), torch.randn(4, 2)
+    losses = {"generator": model.generator(data).square().mean(1), "discriminator": model(data).square().mean(1)}
+    weights = {"generator": torch.tensor([1.0, 0, 2, 0]), "discriminator": torch.tensor([0.0, 5, 1, 1])}
+    wanted = {
+        name: torch.autograd.grad((losses[name] * weights[name]).sum() / weights[name].sum(), [*part.parameters()])
+        for name, part in (("generator", model.generator), ("discriminator", model.discriminator))
+    }
+
+    def take_step(step: Any) -> None:
+        for batch in step.batches:
+            outputs = {"generator": step.model.generator(batch), "discriminator": step.model.eval()(batch)}
+            for name, output in outputs.items():
+                step.backward({"loss": output.square().mean(1), "weight": weights[name]}, name)
+        step.update("generator")
+        step.update("discriminator")
+
+    made = {name: torch.optim.SGD(getattr(model, name).parameters(), 0.1) for name in wanted}
+    schedulers = {name: LearningRateScheduler(one, lambda step: 1.0) for name, one in made.items()}
+    before = {name: [each.detach().clone() for each in getattr(model, name).parameters()] for name in wanted}
+    optimizers = Optimizers(model, made, schedulers)
+    TrainStep(Forward(World(), CPU, model, whole(take_step), nullcontext), optimizers, [])(lambda: Drawn(data))
+    for name, gradients in wanted.items():
+        for old, new, gradient in zip(before[name], getattr(model, name).parameters(), gradients, strict=True):
+            torch.testing.assert_close(old - new, 0.1 * gradient)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +325,7 @@ def test_a_loss_that_is_not_finite_is_not_applied() -> None:
 
     result = stepped(compute, [torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]])], model=model)
     assert result.skipped
-    assert not result.overflow
+    assert result.nonfinite
     assert torch.equal(model.weight, before)
 
 
@@ -229,7 +340,7 @@ def test_an_overflow_halves_the_scale_for_the_next_step() -> None:
     step = maker(compute, nn.Linear(3, 2))
     step.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     result = step(lambda: Drawn(torch.ones(4, 3)))
-    assert (result.skipped, result.overflow) == (True, True)
+    assert (result.skipped, result.nonfinite) == (True, False)
     assert step.optimizers.scaler.get_scale() == 2.0
     factor.fill_(1.0)
     assert not step(lambda: Drawn(torch.ones(4, 3))).skipped
@@ -346,7 +457,25 @@ def test_the_tasks_give_metrics_what_they_need() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
     found = NextToken().evaluation_step(model, {"input_ids": tokens, "labels": tokens})
     assert found["preds"].shape == (2, 5, 7)
-    assert torch.equal(found["loss"], NextToken().training_step(model, {"input_ids": tokens, "labels": tokens}))
+    assert torch.equal(found["loss"], NextToken().training_step(model, {"input_ids": tokens, "labels": tokens})["loss"])
+
+
+def test_the_loss_of_next_token_is_the_mean_over_the_labels_that_are_not_masked() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(7, (6, 5))
+    labels = torch.where(torch.rand(6, 5) < 0.5, -100, tokens)
+    labels[2] = -100
+    head = nn.Linear(4, 7)
+    model = nn.Sequential(nn.Embedding(7, 4), head)
+    wanted = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    (gradient,) = torch.autograd.grad(wanted, head.weight)
+    task = Task.of(NextToken().training_step)
+    batches = [{"input_ids": tokens[a:b], "labels": labels[a:b]} for a, b in ((0, 1), (1, 4), (4, 6))]
+    before = head.weight.detach().clone()
+    result = stepped(task, batches, model=model)
+    assert list(result.values) == ["loss"]
+    assert result.loss == pytest.approx(wanted.item())
+    torch.testing.assert_close(before - head.weight, 0.1 * gradient)  # the learning rate is 0.1
 
 
 def test_a_state_that_cannot_be_kept_or_loaded_is_one_line() -> None:

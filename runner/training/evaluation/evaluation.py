@@ -22,7 +22,7 @@ from runner.training.evaluation.metrics import EvaluationMetric, build_metrics
 from runner.training.model import build
 from runner.training.model.average import Average
 from runner.training.step.step import Forward
-from runner.training.step.tasks import FOR_METRICS, Batch, per_sample
+from runner.training.step.tasks import FOR_METRICS, Batch, check_weights, per_sample
 
 
 @dataclass
@@ -125,7 +125,7 @@ class _Pass:
     of: EvaluationSet
     metrics: Sequence[EvaluationMetric]
     seed: int
-    _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, samples
+    _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, weight
 
     def run(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
         several = len(self.of.sources) > 1
@@ -138,11 +138,9 @@ class _Pass:
                     return None
                 build.seed_everything(self.seed, place, number or 0)  # whichever rank computes the batch
                 outputs = self.forward.evaluate(batch)
-                values = self._values(outputs, batch)
+                sums = self._sums_of(outputs, batch)
                 if number is not None:
-                    parts.append(
-                        (number, {name: [part.double().sum().item(), len(part)] for name, part in values.items()})
-                    )
+                    parts.append((number, sums))
                 for metric in self.metrics:
                     if not metric.is_per_sample:
                         into = [accumulated[metric.name][scope] for scope in ([None, source] if several else [None])]
@@ -150,14 +148,21 @@ class _Pass:
             self._add(source, parts)
         return self._results(accumulated)
 
-    def _values(self, outputs: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        values = per_sample(self.forward.task.name, outputs, None)
+    def _sums_of(self, outputs: Any, batch: Batch) -> dict[str, list[float]]:
+        """Sum the values of a batch, by name, and their weights; the values of a metric's function count once each."""
+        given = per_sample(self.forward.task.name, outputs, None)
+        samples = len(given.values["loss"])
+        weight = torch.ones(samples).double() if given.weight is None else given.weight.double().cpu()
+        check_weights(self.forward.task.name, weight.numpy())
+        sums = {
+            name: [(value.double().cpu() * weight).sum().item(), weight.sum().item()]
+            for name, value in given.values.items()
+        }
         for metric in self.metrics:
             if metric.is_per_sample:
-                values[metric.name] = metric.values(
-                    outputs, batch, self.forward.model, len(values["loss"]), self.forward.device
-                )
-        return values
+                found = metric.values(outputs, batch, self.forward.model, samples, self.forward.device)
+                sums[metric.name] = [found.double().sum().item(), samples]
+        return sums
 
     def _add(self, source: str, parts: list[tuple[int, dict[str, list[float]]]]) -> None:
         """Add the sums of a source's batches, in their order, whichever rank computed them."""
@@ -165,10 +170,10 @@ class _Pass:
             (part for rank in self.forward.world.gather(parts) for part in rank), key=lambda part: part[0]
         )
         for _, sums in everywhere:
-            for name, (total, samples) in sums.items():
+            for name, (total, weight) in sums.items():
                 into = self._sums.setdefault(name, {}).setdefault(source, [0.0, 0])
                 into[0] += total
-                into[1] += samples
+                into[1] += weight
 
     def _results(self, accumulated: dict[str, dict[str | None, Any]]) -> dict[str, Any]:
         results: dict[str, Any] = {}
@@ -176,10 +181,16 @@ class _Pass:
             raise UserError(f"data.eval_sources ({', '.join(self.of.sources)}) gave no samples: check the stream")
         for name, by_source in self._sums.items():
             sums = list(by_source.values())
-            results[name] = sum(total for total, _ in sums) / sum(samples for _, samples in sums)
+            everything = sum(weight for _, weight in sums)
+            if not everything:
+                raise UserError(
+                    f"{self.forward.task.name}: the weights of all samples of data.eval_sources "
+                    f"({', '.join(self.of.sources)}) sum to 0 (are all labels masked?): evaluate other data"
+                )
+            results[name] = sum(total for total, _ in sums) / everything
             if len(self.of.sources) > 1:
                 results[f"{name}_by_source"] = {
-                    source: total / samples for source, (total, samples) in by_source.items()
+                    source: total / weight for source, (total, weight) in by_source.items() if weight
                 }
         for metric in self.metrics:
             if not metric.is_per_sample:

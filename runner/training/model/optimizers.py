@@ -108,7 +108,13 @@ class Optimizers:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def apply(
-        self, name: str, clip_norm: float | None = None, *, allowed: bool = True, waiting: bool = False
+        self,
+        name: str,
+        clip_norm: float | None = None,
+        *,
+        allowed: bool = True,
+        waiting: bool = False,
+        factor: float = 1.0,
     ) -> tuple[float, bool]:
         """Update the parameters of one optimizer by their gradients if these are finite, and drop the gradients.
 
@@ -117,6 +123,7 @@ class Optimizers:
             clip_norm: clip the norm of its gradients to this value.
             allowed: False drops the gradients without an update, because the loss is not finite for example.
             waiting: scaled gradients of a later update are kept elsewhere than in its parameters.
+            factor: multiplies the gradients before they are clipped.
 
         Returns:
             The 2-norm of its gradients before clipping, without the scaling; and whether the update was applied.
@@ -124,6 +131,10 @@ class Optimizers:
         optimizer, parameters = self._made[name], self._parameters[name]
         if self.scaler is not None:
             self._unscale(self.scaler, name)
+        if factor != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         norm = total_norm(parameters)
         grad_norm = norm.item()
         applied = allowed and math.isfinite(grad_norm)

@@ -28,6 +28,7 @@ class Division:
     Attributes:
         count: micro-batches of this rank in a step.
         parts: by which the mean loss of a micro-batch is divided before its gradients are added up.
+        total: micro-batches of all ranks in a step.
         in_loop: why calls that involve all ranks must not be made while micro-batches are iterated; None: they may.
     """
 
@@ -40,6 +41,7 @@ class Division:
         self._buffers = SharedBuffers(world, model)
         self._computation: nn.Module | None = None
         self.count = self.parts = accum
+        self.total = accum * world.size
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
         """What computes a micro-batch's loss in the default step.

@@ -77,6 +77,7 @@ class FixedMicroBatches(Division):
             nodes_of(share_of(shape.micro_batches, world.size, rank), shape.micro_batches) for rank in range(world.size)
         ]
         self.count, self.parts = len(self._share), shape.micro_batches
+        self.total = self.parts
         if task.take_step is not None and world.size > self.parts:
             raise shared(
                 UserError(

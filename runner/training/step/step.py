@@ -27,6 +27,7 @@ from runner.training.step.invariant import FixedMicroBatches
 from runner.training.step.tally import Tally
 from runner.training.step.tasks import Batch, Task, check_name, per_sample
 from runner.training.step.trained import Trained
+from runner.training.step.weights import Weights, mean
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,15 @@ class StepResult:
 
     Attributes:
         values: means over the global batch, before the update, of what the task gave: `loss` and others, by name.
-        by_source: the same by source; empty unless there are several.
+        by_source: the same by source; empty unless there are several. A source whose weights sum to 0 is left out.
         grad_norms: 2-norm of all gradients before clipping, by optimizer.
         lrs: learning rate of the update (of the first parameter group), by optimizer.
         samples: of the global batch.
         tokens: of the global batch; None if the data have none.
-        skipped: an update was not applied: the loss or a gradient is not finite.
-        overflow: only a gradient is not finite, and gradients are scaled: the next steps use a smaller scale.
+        skipped: an update was not applied.
+        nonfinite: the reason was a loss or a gradient that is not finite, unless only a gradient is, and gradients are
+            scaled: then the next steps use a smaller scale.
+        empty: the reason was that the weights of the losses sum to 0.
     """
 
     values: dict[str, float]
@@ -85,7 +88,8 @@ class StepResult:
     samples: int
     tokens: int | None
     skipped: bool
-    overflow: bool = False
+    nonfinite: bool = False
+    empty: bool = False
 
     @property
     def loss(self) -> float:
@@ -103,6 +107,8 @@ class TrainStep:
 
     `fixed` are rank-invariant micro-batches; without them, each rank computes `accum` of its own. `before_update` is
     called after a step's forward and backward passes, before anything changes the weights or an optimizer's state.
+    `usual_weight` is what the weights of a micro-batch usually sum to: weighted losses are divided by it before their
+    gradients are added up, which keeps these in range until the sum over the step is known.
     """
 
     forward: Forward
@@ -113,6 +119,7 @@ class TrainStep:
     stated_tokens: np.ndarray = field(default_factory=lambda: NONE_STATED)  # see `runner.training.step.counting`
     average: Average | None = None
     fixed: FixedMicroBatches | None = None
+    usual_weight: float = 1.0
     before_update: Callable[[], None] = lambda: None
     _names: dict[int, list[str]] = field(default_factory=dict)
 
@@ -143,7 +150,9 @@ class TrainStep:
             with peer_errors(world):
                 fixed = FixedMicroBatches(world, of.bare, of.task, of.optimizers, shape, now.seed, of.device)
         accum, tokens = shape.grad_accum_steps, stated_tokens(sources, tokens_per_sample)
-        return TrainStep(forward, of.optimizers, sources, accum, config.train.clip_norm, tokens, of.average, fixed)
+        usual = float(config.train.batch_size * max(tokens_per_sample.values(), default=1))
+        clip = config.train.clip_norm
+        return TrainStep(forward, of.optimizers, sources, accum, clip, tokens, of.average, fixed, usual)
 
     def __post_init__(self) -> None:
         forward, takes_step = self.forward, self.forward.task.take_step is not None
@@ -251,9 +260,10 @@ class Step:
         self._drawn_so_far = 0
         self._current: Drawn | None = None
         self._number: int | None = None  # of the current micro-batch
-        self._tally = Tally(maker.division, max(len(maker.sources), 1), maker.agree)
+        self._tally = Tally(maker.division, max(len(maker.sources), 1), maker.agree, maker.forward.task.name)
+        self._weights = Weights(maker.forward.task.name, maker.optimizers.names)
         self._grad_norms: dict[str, float] = {}
-        self._skipped = self._overflow = False
+        self._skipped = self._nonfinite = self._empty = False
 
     @property
     def batches(self) -> Iterator[Batch]:
@@ -284,37 +294,43 @@ class Step:
 
         Args:
             outputs: losses of shape (B,), or a mapping with `loss` (B,) and further values (B,). While `batches` are
-                iterated, a micro-batch counts as its part of the step.
+                iterated, a micro-batch counts as its part of the step. With `weight` (B,) in the mapping, all of it is
+                averaged by these weights, and a micro-batch counts as its part of their sum over the step.
             optimizer: only its parameters get gradients; None: all that require one. Its loss is logged as
                 `loss_OPTIMIZER`.
             retain_graph: as in torch.
 
         Raises:
-            UserError: wrong shapes, or no such optimizer.
+            UserError: wrong shapes, no such optimizer, or weights that cannot be summed over the step.
         """
         maker, current = self._maker, self._current
         known = len(current.sources) if current is not None and current.sources is not None else None
-        values = per_sample(maker.forward.task.name, outputs, None if self._keeps else known)
-        loss = values.pop("loss")
+        given = per_sample(maker.forward.task.name, outputs, None if self._keeps else known)
+        loss = given.values["loss"]
         if not loss.requires_grad:
             raise UserError(
                 f"{maker.forward.task.name} gave a loss without a gradient: it is detached, or depends on no parameter "
                 "that is trained"
             )
-        self.log("loss" if optimizer is None else f"loss_{optimizer}", loss)
-        for name, value in values.items():
-            self.log(name, value)
-        mean = loss.mean() / maker.division.parts if current is not None else loss.mean()
+        of = None if optimizer is None else self._named(optimizer)
+        self._weights.check(of, given.weight is not None, self._number)
+        for name, value in given.values.items():
+            self._log(f"loss_{of}" if name == "loss" and of is not None else name, value, given.weight)
+        part = loss.mean() if given.weight is None else given.weighted_sum() / maker.usual_weight
+        part = part / maker.division.parts if current is not None else part
         with self._full_precision():
-            inputs = None if optimizer is None else maker.optimizers.parameters(self._named(optimizer))
-            torch.autograd.backward(maker.optimizers.scale(mean), retain_graph=retain_graph, inputs=inputs)
+            inputs = None if of is None else maker.optimizers.parameters(of)
+            torch.autograd.backward(maker.optimizers.scale(part), retain_graph=retain_graph, inputs=inputs)
 
     def log(self, name: str, values: Any) -> None:
         """Record the mean over the step and all ranks of `values`, one per sample (B,) or a single number."""
         check_name(self._maker.forward.task.name, str(name))
+        self._log(name, values)
+
+    def _log(self, name: str, values: Any, weight: torch.Tensor | None = None) -> None:
         tensor = self._tensor(f"log({name!r}, …)", values)
         sources = self._current.sources if self._current is not None else None
-        self._tally.add(name, tensor.reshape(-1) if tensor.ndim else tensor, sources, self._number)
+        self._tally.add(name, tensor.reshape(-1) if tensor.ndim else tensor, sources, self._number, weight)
 
     def _tensor(self, call: str, values: Any) -> torch.Tensor:
         """Numbers that a task passes, as a tensor without a graph."""
@@ -364,17 +380,21 @@ class Step:
         name = self._named(optimizer)
         self._check_place("update")
         maker.division.check(name)
-        self._tally.reduce()
+        self._weights.add(self._tally.reduce())
+        weight = self._weights.take(name)
         sums = self._tally.sums
         finite = all(math.isfinite(each[0].sum()) for key, each in sums.items() if key.startswith("loss"))
         with self._full_precision():
             maker.division.reduce_gradients(name)
             waiting = optimizers.scaler is not None and maker.division.holds_gradients()
             maker.before_update()
-            norm, applied = optimizers.apply(name, maker.clip_norm, allowed=finite, waiting=waiting)
+            factor = maker.usual_weight * maker.division.total / weight if weight else 1.0
+            allowed = finite and weight != 0
+            norm, applied = optimizers.apply(name, maker.clip_norm, allowed=allowed, waiting=waiting, factor=factor)
         self._grad_norms[name] = norm
         self._skipped = self._skipped or not applied
-        self._overflow = self._overflow or (finite and not applied and optimizers.scaler is not None)
+        self._empty = self._empty or weight == 0
+        self._nonfinite = self._nonfinite or not (finite and (applied or weight == 0 or optimizers.scaler is not None))
         return applied
 
     @contextmanager
@@ -414,7 +434,7 @@ class Step:
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
         lrs = {name: maker.optimizers.lr(name) for name in maker.optimizers.names}
-        values = {name: float(sums[0].sum() / sums[1].sum()) for name, sums in self._tally.sums.items()}
+        values = {name: mean(sums[0].sum(), sums[1].sum()) for name, sums in self._tally.sums.items()}
         if "loss" not in values:
             parts = [value for name, value in values.items() if name.startswith("loss_")]
             if not parts:
@@ -429,7 +449,8 @@ class Step:
             samples,
             None if without else tokens,
             self._skipped,
-            self._overflow,
+            self._nonfinite,
+            self._empty,
         )
 
     def _by_source(self) -> dict[str, dict[str, float]]:

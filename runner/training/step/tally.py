@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from runner.training.step.division import Division
+from runner.training.step.tasks import check_weights
 
 COUNTS = 3  # samples, tokens, batches without tokens
 OUTSIDE = " (outside of step.batches)"
+WEIGHTED = " (weighted)"
 
 
 @dataclass
@@ -21,6 +23,14 @@ class _Part:
     values: torch.Tensor
     sources: np.ndarray | None
     number: int | None
+    weight: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.values] if self.weight is None else [self.values, self.weight]
+
+
+_Logged = tuple[_Part, np.ndarray, np.ndarray | None]
+"""A part with its values and its weights on the CPU."""
 
 
 @dataclass
@@ -31,15 +41,18 @@ class Tally:
         division: how the ranks share the step.
         sources: how many there are; 1 if they are not known.
         agree: (update, in which micro-batches of this rank each name was logged) -> the names of every rank.
+        task: for messages.
 
     Attributes:
-        sums: by name, sums and counts by source, the last for values without one; float64 (2, sources + 1).
+        sums: by name, sums and counts by source, the last for values without one; float64 (2, sources + 1). For values
+            with weights, sums of weight times value, and of weights.
         counts: samples, tokens and batches without tokens.
     """
 
     division: Division
     sources: int
     agree: Callable[[int, dict[str, set[int | None]]], list[str]]
+    task: str = "the task"
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     counts: np.ndarray = field(default_factory=lambda: np.zeros(COUNTS))
     _parts: dict[str, list[_Part]] = field(default_factory=dict)
@@ -48,7 +61,14 @@ class Tally:
     def __post_init__(self) -> None:
         self._counted = np.zeros((self.division.count, COUNTS))
 
-    def add(self, name: str, values: torch.Tensor, sources: np.ndarray | None, number: int | None) -> None:
+    def add(
+        self,
+        name: str,
+        values: torch.Tensor,
+        sources: np.ndarray | None,
+        number: int | None,
+        weight: torch.Tensor | None = None,
+    ) -> None:
         """Log the values of a micro-batch, or of none.
 
         Args:
@@ -56,10 +76,11 @@ class Tally:
             values: one per sample, shape (N,), or a single number.
             sources: the source of each sample, if they are known.
             number: of the micro-batch on this rank, from 0.
+            weight: of each sample of a micro-batch, shape (N,); None: each counts once.
         """
         known = sources if sources is not None and values.ndim and len(sources) == len(values) else None
-        label = name if number is not None else name + OUTSIDE
-        self._parts.setdefault(label, []).append(_Part(values, known, number))
+        label = name + (OUTSIDE if number is None else "" if weight is None else WEIGHTED)
+        self._parts.setdefault(label, []).append(_Part(values, known, number, weight))
 
     def count(self, number: int, samples: int, tokens: int | None) -> None:
         """Count a micro-batch that was drawn."""
@@ -70,8 +91,15 @@ class Tally:
         """Whether anything was logged since the last sum."""
         return bool(self._parts)
 
-    def reduce(self) -> None:
-        """Add what was logged and counted since the last call to the sums of the step, over all ranks."""
+    def reduce(self) -> dict[str, float]:
+        """Add what was logged and counted since the last call to the sums of the step, over all ranks.
+
+        Returns:
+            The sum of the weights since the last call, by name, for the values that were logged with weights.
+
+        Raises:
+            UserError: the ranks logged different values, or a weight is below 0 or not finite.
+        """
         labels = self.agree(
             self._updates, {label: {part.number for part in parts} for label, parts in self._parts.items()}
         )
@@ -83,43 +111,51 @@ class Tally:
             if label.endswith(OUTSIDE):
                 outside[place] = self._outside(values)
                 continue
-            for part, mine in values:
-                rows[part.number, place] += self._by_source(part, mine)
+            for part, mine, weights in values:
+                rows[part.number, place] += self._by_source(part, mine, weights)
         flat = np.concatenate([self._counted, rows.reshape(len(rows), outside.size)], 1)
         total = self.division.sum(flat, np.concatenate([np.zeros(COUNTS), outside.reshape(-1)]))
         self.counts = self.counts + total[:COUNTS]
+        weighed: dict[str, float] = {}
         for label, sums in zip(labels, total[COUNTS:].reshape(shape), strict=True):
-            name = label.removesuffix(OUTSIDE)
+            name = label.removesuffix(OUTSIDE).removesuffix(WEIGHTED)
             self.sums[name] = self.sums[name] + sums if name in self.sums else sums
+            if label.endswith(WEIGHTED):
+                weighed[name] = float(sums[1].sum())
         self._parts.clear()
         self._counted[:] = 0
+        return weighed
 
-    def _values(self, labels: list[str]) -> list[tuple[str, list[tuple[_Part, np.ndarray]]]]:
-        """The parts of each label with their values, which come from the device at once."""
+    def _values(self, labels: list[str]) -> list[tuple[str, list[_Logged]]]:
+        """The parts of each label with their values and weights, which come from the device at once."""
         parts = [(label, part) for label in labels for part in self._parts.get(label, ())]
-        flat = torch.cat([part.values.double().reshape(-1) for _, part in parts]).cpu().numpy() if parts else None
-        found: dict[str, list[tuple[_Part, np.ndarray]]] = {label: [] for label in labels}
-        at = 0
+        tensors = [tensor.double().reshape(-1) for _, part in parts for tensor in part.tensors()]
+        ends = np.cumsum([len(each) for each in tensors])
+        flat = iter(np.split(torch.cat(tensors).cpu().numpy(), ends[:-1]) if tensors else ())
+        found: dict[str, list[_Logged]] = {label: [] for label in labels}
         for label, part in parts:
-            assert flat is not None
-            found[label].append((part, flat[at : at + part.values.numel()]))
-            at += part.values.numel()
+            values = next(flat)
+            weights = None if part.weight is None else next(flat)
+            if weights is not None:
+                check_weights(self.task, weights)
+            found[label].append((part, values, weights))
         return list(found.items())
 
-    def _by_source(self, part: _Part, values: np.ndarray) -> np.ndarray:
+    def _by_source(self, part: _Part, values: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         """Sums and counts, float64 (2, sources + 1)."""
         place = np.full(len(values), self.sources) if part.sources is None else part.sources
+        weighted = values if weights is None else values * weights
         return np.stack(
             [
-                np.bincount(place, values, self.sources + 1),
-                np.bincount(place, minlength=self.sources + 1).astype(np.float64),
+                np.bincount(place, weighted, self.sources + 1),
+                np.bincount(place, weights, self.sources + 1).astype(np.float64),
             ]
         )
 
-    def _outside(self, values: list[tuple[_Part, np.ndarray]]) -> np.ndarray:
+    def _outside(self, values: list[_Logged]) -> np.ndarray:
         """Sums and counts of what belongs to no micro-batch, float64 (2, sources + 1)."""
-        several = [mine for part, mine in values if part.values.ndim]
-        single = [mine for part, mine in values if not part.values.ndim]
+        several = [mine for part, mine, _ in values if part.values.ndim]
+        single = [mine for part, mine, _ in values if not part.values.ndim]
         found = self.division.everywhere(
             np.concatenate([*several, np.zeros(0)]), np.concatenate([*single, np.zeros(0)])
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,8 @@ Compute = Callable[[nn.Module, Batch], Any]
 TakeStep = Callable[[Any], None]
 """Takes a `runner.training.step.step.Step`, which knows of tasks: so its type is not named here."""
 METHODS = ("training_step", "evaluation_step", "take_step")
+WEIGHT = "weight"
+"""The key of a mapping under which a task returns the weights of its samples, such as numbers of tokens."""
 FOR_METRICS = ("preds", "target")
 """What an evaluation returns under these names goes to the metrics, whatever its shape, and is not averaged itself."""
 RESERVED = ("step", "lr", "samples_seen", "tokens_seen", "grad_norm", "skipped", "digest", "sources")
@@ -34,8 +37,8 @@ class Task:
 
     Attributes:
         name: the class or function, for messages.
-        training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,). None: the
-            task takes whole steps.
+        training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,), which are
+            averaged by `weight` (B,) if the mapping has one. None: the task takes whole steps.
         evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics. None: the task
             cannot be evaluated.
         take_step: makes whole steps, with their updates; None: forward, backward, one update.
@@ -136,8 +139,28 @@ def _task_of(name: str, made: Any) -> Task:
     return Task(name, compute, evaluate, found["take_step"], made if halves else None)
 
 
-def per_sample(name: str, outputs: Any, samples: int | None) -> dict[str, torch.Tensor]:
-    """The values of each sample in what a task returned, `loss` first: tensors of shape (B,).
+@dataclass(frozen=True)
+class PerSample:
+    """The values of each sample in what a task returned.
+
+    Attributes:
+        values: `loss` first, tensors of shape (B,).
+        weight: of the samples, shape (B,), detached; None: each counts once.
+    """
+
+    values: dict[str, torch.Tensor]
+    weight: torch.Tensor | None = None
+
+    def weighted_sum(self) -> torch.Tensor:
+        """Add up the losses, each times its weight, in float32 or better."""
+        assert self.weight is not None
+        loss = self.values["loss"]
+        kind = torch.promote_types(loss.dtype, torch.float32)
+        return (loss.to(kind) * self.weight.to(kind)).sum()
+
+
+def per_sample(name: str, outputs: Any, samples: int | None) -> PerSample:
+    """Return the values of each sample in what a task returned.
 
     Args:
         name: the task, for messages.
@@ -154,14 +177,32 @@ def per_sample(name: str, outputs: Any, samples: int | None) -> dict[str, torch.
         raise UserError(f"{name} returned {there} and no 'loss': return one loss per sample, shape (B,), as 'loss'")
     loss = named["loss"]
     _check_values(name, "loss", loss, samples)
-    values = {"loss": loss}
+    values, weight = {"loss": loss}, None
+    if named.get(WEIGHT) is not None:
+        _check_values(name, WEIGHT, named[WEIGHT], len(loss))
+        weight = named[WEIGHT].detach()
     for key, value in named.items():
         extra = isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(loss)
-        if key != "loss" and key not in FOR_METRICS and not extra:
+        if key not in ("loss", WEIGHT, *FOR_METRICS) and not extra:
             check_name(name, str(key))
             _check_values(name, str(key), value, len(loss))
             values[str(key)] = value.detach()
-    return values
+    return PerSample(values, weight)
+
+
+def check_weights(name: str, weights: np.ndarray) -> None:
+    """Check the weights that a task returned, once they are on the CPU.
+
+    Args:
+        name: the task, for messages.
+        weights: float64, of any shape.
+
+    Raises:
+        UserError: one is below 0 or not finite.
+    """
+    wrong = weights[~((weights >= 0) & np.isfinite(weights))]
+    if wrong.size:
+        raise UserError(f"{name} returned a weight of {wrong[0]:g}: return finite numbers of at least 0")
 
 
 def check_name(name: str, key: str) -> None:
