@@ -50,6 +50,8 @@ BOUNDS = {
     "checkpoint.min_interval_s": Bound(0, MAX_SECONDS),
     "checkpoint.max_interval_s": Bound(0, MAX_SECONDS),
     "train.epochs": Bound(0, MAX_COUNT, above=True),
+    "eval.every_epochs": Bound(0, MAX_COUNT, above=True),
+    "checkpoint.every_epochs": Bound(0, MAX_COUNT, above=True),
     "train.clip_norm": Bound(0, math.inf, above=True),
     "checkpoint.every_minutes": Bound(0, MAX_SECONDS, above=True),
     "sampler.temperature": Bound(0, math.inf, above=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from runner import bounds
@@ -100,6 +100,8 @@ class Cadence:
     Args:
         every_steps: save at every multiple of this step; None: not by steps.
         every_minutes: save when this long has passed since the last save; None: not by time.
+        every_epochs: save when a multiple of so many epochs is complete; None: not by epochs.
+        completes: (every_epochs, step) -> whether one is.
         adaptive: chooses the interval instead of `every_minutes`.
         start_step: the step of the resume (or 0), which is not saved again.
         now: seconds on the monotonic clock that is also used later.
@@ -113,13 +115,23 @@ class Cadence:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         *,
+        every_epochs: float | None = None,
+        completes: Callable[[float, int], bool] = lambda every_epochs, step: False,
         adaptive: AdaptiveInterval | None = None,
         start_step: int = 0,
         now: float = 0.0,
     ) -> None:
-        bounds.check({"checkpoint.every_steps": every_steps, "checkpoint.every_minutes": every_minutes})
+        bounds.check(
+            {
+                "checkpoint.every_steps": every_steps,
+                "checkpoint.every_minutes": every_minutes,
+                "checkpoint.every_epochs": every_epochs,
+            }
+        )
         self.every_steps = every_steps
         self.every_minutes = every_minutes
+        self.every_epochs = every_epochs
+        self._completes = completes
         self.adaptive = adaptive
         self._start = now
         self._last_step = start_step
@@ -135,7 +147,9 @@ class Cadence:
         self._last_time = now
 
     def _by_steps(self, step: int) -> bool:
-        return self.every_steps is not None and step % self.every_steps == 0
+        if self.every_steps is not None and step % self.every_steps == 0:
+            return True
+        return self.every_epochs is not None and self._completes(self.every_epochs, step)
 
     def _by_time(self, now: float) -> bool:
         waited = now - self._last_time
@@ -152,4 +166,6 @@ class Cadence:
             parts.append(f"every {self.every_steps} steps")
         if self.every_minutes is not None:
             parts.append(f"every {self.every_minutes:g} minutes")
+        if self.every_epochs is not None:
+            parts.append("every epoch" if self.every_epochs == 1 else f"every {self.every_epochs:g} epochs")
         return f"saving {' and '.join([*parts, 'at the end'])}"

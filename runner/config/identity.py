@@ -183,7 +183,8 @@ def evaluation_digest(plain: dict[str, Any]) -> str:
     """Eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
     prefixes = ("eval.", "data.eval_sources.", "data.collate.")
     flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
-    flat = {key: value for key, value in flat.items() if not key.endswith((".every_steps", ".cache_dir", ".at_end"))}
+    others = (".every_steps", ".every_epochs", ".at_start", ".at_end", ".cache_dir")
+    flat = {key: value for key, value in flat.items() if not key.endswith(others)}
     flat["eval.batch_size"] = plain["eval"]["batch_size"] or plain["train"]["batch_size"]
     return _digest_of(flat)
 

@@ -116,6 +116,8 @@ class EvalSetConfig:
 @dataclass
 class EvalConfig:
     every_steps: int | None = None
+    every_epochs: float | None = None
+    at_start: bool = False
     at_end: bool = True
     batches: int = 8
     batch_size: int | None = None
@@ -165,6 +167,7 @@ class BestConfig:
 class CheckpointConfig:
     every_steps: int | None = 100
     every_minutes: float | None = None
+    every_epochs: float | None = None
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_best: int = 0
@@ -240,16 +243,25 @@ class Config:
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between evaluations, whatever the length of the run; 0: never."""
+        """Steps between evaluations, whatever the length of the run; 0: none by steps."""
         if not self.data.eval_sources:
             return 0
-        return EVALUATION_INTERVAL if self.eval.every_steps is None else self.eval.every_steps
+        if self.eval.every_steps is None:
+            return EVALUATION_INTERVAL if self.eval.every_epochs is None else 0
+        return self.eval.every_steps
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations."""
+        others = any(each.every_steps for each in self.eval.sets.values())
+        usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
+        return bool(self.data.eval_sources) and (usual or others)
 
     @property
     def evaluates_every_set(self) -> bool:
         """Whether there are evaluations, and none of them is switched off."""
-        others = [each.every_steps for each in self.eval.sets.values()]
-        return self.evaluation_interval > 0 and 0 not in others
+        usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
+        return self.evaluates and usual and 0 not in [each.every_steps for each in self.eval.sets.values()]
 
 
 def rank_invariant(config: Config) -> bool:
@@ -537,12 +549,14 @@ def _length_of_sample_errors(config: Config) -> Iterator[str]:
 
 def _evaluation_errors(config: Config) -> Iterator[str]:
     """An evaluation that was asked for and cannot happen, whatever the number of steps."""
-    every, best = config.eval.every_steps, config.checkpoint.keep_best
+    best = config.checkpoint.keep_best
+    if config.eval.at_start and config.data.eval_sources and not config.evaluates:
+        yield "eval.at_start=true needs evaluations, and eval.every_steps=0 means none: set eval.every_steps=null"
     if best > 0 and not config.data.eval_sources:
         yield (
             f"checkpoint.keep_best={best} needs evaluations: add data.eval_sources.NAME, or set checkpoint.keep_best=0"
         )
-    elif best > 0 and every == 0 and not any(each.every_steps for each in config.eval.sets.values()):
+    elif best > 0 and not config.evaluates:
         yield (
             f"checkpoint.keep_best={best} needs evaluations, and eval.every_steps=0 means none: set "
             "eval.every_steps=null, or checkpoint.keep_best=0"
@@ -550,8 +564,15 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
 
 
 def _epochs_errors(config: Config) -> Iterator[str]:
-    """`train.epochs` beside `train.steps`, or for data without a length."""
+    """`train.epochs` beside `train.steps`, or epochs of data without a length."""
     train = config.train
+    given = {"eval.every_epochs": config.eval.every_epochs, "checkpoint.every_epochs": config.checkpoint.every_epochs}
+    for key, value in given.items():
+        if value is not None and config.data.loader:
+            yield (
+                f"{key}={value:g} needs data with a length, and data.loader may be a stream without one: set "
+                f"{key}=null and {key.replace('epochs', 'steps')}=N"
+            )
     if train.epochs is None:
         return
     if train.steps is not None:
@@ -578,7 +599,7 @@ def _interval_errors(config: Config) -> Iterator[str]:
         return
     every = [config.evaluation_interval, *(each.every_steps for each in config.eval.sets.values())]
     intervals = [interval for interval in every if interval]
-    if intervals and min(intervals) > steps:
+    if intervals and config.eval.every_epochs is None and min(intervals) > steps:
         yield (
             f"checkpoint.keep_best={best} needs evaluations, and the first one is due at step {min(intervals)} of "
             f"{steps}: set eval.every_steps={steps} or less, or checkpoint.keep_best=0"

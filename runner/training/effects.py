@@ -120,14 +120,16 @@ def _others(config: Config) -> Iterator[str]:
         value = getattr(checkpoint, name)
         if value != getattr(usual, name) and not checkpoint.adaptive:
             yield f"checkpoint.{name}={value:g} has no effect without checkpoint.adaptive=true"
-    every = {"eval": config.eval.every_steps}
-    every |= {f"eval.sets.{name}": each.every_steps for name, each in config.eval.sets.items()}
+    every: dict[str, float | None] = {"eval.every_steps": config.eval.every_steps}
+    every |= {f"eval.sets.{name}.every_steps": each.every_steps for name, each in config.eval.sets.items()}
     steps = config.known_steps
-    for key, interval in every.items():
+    for key, interval in [*every.items(), ("eval.every_epochs", config.eval.every_epochs)]:
         if interval and not data.eval_sources:
-            yield f"{key}.every_steps={interval} has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"
-        elif interval is not None and steps is not None and interval > steps and not config.eval.at_end:
-            yield f"{key}.every_steps={interval} has no effect: the run ends after {steps} steps"
+            yield f"{key}={interval:g} has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"
+        elif key in every and interval is not None and steps and interval > steps and not config.eval.at_end:
+            yield f"{key}={interval:g} has no effect: the run ends after {steps} steps"
+    if config.eval.at_start and not data.eval_sources:
+        yield f"eval.at_start=true has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"
     for name in ("metrics", "sets"):
         if getattr(config.eval, name) and not data.eval_sources:
             yield f"eval.{name} has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"

@@ -105,7 +105,7 @@ def every_set(config: Config) -> Config:
     if not config.data.eval_sources:
         raise UserError("there is nothing to evaluate: set data.eval_sources.NAME to held-out data")
     sets = {name: replace(one, every_steps=1) for name, one in config.eval.sets.items()}
-    return replace(config, eval=replace(config.eval, every_steps=1, sets=sets))
+    return replace(config, eval=replace(config.eval, every_steps=1, every_epochs=None, sets=sets))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import lived_s
 from runner.system import clock
+from runner.training.data.epoch_steps import EpochSteps
 
 LEASE_CHECK_S = 1.0
 
@@ -39,7 +40,7 @@ def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: 
     )
 
 
-def make_cadence(config: Config, log: AttemptLog | None, step: int) -> Cadence:
+def make_cadence(config: Config, log: AttemptLog | None, step: int, epochs: EpochSteps) -> Cadence:
     """Make what decides when saves are due from `step` on; an adaptive cadence learns from earlier attempts."""
     options = config.checkpoint
     adaptive = None
@@ -49,7 +50,15 @@ def make_cadence(config: Config, log: AttemptLog | None, step: int) -> Cadence:
             ended = [(lived_s(line), line["cause"]) for line in log.earlier]
             adaptive.observe_attempts((seconds, cause) for seconds, cause in ended if seconds is not None)
     now = clock.monotonic()
-    return Cadence(options.every_steps, options.every_minutes, adaptive=adaptive, start_step=step, now=now)
+    return Cadence(
+        options.every_steps,
+        options.every_minutes,
+        every_epochs=options.every_epochs,
+        completes=epochs.completes,
+        adaptive=adaptive,
+        start_step=step,
+        now=now,
+    )
 
 
 def fence_check(lease: Lease | None) -> Callable[[], None]:

@@ -26,6 +26,7 @@ from runner.system.signals import STOP
 from runner.training.branch import fitting, restarts_optimizers, trunk_of
 from runner.training.callbacks.callbacks import Callbacks
 from runner.training.data.consumption import Consumption
+from runner.training.data.epoch_steps import EpochSteps
 from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_steps
 from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample, with_weights
 from runner.training.data.training_data import open_training_data, record_order, run_state_at
@@ -212,14 +213,15 @@ class _Opening:
         train_step = TrainStep.build(trained, config, world, of.run_state, consumption.names, stated)
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
-        evaluation = Evaluation.open(config, train_step.forward, trained.average)
+        epochs = EpochSteps.of(config, [len(dataset) for dataset in of.datasets.values()], of.shapes)
+        evaluation = Evaluation.open(config, train_step.forward, trained.average, epochs)
         generators.put_back(before)  # whatever was created since may have drawn
         trainer = Trainer(
             train_step=train_step,
             consumption=consumption,
             evaluation=evaluation,
             manager=of.manager,
-            cadence=make_cadence(config, self.log, step),
+            cadence=make_cadence(config, self.log, step, epochs),
             recorder=recorder,
             run_state=of.run_state,
             stop=lambda: bool(STOP),

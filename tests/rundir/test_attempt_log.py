@@ -17,6 +17,7 @@ import pytest
 from composing import compose
 from tiny_attempts import TinyJob
 
+from runner.data.order.batch_shape import BatchShape
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
 from runner.rundir.attempt_log import AttemptLog, Finish, ended_attempts, last_record, status_of
 from runner.rundir.lease import Lease
@@ -27,6 +28,7 @@ from runner.system.files import read_lines
 from runner.system.processes import this_process
 from runner.system.signals import STOP, STOP_SIGNALS, StopFlag
 from runner.training import attempt as training_attempt
+from runner.training.data.epoch_steps import EpochSteps
 from runner.training.saving import make_cadence
 
 
@@ -498,7 +500,7 @@ def test_an_attempt_without_its_times_does_not_keep_the_next_from_choosing_its_c
         run.path.mkdir()
         lines = whole, {"attempt": 2, "cause": "crash", **times}
         run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        cadence = make_cadence(config, begin(run), 0)
+        cadence = make_cadence(config, begin(run), 0, EpochSteps.of(config, [8], [BatchShape(0, 1, 4)]))
         assert cadence.adaptive is not None
         assert cadence.adaptive._ran_s == 50.0, times
 

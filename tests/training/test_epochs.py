@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from composing import compose
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import PACED, TINY, Run, assert_same_run
 
 from runner.config.schema import Config, SamplerConfig, TrainConfig
-from runner.data.order.batch_shape import BatchShape
+from runner.data.order.batch_shape import BatchShape, position_at
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import ExitStatus, UserError
 from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
 from runner.samplers import SamplerKind
+from runner.training.data.epoch_steps import EpochSteps, exact
 from runner.training.data.order import with_steps
 
 OWN = [*TINY, PACED, "train.steps=null", "data=own", "checkpoint.every_steps=2"]
 ONE = [*OWN, "+data.sources.rows={_target_:custom.Rows,length:24}"]
 TWO = [*OWN, "sampler=elastic", "scheduler.total_steps=30"]
 TWO += [f"+data.sources.{name}={{_target_:custom.Rows,length:{length}}}" for name, length in (("a", 30), ("b", 18))]
+
+
+def step_records(run: Run) -> list[dict[str, Any]]:
+    """Those of steps, without those of evaluations."""
+    return [record for record in run.records() if "loss" in record]
 
 
 def steps_of(kind: str, epochs: float, sizes: list[int], *shapes: BatchShape, drop_last: bool = True) -> int:
@@ -47,6 +57,34 @@ def steps_of(kind: str, epochs: float, sizes: list[int], *shapes: BatchShape, dr
 )
 def test_the_steps_of_epochs(kind: str, epochs: float, sizes: list[int], shape: BatchShape, steps: int) -> None:
     assert steps_of(kind, epochs, sizes, shape) == steps
+
+
+@given(
+    kind=st.sampled_from(["distributed", "mixture", "elastic"]),
+    every=st.sampled_from([0.29, 0.3, 0.5, 1, 2, 2.5]),
+    total=st.integers(12, 60),
+    ranks=st.integers(1, 3),
+    batch=st.integers(1, 4),
+    change=st.integers(0, 20),
+    larger=st.integers(1, 3),
+)
+def test_an_epoch_is_complete_after_one_step(
+    kind: str, every: float, total: int, ranks: int, batch: int, change: int, larger: int
+) -> None:
+    """The last step of a run of so many epochs, for every multiple; also after a change of the batch shape."""
+    shapes = [BatchShape(0, ranks, batch)]
+    if kind == "elastic":
+        shapes.append(BatchShape(change, ranks, batch * larger))
+    config = Config(sampler=SamplerConfig(kind=SamplerKind[kind]))
+    epochs = EpochSteps.of(config, [total], shapes)
+    wanted, steps = set(), 0
+    for multiple in count(1):
+        while position_at(shapes, steps + 1) <= epochs.samples(multiple * exact(every)):
+            steps += 1
+        if steps > 40:
+            break
+        wanted.add(steps)
+    assert [step for step in range(41) if epochs.completes(every, step)] == sorted(wanted - {0})
 
 
 def test_samples_repeated_for_the_last_rank_count_as_the_loader_has_them() -> None:
@@ -96,9 +134,16 @@ def test_a_mark_of_epochs_answers_for_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_resumed_and_extended_it_ends_after_the_last_epoch(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole", [*ONE, "train.epochs=3"])
+    """Evaluated before the first step and twice in an epoch, saved once."""
+    held_out = [*(each for each in ONE if not each.startswith("checkpoint.")), "checkpoint.every_steps=null"]
+    held_out += ["+data.eval_sources.held={_target_:custom.Rows,length:8}", "checkpoint.keep_last=9"]
+    held_out += ["eval.at_start=true", "eval.every_steps=null", "eval.every_epochs=0.5", "checkpoint.every_epochs=1"]
+    whole = Run(tmp_path / "whole", [*held_out, "train.epochs=3"])
     whole.finish()
-    run = Run(tmp_path / "run", [*ONE, "train.epochs=3"])
+    assert [path.name for path in whole.checkpoints()] == ["step_00000006", "step_00000012", "step_00000018"]
+    evaluations = [json.loads(line)["step"] for line in whole.lines() if "eval_loss" in line]
+    assert evaluations == [0, 3, 6, 9, 12, 15, 18]
+    run = Run(tmp_path / "run", [*held_out, "train.epochs=3"])
     run.hold_at(9)
     run.start()
     assert run.kill_when(lambda run: run.idles())
@@ -106,21 +151,26 @@ def test_killed_resumed_and_extended_it_ends_after_the_last_epoch(tmp_path: Path
     run.finish()
     assert_same_run(run, whole)
     assert json.loads((run.path / "finished.json").read_text()) == {"steps": 18, "epochs": 3.0}
-    assert run.records()[-1]["sources"]["rows"] == {"samples": 72, "epochs": 3.0}
+    assert step_records(run)[-1]["sources"]["rows"] == {"samples": 72, "epochs": 3.0}
     assert (run.status()["step"], run.status()["total"]) == (18, 18)
     assert OrderRecord.read(RunDir(run.path).order).steps == 18
     attempts = len(run.attempts())
     assert "finished, all 18 steps" in run.finish()
     assert len(run.attempts()) == attempts  # nothing was started
-    longer = Run(run.path, [*ONE, "train.epochs=3.5"])
+    longer = Run(run.path, [*held_out, "train.epochs=3.5"])
     assert "resuming at step 18 of 21" in longer.finish()
-    assert [record["step"] for record in run.records()][-3:] == [19, 20, 21]
+    assert [record["step"] for record in step_records(run)][-3:] == [19, 20, 21]
 
 
 @pytest.mark.slow
 def test_another_global_batch_ends_after_the_same_samples(tmp_path: Path) -> None:
     """The schedule follows the steps that are left, although the checkpoint knows only then how many were made."""
     overrides = [entry for entry in TWO if "total_steps" not in entry] + ["train.epochs=2"]
+    overrides += [
+        "+data.eval_sources.held={_target_:custom.Rows,length:8}",
+        "eval.every_steps=null",
+        "eval.every_epochs=1",
+    ]
     first = Run(tmp_path / "run", [*overrides, "train.batch_size=4"])
     first.hold_at(8)
     first.start()
@@ -130,10 +180,12 @@ def test_another_global_batch_ends_after_the_same_samples(tmp_path: Path) -> Non
     second = Run(first.path, [*overrides, "train.batch_size=8"])
     second.finish()
     steps = saved + (96 - 4 * saved) // 8
-    last = second.records()[-1]
+    last = step_records(second)[-1]
     assert last["step"] == steps
+    evaluations = [json.loads(line)["step"] for line in second.lines() if "eval_loss" in line]
+    assert evaluations == [saved + (48 - 4 * saved) // 8, steps]
     assert sum(source["samples"] for source in last["sources"].values()) == 4 * saved + 8 * (steps - saved)
-    assert last["lr"] < 0.12 * max(record["lr"] for record in second.records())  # at the end of the cosine
+    assert last["lr"] < 0.12 * max(record["lr"] for record in step_records(second))  # at the end of the cosine
 
 
 @pytest.mark.slow

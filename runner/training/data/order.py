@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from runner.config.schema import Config, length_errors, phase_schedule, rank_invariant, source_weights
@@ -17,8 +16,8 @@ from runner.data.order.exclusions import Selections
 from runner.data.order.segments import Segment
 from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
-from runner.samplers import Kind
 from runner.system.distributed import World
+from runner.training.data.epoch_steps import EpochSteps, exact
 from runner.training.data.sources import tokens_per_sample
 
 _log = logging.getLogger(__name__)
@@ -220,7 +219,8 @@ def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape
     if config.train.epochs is None:
         return config
     last = shapes[-1]
-    left = _samples(config, sum(sizes), last) - position_at(shapes, last.step)
+    samples = EpochSteps.of(config, sizes, shapes).samples(exact(config.train.epochs))
+    left = samples - position_at(shapes, last.step)
     steps = last.step + max(left, 0) // last.global_batch_size
     if steps < 1:
         raise UserError(
@@ -231,10 +231,3 @@ def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape
     if errors := length_errors(config):
         raise UserError("\n".join(f"{error} (train.epochs={config.train.epochs:g})" for error in errors))
     return config
-
-
-def _samples(config: Config, total: int, shape: BatchShape) -> int:
-    """The samples that the epochs have, over all ranks."""
-    epochs = Fraction(str(config.train.epochs))  # as it was written: 0.29 of 100 samples are 29
-    kind: Kind = config.sampler.kind.value
-    return kind.samples_of(epochs, total, shape.world_size, shape.batch_size, config.sampler.drop_last)

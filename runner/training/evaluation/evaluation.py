@@ -17,6 +17,7 @@ from runner.checkpoint.files.manifest import BEST_METRIC
 from runner.config.schema import Config
 from runner.errors import UserError, nearest
 from runner.system import generators
+from runner.training.data.epoch_steps import EpochSteps
 from runner.training.evaluation.held_out import EvaluationSet, evaluation_sets
 from runner.training.evaluation.metrics import EvaluationMetric, build_metrics
 from runner.training.model import build
@@ -38,8 +39,14 @@ class Evaluation:
     at_end: bool = False  # evaluate the last step also where that is off the cadence
 
     @staticmethod
-    def open(config: Config, forward: Forward, average: Average | None) -> Evaluation | None:
+    def open(config: Config, forward: Forward, average: Average | None, epochs: EpochSteps) -> Evaluation | None:
         """Open the held-out data of the config; None without any. The averaged weights are evaluated if there are some.
+
+        Args:
+            config: of the run.
+            forward: what is computed.
+            average: of the weights.
+            epochs: of the training data.
 
         Raises:
             UserError: the data, the task or a metric does not fit.
@@ -47,7 +54,7 @@ class Evaluation:
         build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
         if average is not None:
             forward = replace(forward, model=average.module)
-        sets = evaluation_sets(config, forward.world)
+        sets = evaluation_sets(config, forward.world, epochs)
         if sets:
             forward.task.check_evaluation()
         metrics = build_metrics(config, forward.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count, islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from runner.data.loading.fixed import FixedBatches
 from runner.data.loading.protocols import Acting
 from runner.errors import UserError
 from runner.system.distributed import World
+from runner.training.data.epoch_steps import EpochSteps
 from runner.training.data.sources import join_sources, make_collate, open_sources
 from runner.training.model import build
 from runner.training.step.tasks import Batch
@@ -129,40 +131,58 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Sources that are evaluated together, and each by itself, every `every_steps` steps.
+    """Sources that are evaluated together, and each by itself.
 
     Attributes:
         name: of the set; empty for the one of all sources.
         sources: by name.
+        every_steps: evaluate at every multiple of this step; 0: not by steps.
+        completes_epoch: step -> whether an epoch, or as many as make up the cadence, are complete then.
+        at_start: evaluate before the first step.
     """
 
     name: str
     sources: dict[str, MapSource | StreamSource]
     every_steps: int
+    completes_epoch: Callable[[int], bool] = lambda step: False
+    at_start: bool = False
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after `step` complete steps."""
-        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+        if step == 0:
+            return self.at_start
+        return (self.every_steps > 0 and step % self.every_steps == 0) or self.completes_epoch(step)
 
     @property
     def prefix(self) -> str:
         return f"eval_{self.name}_" if self.name else "eval_"
 
 
-def evaluation_sets(config: Config, world: World) -> list[EvaluationSet]:
-    """The one of all held-out sources and those of `eval.sets`, without those that are never evaluated.
+def evaluation_sets(config: Config, world: World, epochs: EpochSteps | None = None) -> list[EvaluationSet]:
+    """Open the one of all held-out sources and those of `eval.sets`, without those that are never evaluated.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        epochs: of the training data; None: nothing is due by epochs.
 
     Raises:
         UserError: a source cannot be read, or none of a set has samples.
     """
-    wanted = {"": EvalSetConfig(), **config.eval.sets}
-    cadences = {
-        name: config.evaluation_interval if one.every_steps is None else one.every_steps for name, one in wanted.items()
-    }
-    if not config.data.eval_sources or not any(cadences.values()):
+    if not config.evaluates:
         return []
-    make = _Sources(config, world)
-    return [EvaluationSet(name, make.of_set(one), cadences[name]) for name, one in wanted.items() if cadences[name]]
+    make, usual = _Sources(config, world), config.evaluation_interval
+    every, completes = config.eval.every_epochs, lambda step: False
+    if epochs is not None and every is not None:
+        completes = partial(epochs.completes, every)
+    found = []
+    for name, one in {"": EvalSetConfig(), **config.eval.sets}.items():
+        inherits = one.every_steps is None
+        interval = usual if one.every_steps is None else one.every_steps
+        if interval or (inherits and every is not None):
+            by_epochs = completes if inherits else lambda step: False
+            found.append(EvaluationSet(name, make.of_set(one), interval, by_epochs, config.eval.at_start))
+    return found
 
 
 class _Sources:
