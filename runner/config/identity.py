@@ -37,6 +37,7 @@ FREE_KEYS = (
     "logger.",
     "callbacks.",
     "checkpoint.",
+    "early_stopping.",
     "eval.",
     "train.device",
     "train.peer_timeout_s",

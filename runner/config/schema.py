@@ -15,6 +15,7 @@ from typing import Any
 
 from runner import bounds
 from runner.bounds import MAX_COUNT
+from runner.config.early_stopping import Best, EarlyStoppingConfig
 from runner.config.identity import DEFAULT_STEPS
 from runner.config.optimizers import is_finite, optimizer_errors
 from runner.config.own_target import Replaceable, option_errors
@@ -58,11 +59,6 @@ class CallbackFailure(Enum):
 class Strategy(Enum):
     ddp = "ddp"
     fsdp = "fsdp"
-
-
-class Best(Enum):
-    min = "min"
-    max = "max"
 
 
 # A config uses the members' names, and `async` is a keyword, which a class statement cannot define.
@@ -215,6 +211,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     phases: dict[str, Phase] = field(default_factory=dict)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     model: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
@@ -299,6 +296,7 @@ def config_errors(config: Config) -> list[str]:
         *_length_of_sample_errors(config),
         *_sampler_errors(config),
         *_evaluation_errors(config),
+        *config.early_stopping.option_errors(),
         *_epochs_errors(config),
         *length_errors(config),
         *_fork_errors(config),
@@ -552,6 +550,9 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
     best = config.checkpoint.keep_best
     if config.eval.at_start and config.data.eval_sources and not config.evaluates:
         yield "eval.at_start=true needs evaluations, and eval.every_steps=0 means none: set eval.every_steps=null"
+    if config.early_stopping.is_set and not config.evaluates:
+        remedy = "set eval.every_steps=null" if config.data.eval_sources else "add data.eval_sources.NAME"
+        yield f"early_stopping needs evaluations, and there are none: {remedy}, or choose early_stopping=none"
     if best > 0 and not config.data.eval_sources:
         yield (
             f"checkpoint.keep_best={best} needs evaluations: add data.eval_sources.NAME, or set checkpoint.keep_best=0"

@@ -73,6 +73,7 @@ class ExternalWriter(ABC):
         self._report = report
         self.lineage = Lineage()
         self.ended = FAILED
+        self.reason: str | None = None
         self.is_new = False
         self._queue: queue.Queue[dict[str, Any] | Media | None] = queue.Queue(QUEUE_RECORDS)
         self._thread: threading.Thread | None = None
@@ -105,9 +106,9 @@ class ExternalWriter(ABC):
         """What is known of the run; called before the first record."""
         self.lineage = lineage
 
-    def ending(self, state: str) -> None:
-        """How the attempt ended: see `lineage`; called before `close`."""
-        self.ended = state
+    def ending(self, state: str, reason: str | None = None) -> None:
+        """Take how the attempt ended (see `lineage`), and why the run ended early if it did; called before `close`."""
+        self.ended, self.reason = state, reason
 
     def write(self, record: dict[str, Any]) -> None:
         """Pass `record` to the thread, which is started with the first one."""

@@ -114,4 +114,6 @@ class MLflow(ExternalWriter):
         self.log(self._step, self.summary.values())
         self.sync()
         self._client.set_tag(self._id, "runner.state", self.ended)
+        if self.reason:
+            self._client.set_tag(self._id, "runner.reason", self.reason)
         self._client.set_terminated(self._id, status=STATUS[self.ended])

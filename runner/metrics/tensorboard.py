@@ -51,6 +51,7 @@ class TensorBoard(ExternalWriter):
         return self.is_new
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        self.step = step
         entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._add(step=step, summary=self._summary(value=entries))
 
@@ -77,4 +78,6 @@ class TensorBoard(ExternalWriter):
         """Do nothing: each event was written at once."""
 
     def end(self) -> None:
+        if self.reason:
+            self.show(Media(self.step, "ended early", self.run.tensorboard, self.reason))
         self._file.close()

@@ -86,6 +86,7 @@ class WandB(ExternalWriter):
 
     def end(self) -> None:
         state = {"state": self.ended, "attempts": self.lineage.attempt}
+        state |= {"reason": self.reason} if self.reason else {}
         self._logged.summary.update({**self.summary.values(), **state})
         if self.ended == STOPPED:  # it is shown as preempted, and not as failed
             self._logged.mark_preempting()

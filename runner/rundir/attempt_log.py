@@ -27,6 +27,7 @@ T = TypeVar("T")
 # Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
 HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted"})
 CRASH_LOOP_LIMIT = 3
+EARLY = "ended_early"  # the entry of the completion mark of a run that ended before its last step
 TIME_LIMIT = "time limit"
 TIMEOUTS = "timeouts"  # the end of a job after too many time limits
 OUT_OF_TIME = (TIME_LIMIT, TIMEOUTS)
@@ -77,10 +78,12 @@ class Finish:
     Attributes:
         steps: 0 if it has not.
         epochs: of a run whose length is in epochs.
+        early: why it ended before its last step, with `reason`; None if it did not.
     """
 
     steps: int = 0
     epochs: float | None = None
+    early: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(run: RunDir) -> Finish:
@@ -90,8 +93,12 @@ class Finish:
             OSError: it cannot be read.
         """
         mark = files.read_object(run.finished)
-        steps, epochs = mark.get("steps"), mark.get("epochs")
-        return Finish(steps if isinstance(steps, int) else 0, epochs if isinstance(epochs, int | float) else None)
+        steps, epochs, early = mark.get("steps"), mark.get("epochs"), mark.get(EARLY)
+        return Finish(
+            steps if isinstance(steps, int) else 0,
+            epochs if isinstance(epochs, int | float) else None,
+            early if isinstance(early, dict) else None,
+        )
 
     def covers(self, steps: int | None, epochs: float | None) -> bool:
         """Whether the run has finished at `steps` steps or later; if those are not known, at `epochs` epochs."""

@@ -164,7 +164,7 @@ def _word(
     if recorded == "running":
         total = entry(status, "total", int)
         # The completion mark is written last of all; only the status after it may be missing.
-        return "finished" if total and finish.steps >= total else "killed"
+        return "finished" if total and (finish.steps >= total or finish.early is not None) else "killed"
     if recorded == "requeued" and not unanswered:
         return "cancelled"  # it waited in the queue and has left it
     return recorded or _before_start(run, unanswered)

@@ -17,9 +17,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from runner.config.finished import has_finished
 from runner.contracts import Job
 from runner.errors import CrashLoopError, ExitStatus, FileError, PeerError, SupersededError, TimeoutsError, UserError
-from runner.rundir.attempt_log import TIME_LIMIT, TIMEOUTS, AttemptLog, Finish, check_latest, incomplete_records, insist
+from runner.rundir.attempt_log import (
+    EARLY,
+    TIME_LIMIT,
+    TIMEOUTS,
+    AttemptLog,
+    Finish,
+    check_latest,
+    incomplete_records,
+    insist,
+)
 from runner.rundir.lease import Lease, acquire_for_job, is_continued
 from runner.rundir.origin import search_modules, working_in
 from runner.rundir.paths import RunDir
@@ -258,16 +268,20 @@ class _Attempt:
 
     def _begin(self) -> bool:
         """Open the attempt log, unless the run is finished already; whether it is."""
-        steps = self.config.known_steps
-        if Finish.of(self.run).covers(steps, self.config.train.epochs):
-            done = Finish.of(self.run).steps
+        steps, finish = self.config.known_steps, Finish.of(self.run)
+        if has_finished(self.run, self.config, finish):
+            done = finish.steps
             if self.lease:
                 self.lease.check_fence()  # after the look: a newer attempt may have finished the run
             self.job.on_started()
-            _print(f"finished: {self.run.path} has all its {done} steps")
+            what = f"ended early at step {done}" if finish.early else f"has all its {done} steps"
+            _print(f"finished: {self.run.path} {what}")
             if lack := incomplete_records(self.run, done):
                 print_error(f"warning: {lack}")
             return True
+        if finish.early is not None:
+            self.run.check_guard()
+            files.remove(self.run.finished)  # its settings no longer end it there
         identity = {**self.job.identity(), "ranks": self.world.size}
         left = self.lease.carried() if self.lease else {}
         log = AttemptLog.begin(self.run, identity, steps, self.job.cause_of_loss, self.account, left)
@@ -354,10 +368,15 @@ class _Attempt:
             raise FileError(self.log.lost_records)
         # More than train.steps where that was lowered below what the run had reached.
         steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
-        mark = {"steps": steps} | ({} if epochs is None else {"epochs": epochs})
+        early = self.session.trainer.early_end if steps < self.session.steps else None
+        mark: dict[str, Any] = {"steps": steps}
+        if early is not None:
+            mark |= {EARLY: early.to_json()}
+        elif epochs is not None:
+            mark |= {"epochs": epochs}
         # The last save may have got its name although the disk refused to sync that.
         insist(lambda: files.fsync_dir(self.run.checkpoints), self.run.checkpoints)
-        self.log.end("finished", 0)
+        self.log.end("finished", 0, early.reason if early else None)
         try:
             insist(lambda: files.write_json(self.run.finished, mark, guard=guard), self.run.finished)
         except FileError as error:
@@ -368,7 +387,10 @@ class _Attempt:
             message = f"{self.run.finished} may be lost at a power failure ({error.__cause__})"
             print_error(f"warning: {message}")
             self.log.warn(message)
-        _print(f"finished: {steps} steps, results in {self.run.path}")
+        what = f"finished: {steps} steps,"
+        if early:
+            what = f"finished early, at step {steps} of {self.session.steps}: {early.reason};"
+        _print(f"{what} results in {self.run.path}")
 
     def _is_marked(self, mark: dict[str, Any]) -> bool:
         """Whether the completion mark has its name and is this one."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from runner.checkpoint import TrainStateManager, restore_train_state
+from runner.config.finished import evaluations
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.schema import Config, NonFinite
@@ -31,6 +32,7 @@ from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_ste
 from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample, with_weights
 from runner.training.data.training_data import open_training_data, record_order, run_state_at
 from runner.training.effects import mixing_without_effect
+from runner.training.ending import Ending
 from runner.training.evaluation.evaluation import Evaluation
 from runner.training.exactness import begin_exactly, inexact
 from runner.training.model.build import seed_everything
@@ -78,6 +80,7 @@ class Session:
         try:
             finished = self.trainer.run(self.steps if steps is None else steps)
             self.recorder.state = FINISHED if finished else STOPPED
+            self.recorder.reason = early.reason if (early := self.trainer.early_end) and finished else None
             return finished
         finally:
             self.trainer.manager.settle()
@@ -231,6 +234,13 @@ class _Opening:
             tokens_seen=tokens,
             after_first_step=warm_up.start,
             callbacks=callbacks,
+            ending=Ending(
+                config.early_stopping,
+                {name: node for name, node in config.callbacks.items() if node is not None},
+                callbacks,
+                list(evaluations(self.run)) if world.is_main else [],
+                saved.early_end if saved else {},
+            ),
             account=self.account,
             meter=meter,
             profiler=Profiler.open(config, self.run, world, self.log, step, trained.device),

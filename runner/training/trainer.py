@@ -25,6 +25,7 @@ from runner.rundir.time_account import TimeAccount
 from runner.system import clock
 from runner.training.callbacks.callbacks import Callbacks
 from runner.training.data.consumption import Consumption
+from runner.training.ending import EarlyEnd, Ending
 from runner.training.evaluation.evaluation import Evaluation
 from runner.training.ranks.peers import all_arrive
 from runner.training.records.profiler import Profiler
@@ -56,6 +57,7 @@ class Trainer:
     tokens_seen: int = 0
     after_first_step: Callable[[], None] = lambda: None
     callbacks: Callbacks = field(default_factory=Callbacks.none)
+    ending: Ending = field(default_factory=Ending)
     account: TimeAccount = field(default_factory=TimeAccount)
     meter: StepMeter = field(default_factory=lambda: StepMeter(torch.device("cpu")))
     profiler: Profiler = field(default_factory=lambda: Profiler(None, RunDir(Path()), "", torch.device("cpu")))
@@ -64,6 +66,7 @@ class Trainer:
         self.world = self.train_step.forward.world
         self.samples_seen = self.run_state.samples_seen
         self.evaluated = self.run_state.evaluated
+        self.early_end: EarlyEnd | None = None
         self._metric: float | None = None  # of the last evaluation, by which a checkpoint is judged
         self._batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
         self._stop_agreed = self._save_agreed = self._empty_reported = False
@@ -72,7 +75,8 @@ class Trainer:
     def run(self, steps: int) -> bool:
         """Train until `steps` steps are complete, and evaluated if that is due; False if a signal came before.
 
-        Either way the final state is saved and committed.
+        Early stopping or a callback may end the run before: `early_end` says why. In any case the final state is saved
+        and committed.
 
         Raises:
             TrainingError: a non-finite loss, or the data ended.
@@ -97,7 +101,9 @@ class Trainer:
                 with self.account.doing("evaluation"):
                     self.evaluated = self._evaluate(self.evaluation)
                 interrupted = not self.evaluated
-            leaving, saved = self._stop_agreed or self.step >= steps, True
+            self.early_end = None if interrupted else self.ending.decide(self.step, self.world)
+            ends = self.step >= steps or self.early_end is not None
+            leaving, saved = self._stop_agreed or ends, True
             if (leaving and self.step > started_at) or self._save_agreed:
                 saved = self.save(wait=leaving)
                 # After a signal there is no time to fix a disk: the last good checkpoint has to do.
@@ -105,7 +111,7 @@ class Trainer:
                     raise TrainingError(self._unsaved())
             if leaving:
                 self.account.switch("end")
-                finished = self.step >= steps and not interrupted and saved and self._evaluate_end()
+                finished = ends and not interrupted and saved and self._evaluate_end()
                 if finished:
                     self.callbacks.end(self.step)
                 return finished
@@ -154,6 +160,7 @@ class Trainer:
                 order=self.consumption.state_dict(),
                 evaluated=self.evaluated,
                 samples_seen=self.samples_seen,
+                early_end=self.early_end.to_json() if self.early_end else {},
                 task=self.world.gather_on_main(task.state_dict()) if task else [],
             )
             kept = self.callbacks.keep(kept)
@@ -246,7 +253,9 @@ class Trainer:
         if results is None:
             return False
         self._metric = evaluation.judge(self.step, results)
-        self.recorder.evaluation(self.callbacks.evaluated(self.step, {"step": self.step, **results}))
+        record = self.callbacks.evaluated(self.step, {"step": self.step, **results})
+        self.recorder.evaluation(record)
+        self.ending.evaluated(record, evaluation.complete(self.step))
         return True
 
     def _evaluate_end(self) -> bool:

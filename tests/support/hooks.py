@@ -126,3 +126,23 @@ class Unmade:
         raise KeyError("nothing")
 
     def on_end(self, context: Any) -> None: ...
+
+
+class Stops:
+    """Ends the run at a step, from one of its methods."""
+
+    def __init__(self, step: int, method: str = "on_step_end", reason: str = "this is enough") -> None:
+        self.step, self.method, self.reason = step, method, reason
+
+    def _at(self, method: str, context: Any) -> None:
+        if method == self.method and context.step >= self.step:
+            context.stop(self.reason)
+
+    def on_start(self, context: Any) -> None:
+        self._at("on_start", context)
+
+    def on_step_end(self, context: Any) -> None:
+        self._at("on_step_end", context)
+
+    def on_evaluation(self, context: Any) -> None:
+        self._at("on_evaluation", context)

@@ -8,13 +8,13 @@ from typing import Any
 
 from runner.cli.base.console import PROGRAM, shown
 from runner.config.composition import Composed
+from runner.config.finished import has_finished
 from runner.config.frozen import holds, load_plain, to_config, trained
 from runner.config.identity import LENGTH_KEYS, ConfigChange, as_text, differences, identity, length_readers
 from runner.config.schedule import learning_rate, to_scheduler
 from runner.config.schema import Config
 from runner.errors import refuse
 from runner.rundir import provenance
-from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
@@ -149,7 +149,7 @@ class Changes:
 
     def _reached(self) -> bool:
         run, config = RunDir(self.job.run_dir), self.job.config
-        if Finish.of(run).covers(config.known_steps, config.train.epochs):
+        if has_finished(run, config):
             return True
         return config.known_steps is not None and run.newest_step() >= config.known_steps
 

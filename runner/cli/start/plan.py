@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runner.cli.base.console import counted, shown
 from runner.cli.start.edits import Changes
 from runner.config.composition import Composed
+from runner.config.finished import has_finished
 from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError, refuse
@@ -137,7 +139,11 @@ def plan_run(
     if finished:
         done = state.finish.steps
         lack = incomplete_records(run, done)
-        return PlannedRun(job, "finished", f"finished, all {done} steps" + (f", but {lack}" if lack else ""), notes)
+        summary = f"finished, all {done} steps"
+        if state.finish.early is not None and not state.finish.covers(job.config.known_steps, job.config.train.epochs):
+            reason = _one_line(state.finish.early.get("reason"))
+            summary = f"finished at step {done}, before its last step: {reason}; {_to_continue(state.finish.early)}"
+        return PlannedRun(job, "finished", summary + (f", but {lack}" if lack else ""), notes)
     recorded = state.status.get("state")
     if recorded in ("failed", "crash loop") and not retry_failed:
         reason = _one_line(state.status.get("reason") or state.status.get("cause") or "see its logs")
@@ -146,6 +152,13 @@ def plan_run(
     if not run.newest_step():
         _trunk_of(job)
     return PlannedRun(job, "unfinished", _resuming(state, job), notes)
+
+
+def _to_continue(early: Mapping[str, Any]) -> str:
+    """Say how to train a run to its last step that ended before it."""
+    if (name := early.get("callback")) is not None:
+        return f"callbacks.{name}=null, or other options of it, continues"
+    return "another early_stopping.patience, for example, or early_stopping=none continues"
 
 
 def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
@@ -168,6 +181,8 @@ def _resuming(state: State, job: Composed) -> str:
         return f"{doing}: it was never started" if not files.exists(run.job) else f"{doing}: it left the queue"
     if total and step >= total:
         return f"it is at step {step}, beyond the {total} steps of this command, and ends there"
+    if state.finish.early is not None and state.finish.steps == last:
+        return f"{doing}: it had ended early, and its settings no longer do that"
     if state.finish.steps == last:
         return f"{doing}: it had finished at step {last}, and is longer now"
     reached = max(last, step)
@@ -216,13 +231,12 @@ def _trunk_of(job: Composed) -> RunDir | None:
 
 
 def _is_finished(state: State, job: Composed) -> bool:
-    """Whether a run has a config, and all the steps, or epochs, of that of `job`.
+    """Whether a run has a config, and is finished by that of `job`.
 
     Raises:
         OSError: the run directory cannot be read.
     """
-    covered = state.finish.covers(job.config.known_steps, job.config.train.epochs)
-    return covered and files.exists(state.run.config)
+    return has_finished(state.run, job.config, state.finish) and files.exists(state.run.config)
 
 
 def unusable(path: Path, verb: str, error: OSError) -> str:

@@ -18,10 +18,11 @@ from runner.cli.runs.housekeeping import remove, remove_rest
 from runner.cli.start.edits import Changes
 from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.config.composition import Composed, Composer
+from runner.config.finished import has_finished
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, UserError, refuse
 from runner.rundir import provenance
-from runner.rundir.attempt_log import Finish, last_step
+from runner.rundir.attempt_log import last_step
 from runner.rundir.custody import custody
 from runner.rundir.lease import Heart, Lease
 from runner.rundir.paths import RunDir
@@ -349,7 +350,7 @@ def _follow_rank_0(job: Composed) -> int:
     """Under torchrun rank 0 alone decides and writes; the others start once it has frozen this very config."""
     run = RunDir(job.run_dir)
     deadline = clock.monotonic() + RANK_TIMEOUT_S
-    if Finish.of(run).covers(job.config.known_steps, job.config.train.epochs):
+    if has_finished(run, job.config):
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (files.exists(run.config) and files.read_regular(run.config) == text):

@@ -27,7 +27,7 @@ from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, generators
 from runner.system.distributed import World
-from runner.training.callbacks.hook import METHODS, Failure, Hook, failure_of, make_hook, restore_hook
+from runner.training.callbacks.hook import MAY_STOP, METHODS, Failure, Hook, failure_of, make_hook, restore_hook
 from runner.training.ranks.peers import peer_errors
 from runner.training.records.recorder import Recorder
 from runner.training.records.run_state import RunState
@@ -55,7 +55,9 @@ class Context:
         device: of the model.
     """
 
-    def __init__(self, owner: Callbacks, step: int, record: dict[str, Any], values: dict[str, Any]) -> None:
+    def __init__(
+        self, owner: Callbacks, step: int, record: dict[str, Any], values: dict[str, Any], name: str | None = None
+    ) -> None:
         self.model: nn.Module = owner.model
         self.step = step
         self.run_dir: Path = owner.run.path
@@ -63,6 +65,7 @@ class Context:
         self._owner = owner
         self._record = record
         self._values = values
+        self._name = name  # of the callback, where it may end the run
         self._valid = True
 
     @property
@@ -87,6 +90,25 @@ class Context:
         if name in self._record or name in self._values or name in RESERVED:
             raise UserError(f"log({name!r}, …): the record has {name!r} already: choose another name")
         self._values[name] = _number(name, value)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, as if it were its last: it is saved, evaluated, and finished.
+
+        The run stays finished until the callback has other options, or is removed. For `on_step_end` and
+        `on_evaluation`: the other methods are called at moments that depend on kills.
+
+        Args:
+            reason: shown by `runner status`, in the report, and in the loggers.
+
+        Raises:
+            UserError: it is called in another method or before the first step, or the reason is no text.
+        """
+        self._check_valid("stop")
+        if not isinstance(reason, str) or not reason.strip():
+            raise UserError(f"stop({reason!r}): pass the reason as a text")
+        if self._name is None or self.step == 0:
+            raise UserError("stop is for on_step_end and on_evaluation, after the first step or later")
+        self._owner.stop_asked = self._owner.stop_asked or (self._name, " ".join(reason.split()))
 
     def log_image(self, name: str, image: Any) -> None:
         """Log an image: a file in the run directory's artifacts/, and where loggers show images.
@@ -150,6 +172,8 @@ class Callbacks:
     recorder: Recorder = field(default_factory=Recorder)
     seconds: Callable[[float], None] = lambda seconds: None
     hooks: list[Hook] = field(default_factory=list)
+    stop_asked: tuple[str, str] | None = None
+    """The callback that asks for the end of the run, and its reason."""
     _last: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -254,7 +278,7 @@ class Callbacks:
         with generators.lent():
             for hook in list(hooks):
                 generators.seed(generators.seed_of(self.config["seed"], hook.name, method, step), gpus=True)
-                context = Context(self, step, record, values)
+                context = Context(self, step, record, values, hook.name if method in MAY_STOP else None)
                 with self._observing(evaluating=method != "on_step_end"), self._unchanged(hook, method, step):
                     self._attempt(hook, method, lambda: getattr(hook.callback, method)(context))  # noqa: B023
                 context._valid = False

@@ -18,6 +18,7 @@ from runner.system import files
 from runner.training.records.run_state import RunState
 
 METHODS = ("on_start", "on_step_end", "on_evaluation", "on_save", "on_end")
+MAY_STOP = ("on_step_end", "on_evaluation")  # those whose moments do not depend on kills
 MAX_MESSAGE = 300
 
 

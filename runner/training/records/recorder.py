@@ -31,6 +31,8 @@ class Recorder:
 
     state: str = FAILED
     """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
+    reason: str | None = None
+    """Why the run ended before its last step."""
 
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None: ...
 
@@ -64,6 +66,7 @@ class RunRecorder(Recorder):
     add_evaluation: Callable[[dict[str, Any]], object] = lambda record: None
     """Adds a result to those of `runner evaluate`."""
     state: str = FAILED
+    reason: str | None = None
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _seconds: float = 0.0
     _samples: int = 0
@@ -182,7 +185,7 @@ class RunRecorder(Recorder):
             self.warn(f"{len(self._waiting)} records could not be written: {error}")
         for writer in self.writers:
             if hasattr(writer, "ending"):
-                writer.ending(self.state)
+                writer.ending(self.state, self.reason)
             writer.close()
         self.bar.close()
         try:

@@ -26,6 +26,7 @@ class RunState:
         callbacks: state of each callback that has one, by name.
         dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
         samples_seen: samples trained on so far, over all ranks.
+        early_end: why the run ends at this step, before its last one (see `runner.training.ending`); mostly empty.
         seed: of the random numbers of rank-invariant steps: that of the run, unless a branch has changed it.
     """
 
@@ -38,6 +39,7 @@ class RunState:
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
     samples_seen: int = 0
+    early_end: dict[str, str] = field(default_factory=dict)
     seed: int = 0
 
     def to_extra(self) -> dict[str, Any]:
@@ -70,4 +72,5 @@ _EXAMPLE: dict[str, Any] = {
     "batch_shapes": [asdict(BatchShape(0, 0, 0))],
     "task": [{}],
     "dropped_callbacks": {EVERY: ""},
+    "early_end": {EVERY: ""},
 }

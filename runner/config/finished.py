@@ -1,0 +1,57 @@
+"""Whether a run has finished by what its config asks for now: all its steps, or an end before them that still holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from runner.config.early_stopping import stopped
+from runner.config.schema import Config
+from runner.metrics.records import EVALUATION
+from runner.rundir.attempt_log import Finish
+from runner.rundir.paths import RunDir
+from runner.system import files
+
+
+def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> bool:
+    """Return whether nothing is left to train.
+
+    An end before the last step holds as long as the config causes it: early stopping by the evaluations that are
+    recorded, or the callback that asked for it, with the same options.
+
+    Args:
+        run: the run directory.
+        config: what the run is to be.
+        finish: its completion mark; None: read it.
+
+    Raises:
+        OSError: the records cannot be read.
+    """
+    finish = Finish.of(run) if finish is None else finish
+    if finish.covers(config.known_steps, config.train.epochs):
+        return True
+    if finish.early is None:
+        return False
+    if (name := finish.early.get("callback")) is not None:
+        return options_of(config.callbacks.get(name)) == finish.early.get("options")
+    return stopped(config.early_stopping, evaluations(run)) is not None
+
+
+def evaluations(run: RunDir) -> Iterator[dict[str, Any]]:
+    """Yield the evaluations in metrics.jsonl, in the order of their steps.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    for record in files.read_lines(run.metrics, having=EVALUATION):
+        if isinstance(record, dict) and "loss" not in record:
+            yield record
+
+
+def options_of(node: Any) -> str | None:
+    """Return a digest of a callback's node in the config; None if there is none."""
+    if not isinstance(node, dict):
+        return None
+    return hashlib.sha256(json.dumps(node, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""The end of a run before its last step, which early stopping or a callback decides at a boundary between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from runner.config.early_stopping import EarlyStoppingConfig, stopped
+from runner.config.finished import options_of
+from runner.errors import UserError, nearest
+from runner.system.distributed import World
+from runner.training.callbacks.callbacks import Callbacks
+
+
+@dataclass(frozen=True)
+class EarlyEnd:
+    """Why a run ends.
+
+    Attributes:
+        reason: for the user.
+        callback: the name of the callback that asked for it; None: early stopping.
+        options: a digest of the callback's node in the config.
+    """
+
+    reason: str
+    callback: str | None = None
+    options: str | None = None
+
+    def to_json(self) -> dict[str, str]:
+        """Return the entry of the completion mark, without what is None."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass
+class Ending:
+    """Decides on rank 0, for all ranks.
+
+    Args:
+        options: of early stopping.
+        nodes: of the callbacks in the config, by name.
+        callbacks: those of this attempt.
+        evaluations: the records so far; on rank 0.
+        saved: the end that the resumed checkpoint was saved with; empty if there was none.
+    """
+
+    options: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Callbacks = field(default_factory=Callbacks.none)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    saved: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._is_new, self._is_complete = True, False
+        if self.saved and self.saved.get("options") != options_of(self.nodes.get(self.saved.get("callback", ""))):
+            self.saved = {}  # the callback is gone, or has other options now
+
+    def evaluated(self, record: dict[str, Any], complete: bool) -> None:
+        """Take the record of an evaluation; to be called on every rank.
+
+        Args:
+            record: on rank 0 with what callbacks have logged.
+            complete: whether every set was evaluated.
+        """
+        self.evaluations.append(record)
+        self._is_new, self._is_complete = True, complete
+
+    def decide(self, step: int, world: World) -> EarlyEnd | None:
+        """Return why the run ends at `step`, the same on every rank; None if it does not.
+
+        Raises:
+            UserError: an evaluation does not have the metric of early stopping.
+        """
+        found: EarlyEnd | None = None
+        if self.options.is_set and self._is_new:
+            found = world.run_on_main(self._by_evaluations)
+        self._is_new = self._is_complete = False
+        if found is None and self.nodes:
+            asked = bool(self.saved) or self.callbacks.stop_asked is not None
+            if int(world.sum(torch.tensor([int(asked)]))[0]):
+                found = world.run_on_main(self._by_callback)
+        return found if step else None
+
+    def _by_evaluations(self) -> EarlyEnd | None:
+        metric, last = self.options.metric, self.evaluations[-1] if self._is_complete else {}
+        if last and not isinstance(last.get(str(metric)), int | float):
+            numbers = [key for key, value in last.items() if isinstance(value, float)]
+            raise UserError(
+                f"early_stopping.metric={metric}{nearest(str(metric), numbers)} is not a number that an evaluation "
+                f"gives: choose one of {', '.join(numbers)}"
+            )
+        reason = stopped(self.options, self.evaluations)
+        return None if reason is None else EarlyEnd(reason)
+
+    def _by_callback(self) -> EarlyEnd | None:
+        if self.callbacks.stop_asked is None:
+            return EarlyEnd(**self.saved) if self.saved else None
+        name, reason = self.callbacks.stop_asked
+        return EarlyEnd(f"callbacks.{name}: {reason}", name, options_of(self.nodes[name]))
