@@ -6,12 +6,25 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runner.api import Run as Run
+    from runner.api import compose as compose
+    from runner.api import runs as runs
+    from runner.api import train as train
     from runner.training.load import Loaded
 
 __version__ = "0.1.0"
 
 # Modules log; who uses them decides where that is shown. Training shows and records warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Run`, `runs`, `compose` and `train` when they are used first."""
+    if name in ("Run", "runs", "compose", "train"):
+        from runner import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load(run: Any, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from runner.cli.base.commands import COMMANDS, WITH_CLASSES, module
 from runner.cli.base.help import config_dirs, text
 from runner.errors import ExitStatus, FileError, UserError, nearest
+from runner.system import processes
 from runner.system.signals import STOP
 from runner.system.terminal import flush_output, outlive_terminal
 
@@ -27,6 +28,7 @@ TAKES_VALUE = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--confi
 
 def main() -> int:
     """Exit status of the command in `sys.argv`; see `runner.errors.ExitStatus`."""
+    processes.end_with_parent()
     outlive_terminal()
     try:
         status = run(sys.argv[1:])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from runner.config.early_stopping import stopped
 from runner.config.schema import Config
-from runner.metrics.records import EVALUATION
 from runner.rundir.attempt_log import Finish
+from runner.rundir.evaluations import recorded
 from runner.rundir.paths import RunDir
-from runner.system import files
 
 
 def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> bool:
@@ -36,18 +34,7 @@ def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> b
         return False
     if (name := finish.early.get("callback")) is not None:
         return options_of(config.callbacks.get(name)) == finish.early.get("options")
-    return stopped(config.early_stopping, evaluations(run)) is not None
-
-
-def evaluations(run: RunDir) -> Iterator[dict[str, Any]]:
-    """Yield the evaluations in metrics.jsonl, in the order of their steps.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    for record in files.read_lines(run.metrics, having=EVALUATION):
-        if isinstance(record, dict) and "loss" not in record:
-            yield record
+    return stopped(config.early_stopping, recorded(run)) is not None
 
 
 def options_of(node: Any) -> str | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from runner.metrics.records import EVALUATION
 from runner.rundir.appender import announce, nobody_appends, withdraw
+from runner.rundir.evaluations import EVALUATION
 from runner.rundir.paths import RunDir
 from runner.system import files
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.metrics.records import EVALUATION
-from runner.rundir.evaluations import results
+from runner.rundir.evaluations import EVALUATION, results
 from runner.rundir.paths import RunDir
 from runner.system import files
 

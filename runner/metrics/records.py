@@ -19,8 +19,6 @@ CARRIED = "sources"
 ALL_EVERY_STEPS = 1000
 FEW = 16
 """So many sources are named by every line, which then says all by itself."""
-EVALUATION = b'"eval_'
-"""Is in every line of an evaluation, so that those can be found without parsing the others."""
 
 
 def names_all(step: int, sources: int) -> bool:

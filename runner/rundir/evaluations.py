@@ -10,7 +10,7 @@ it. Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from runner.errors import RunDirError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
+EVALUATION = b'"eval_'
+"""Is in every line of metrics.jsonl that is an evaluation, so that those can be found without parsing the others."""
 ALL = "all"
 PREFIX = "evaluate-"  # of the directories of submitted evaluations
 _RESULT = re.compile(r"step_(\d{8,})-(\w+)\.json")
@@ -96,6 +98,17 @@ def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
         OSError: they cannot be read.
     """
     return {int(one["step"]): one for one in results(run) if one.get("digest") == settings}
+
+
+def recorded(run: RunDir) -> Iterator[dict[str, Any]]:
+    """Yield the evaluations in metrics.jsonl, in the order of their steps.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    for record in files.read_lines(run.metrics, having=EVALUATION):
+        if isinstance(record, dict) and "loss" not in record:
+            yield record
 
 
 def add(run: RunDir, record: Mapping[str, Any]) -> None:

@@ -41,12 +41,23 @@ class Loaded:
         config: what the run trains by.
         step: completed steps of the checkpoint.
         averaged: whether these are the averaged weights (`train.ema_decay`).
+        run: the run directory.
     """
 
     model: nn.Module
     config: Config
     step: int
     averaged: bool
+    run: Path
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return (
+            f"Loaded from {os.path.relpath(self.run)}, step {self.step}\n"
+            f"  {type(self.model).__name__} with {parameters:,} parameters"
+            f"{', the average of the weights' if self.averaged else ''}\n"
+            f"  data: {', '.join(self.config.data.sources) or 'data.loader'}; seed {self.config.seed}"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """So that `model, config, step = runner.load(...)` works, too."""
@@ -92,7 +103,7 @@ def load(
         model = model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
         raise UserError(f"device={device}: the model cannot be put there ({str(error).splitlines()[0]})") from None
-    return Loaded(model.eval(), config, chosen.step, averaged)
+    return Loaded(model.eval(), config, chosen.step, averaged, found.path)
 
 
 def restore(model: nn.Module, chosen: Intact, raw: bool = False) -> bool:

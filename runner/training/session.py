@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 from runner.checkpoint import TrainStateManager, restore_train_state
-from runner.config.finished import evaluations
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.schema import Config, NonFinite
 from runner.data.order.batch_shape import BatchShape
 from runner.metrics.lineage import FINISHED, STOPPED
 from runner.rundir.attempt_log import AttemptLog
-from runner.rundir.evaluations import add
+from runner.rundir.evaluations import add, recorded
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
@@ -238,7 +237,7 @@ class _Opening:
                 config.early_stopping,
                 {name: node for name, node in config.callbacks.items() if node is not None},
                 callbacks,
-                list(evaluations(self.run)) if world.is_main else [],
+                list(recorded(self.run)) if world.is_main else [],
                 saved.early_end if saved else {},
             ),
             account=self.account,

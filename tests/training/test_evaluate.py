@@ -21,11 +21,11 @@ from fake_job import FakeJob
 from runs import PACED, PATIENCE_S, ROOT, Run
 
 from runner.checkpoint.files import reading
-from runner.cli.look.status import find_runs
 from runner.config.composition import Composer
 from runner.config.identity import evaluation_digest
 from runner.rundir import evaluations
 from runner.rundir.evaluations import Request
+from runner.rundir.find import find_runs
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.system import files

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +22,7 @@ from runner.cli.base.console import PROGRAM, Lines, Parser, check_interval, cons
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
+from runner.rundir.find import find_runs
 from runner.rundir.lease import LeaseWatcher, heartbeat_file, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.state import entry, look, modified, submitted_job, urgency
@@ -45,8 +45,6 @@ STYLES = {
     "stuck": "bold red",
     "unreadable": "yellow",
 }
-RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
-"""What makes a directory that of a run, one of which may be missing."""
 MAX_NAMES = 3  # of runs that share a note
 IDLE_S = 300.0
 """A running run that has made no step for this long is pointed out; it may be hanging."""
@@ -79,29 +77,6 @@ class Row:
     updated: float | None = None  # by the clock of the machine that trains
     idle_s: float | None = None  # seconds since its last step, if it is running
     warnings: list[str] | None = None
-
-
-def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:
-    """The run directories at and below `root`, in the order of their paths.
-
-    Args:
-        root: the directory.
-        on_error: called for each directory that cannot be read.
-    """
-    for directory, children, names in files.walk(root, onerror=on_error):
-        present = RUN_FILES.intersection((*names, *children))
-        if present and not (present == {"config.yaml"} and _composes(Path(directory) / "config.yaml")):
-            children.clear()
-            yield RunDir(Path(directory))
-        children[:] = sorted(child for child in children if not child.startswith("."))
-
-
-def _composes(config: Path) -> bool:
-    """Whether a config.yaml is one that others are composed from, as in a project's conf, and not a run's."""
-    try:
-        return re.search(rb"^defaults:", files.read_regular(config), re.MULTILINE) is not None
-    except OSError:
-        return False
 
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:

@@ -1,0 +1,301 @@
+"""The runner from Python: train a run from a script or a notebook, and read what is in a run directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from runner.errors import ExitStatus, RunDirError, UserError
+from runner.metrics.external import flattened
+from runner.metrics.records import read_records
+from runner.rundir import evaluations, submitted_jobs
+from runner.rundir.attempt_log import ended_attempts
+from runner.rundir.find import find_runs
+from runner.rundir.lease import LeaseWatcher
+from runner.rundir.paths import RunDir
+from runner.rundir.state import State, look
+from runner.rundir.trust import reading
+from runner.system import files, processes
+
+if TYPE_CHECKING:
+    from runner.config.composition import Composed
+    from runner.config.schema import Config
+    from runner.training.load import Loaded
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, read from its directory. Each property reads anew, so the values of a live run change.
+
+    Example:
+        >>> run = runner.Run("outputs/text-seed0-1a2b3c4d")
+        >>> run.state
+        'finished'
+        >>> run.metrics()["loss"].min()
+        >>> model, config, step = run.load("best")
+
+    Args:
+        path: the run directory.
+
+    Raises:
+        RunDirError: it is none.
+    """
+
+    path: Path
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "path", Path(path).absolute())
+        if not files.is_file(self._run.config):
+            raise RunDirError(
+                f"{path} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
+            )
+
+    @property
+    def _run(self) -> RunDir:
+        return RunDir(self.path)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the directory."""
+        return self.path.name
+
+    @property
+    def state(self) -> str:
+        """Return what the run is doing: `finished`, `running`, `failed`, … as `runner status` shows it."""
+        return self._look().word
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the run failed, why its job waits, or why it ended early; None if there is nothing to explain."""
+        return self._look().reason
+
+    @property
+    def step(self) -> int:
+        """Return the last step that was recorded."""
+        return self._look().step
+
+    def _look(self) -> State:
+        """Look at the records, the lease and the job.
+
+        Raises:
+            RunDirError: a record is malformed.
+        """
+        with reading(self._run):
+            jobs, unanswered = submitted_jobs.jobs([self._run])
+            watcher = LeaseWatcher()
+            for _ in range(2):
+                found = look(self._run, jobs.get(self.path), self.path in unanswered, watcher)
+                if not watcher.wait():
+                    break
+            return found
+
+    @property
+    def config(self) -> Config:
+        """Return the frozen config.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        from runner.config.frozen import load_plain, trained
+
+        with reading(self._run):
+            return trained(load_plain(self.path))
+
+    def metrics(self) -> Any:
+        """Return the records of all steps: a pandas DataFrame, or lists by column where pandas is not installed.
+
+        Values of a source or an optimizer have columns such as `loss_by_source/prose`.
+        """
+        with reading(self._run):
+            return _table(record for record in read_records(self._run.metrics) if "loss" in record)
+
+    def evaluations(self) -> Any:
+        """Return the results of all evaluations, in the order of their steps, in the form of `metrics`.
+
+        These are the ones made during training and those of `runner evaluate`. Of the latter, the column `settings`
+        names settings other than the run's own.
+        """
+        with reading(self._run):
+            during = [record for record in read_records(self._run.metrics) if "loss" not in record]
+            later = [
+                {key: value for key, value in record.items() if key not in ("digest", "settings") or value}
+                for record in evaluations.results(self._run)
+            ]
+        for record in later:
+            record.pop("digest", None)
+        return _table(sorted([*during, *later], key=lambda record: int(record["step"])))
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Return the steps of the checkpoints, in ascending order."""
+        with reading(self._run):
+            return sorted(self._run.checkpoint_steps())
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return the attempts that have ended, as attempts.jsonl has them."""
+        with reading(self._run):
+            return ended_attempts(self._run)
+
+    def load(self, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
+        """Load the model of a checkpoint: see `runner.load`."""
+        from runner.training.load import load
+
+        return load(self.path, step, device, raw=raw)
+
+    def __repr__(self) -> str:
+        state = self._look()
+        total = state.status.get("total")
+        reason = f": {state.reason}" if state.reason else ""
+        attempts = len(state.attempts)
+        loss = state.newest.get("loss")
+        checkpoints = ", ".join(map(str, self.checkpoints)) or "none"
+        return (
+            f"Run {os.path.relpath(self.path)}\n"
+            f"  {state.word}{reason}, step {state.step}{f' of {total}' if total else ''}, "
+            f"{attempts} attempt{'' if attempts == 1 else 's'}\n"
+            f"  {'no step yet' if loss is None else f'loss {loss:.4f}'}; checkpoints: {checkpoints}"
+        )
+
+
+def runs(root: str | os.PathLike[str] = "outputs") -> list[Run]:
+    """List the runs in a directory and below it, in the order of their paths.
+
+    Raises:
+        RunDirError: there is no such directory.
+    """
+    if not files.is_dir(Path(root)):
+        raise RunDirError(f"{root} is not a directory: pass the one that holds the runs, such as outputs")
+    return [Run(each.path) for each in find_runs(Path(root)) if files.is_file(each.config)]
+
+
+def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Config:
+    """Compose the config of a command without starting anything.
+
+    Args:
+        overrides: as on the command line: `"data=mixture"`, `"train.steps=100"`.
+        config_dir: an additional directory of groups and experiments.
+
+    Raises:
+        UserError: the overrides do not fit; one line for each error.
+    """
+    return _composed(overrides, config_dir).config
+
+
+def train(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Train the run that these overrides describe, or resume it, and return it once it is finished.
+
+    As the command does, in a process of its own: this one keeps its random generators, signal handlers and threads, and
+    the run is the same, bit for bit. What it prints goes to this process's standard output and error. With
+    `launcher=slurm` the call returns when the job is submitted. Ctrl-C, or interrupting the kernel, lets the run save
+    before KeyboardInterrupt is raised.
+
+    Example:
+        >>> run = runner.train("data=mixture", "train.steps=100", config_dir="conf")
+        >>> run.metrics().plot(x="step", y="loss")
+
+    Args:
+        overrides: as on the command line.
+        config_dir: an additional directory of groups and experiments.
+
+    Raises:
+        UserError: the overrides do not fit, or the run failed; its last lines are the message.
+        KeyboardInterrupt: it was interrupted, and has saved.
+    """
+    job = _composed(overrides, config_dir)
+    more = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
+    status, said = _carried_out([sys.executable, "-m", "runner", *overrides, *more])
+    if status != ExitStatus.FINISHED:
+        errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+        error = UserError("\n".join(errors or said[-1:]) or f"the run ended with status {status}")
+        error.status = ExitStatus(status) if status in ExitStatus.__members__.values() else ExitStatus.FAILED
+        raise error
+    return Run(job.run_dir)
+
+
+def _composed(overrides: Sequence[str], config_dir: str | os.PathLike[str] | None) -> Composed:
+    from runner.config.composition import Composer
+
+    return Composer([] if config_dir is None else [os.fspath(config_dir)]).compose(list(overrides))
+
+
+def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Run a command to its end, which comes with the end of this process at the latest.
+
+    Returns:
+        its exit status, and what it wrote to standard error.
+    """
+    paths = [os.path.abspath(path) for path in sys.path]
+    variables = {**processes.environment, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    process = processes.start(
+        command,
+        env=processes.bound(variables),
+        stdin=processes.DEVNULL,
+        stdout=processes.PIPE,
+        stderr=processes.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # it gets an interruption once, from here
+    )
+    with process:
+        return _followed(process)
+
+
+def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
+    """Copy what a process writes until it ends, and pass Ctrl-C on to it.
+
+    Raises:
+        KeyboardInterrupt: there was one; the process has ended.
+    """
+    said: list[str] = []
+    assert process.stdout is not None
+    assert process.stderr is not None
+    copying = [
+        threading.Thread(target=_copy, args=(process.stdout, sys.stdout, []), daemon=True),
+        threading.Thread(target=_copy, args=(process.stderr, sys.stderr, said), daemon=True),
+    ]
+    for thread in copying:
+        thread.start()
+    interrupted = False
+    while True:
+        try:
+            status = process.wait()
+            for thread in copying:
+                thread.join()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)  # it saves; a second one ends it at once
+    if interrupted:
+        raise KeyboardInterrupt
+    return status if status >= 0 else 128 - status, said
+
+
+def _copy(source: IO[str], to: TextIO, lines: list[str]) -> None:
+    for line in source:
+        lines.append(line.rstrip("\n"))
+        to.write(line)
+        to.flush()
+
+
+def _table(records: Iterable[Mapping[str, Any]]) -> Any:
+    """Make a DataFrame of records, or lists by column; what a record lacks is nan."""
+    rows = [dict(flattened(record, "/")) for record in records]
+    if importlib.util.find_spec("pandas") is not None:
+        import pandas
+
+        return pandas.DataFrame.from_records(rows)
+    return {name: [row.get(name, math.nan) for row in rows] for name in _names(rows)}
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield each column once, in the order in which they come up."""
+    yield from dict.fromkeys(name for row in rows for name in row)
