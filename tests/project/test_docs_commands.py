@@ -116,7 +116,7 @@ def evaluate(_: Path, printed: str) -> None:
 def load(folder: Path, _: str) -> None:
     assert (folder / "base.safetensors").is_file()
     names: dict[str, Any] = {}
-    exec(compile(docs_pages.python(ROOT / "docs" / "load.md"), "docs/load.md", "exec"), names)
+    exec(compile(docs_pages.python(ROOT / "docs" / "load.md"), "docs/python.md", "exec"), names)
     assert names["loaded"].step in (10, 20)
     assert names["loaded"].config.model["width"] == 32
 
