@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from runner.errors import unchained
+
 if TYPE_CHECKING:
     from runner.api import Run as Run
     from runner.api import compose as compose
@@ -31,4 +33,5 @@ def load(run: Any, step: int | str | None = None, device: Any = "cpu", *, raw: b
     """The model of a run as a checkpoint has it: `.model`, `.config`, `.step`; see `runner.training.load.load`."""
     from runner.training.load import load as loaded  # not before it is used: torch takes seconds
 
-    return loaded(run, step, device, raw=raw)
+    with unchained():
+        return loaded(run, step, device, raw=raw)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from runner.errors import ExitStatus, RunDirError, UserError
+from runner import load
+from runner.errors import ExitStatus, RunDirError, UserError, unchained
 from runner.metrics.external import flattened
 from runner.metrics.records import read_records
 from runner.rundir import evaluations, submitted_jobs
@@ -106,7 +107,7 @@ class Run:
         """
         from runner.config.frozen import load_plain, trained
 
-        with reading(self._run):
+        with unchained(), reading(self._run):
             return trained(load_plain(self.path))
 
     def metrics(self) -> Any:
@@ -147,8 +148,6 @@ class Run:
 
     def load(self, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
         """Load the model of a checkpoint: see `runner.load`."""
-        from runner.training.load import load
-
         return load(self.path, step, device, raw=raw)
 
     def __repr__(self) -> str:
@@ -224,7 +223,8 @@ def train(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> 
 def _composed(overrides: Sequence[str], config_dir: str | os.PathLike[str] | None) -> Composed:
     from runner.config.composition import Composer
 
-    return Composer([] if config_dir is None else [os.fspath(config_dir)]).compose(list(overrides))
+    with unchained():
+        return Composer([] if config_dir is None else [os.fspath(config_dir)]).compose(list(overrides))
 
 
 def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:

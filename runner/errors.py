@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -103,6 +104,19 @@ class TimeoutsError(UserError):
     """The run reached its time limit too often without progress."""
 
     status = ExitStatus.FAILED
+
+
+@contextmanager
+def unchained() -> Iterator[None]:
+    """Show a user's mistake without the errors that led to it: its line says what is wrong.
+
+    Raises:
+        UserError: the one of the block, without a cause.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise error.with_traceback(None) from None
 
 
 def refuse(errors: Iterable[str], kind: type[UserError] = UserError) -> None:

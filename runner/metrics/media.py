@@ -42,7 +42,7 @@ class Media:
 
 
 def file_name(name: Any, step: int, suffix: str) -> str:
-    """`NAME-STEP.SUFFIX`; a name with slashes is in subdirectories.
+    """Return `NAME-STEP.SUFFIX`, with the step in eight digits, so that files sort by it; slashes make subdirectories.
 
     Raises:
         UserError: the name is not one of a file below a directory.
@@ -53,7 +53,7 @@ def file_name(name: Any, step: int, suffix: str) -> str:
             f"the name {name!r} must be letters, digits and any of ' . _ + = - ', in parts between slashes, at most "
             f"{_MAX_NAME} characters: a file is named after it"
         )
-    return f"{name}-{step}.{suffix}"
+    return f"{name}-{step:08d}.{suffix}"
 
 
 def png(image: Any) -> bytes:

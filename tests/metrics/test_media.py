@@ -62,7 +62,7 @@ def test_what_is_no_image(image: Any) -> None:
 
 
 def test_names_of_files() -> None:
-    assert file_name("samples/prose 1", 20, "txt") == "samples/prose 1-20.txt"
+    assert file_name("samples/prose 1", 20, "txt") == "samples/prose 1-00000020.txt"
     for name in ("", "/etc/passwd", "../x", "a/../b", ".hidden", "a//b", "a\n", "x" * 101, 3):
         with pytest.raises(UserError, match="a file is named after it"):
             file_name(name, 1, "txt")

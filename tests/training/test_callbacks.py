@@ -91,7 +91,7 @@ def test_a_killed_run_with_callbacks_is_bit_identical(kind: str, tmp_path: Path)
     assert [record.get("steps") for record in whole.records() if "loss" in record] == [*range(1, 10), *[None] * 15]
     assert (killed.path / "ended").read_text() == f"{STEPS} drop"
     assert "ValueError: no\nluck" in (killed.path / "callback_errors.txt").read_text()
-    for name in ("artifacts/texts/drawn-20.txt", "artifacts/drawn-20.png"):
+    for name in ("artifacts/texts/drawn-00000020.txt", "artifacts/drawn-00000020.png"):
         assert (killed.path / name).read_bytes() == (whole.path / name).read_bytes()
     timings = [json.loads(line) for line in (whole.path / "timings.jsonl").read_text().splitlines()]
     assert [line["saved_at"] for line in timings if line.get("callback") == "on_save"] == [7, 14, 21, 24]

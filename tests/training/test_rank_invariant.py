@@ -209,7 +209,7 @@ MISTAKES: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
         "the model's parameter centre changes",
     ),
     "extra state": (custom_tasks.Fine(), lambda: custom_tasks.Columns("extra state"), "extra state of Columns changes"),
-    "statistics": (Tokens(), lambda: custom.Normed(500, 3), "buffer norm.running_mean changes in the forward pass"),
+    "statistics": (Tokens(), lambda: custom.Normed(500, 3), "layer norm (BatchNorm1d) changes in the forward pass"),
 }
 
 
@@ -223,6 +223,14 @@ def test_a_step_that_would_depend_on_the_ranks_is_refused_on_one_rank(mistake: s
     assert said in str(error.value)
     assert "train.rank_invariant=false" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_running_statistics_are_refused_before_the_first_step() -> None:
+    with pytest.raises(UserError, match=r"layer norm \(BatchNorm1d\) changes in the forward pass"):
+        step_of(Tokens(), custom.Normed(500, 3))
+    frozen = custom.Normed(500, 3)
+    frozen.norm.track_running_stats = False
+    step_of(Tokens(), frozen)
 
 
 def test_more_ranks_than_micro_batches_are_refused_where_each_needs_one() -> None:

@@ -85,6 +85,7 @@ class FixedMicroBatches(Division):
                     f"for {world.size} ranks: use fewer ranks, lower train.batch_size={shape.batch_size}, {OFF}"
                 )
             )
+        _check_running_statistics(model)
         tags = count(1)
         self._gradients = {
             name: GradientSum(
@@ -216,6 +217,26 @@ class FixedMicroBatches(Division):
             gradients.end_first_step()
 
 
+def _check_running_statistics(model: nn.Module) -> None:
+    """Refuse layers that keep statistics of what they saw, before a step finds that they change.
+
+    Raises:
+        UserError: there is one, in training mode.
+    """
+    model.train()
+    for name, module in model.named_modules():
+        if module.training and getattr(module, "track_running_stats", False):
+            raise shared(UserError(_changes(f"layer {name} ({type(module).__name__})")))
+
+
+def _changes(what: str) -> str:
+    return (
+        f"the model's {what} changes in the forward pass, as running statistics of a batch norm do, so that training "
+        "would depend on which rank computed which micro-batch: use a layer without (a group norm or layer norm, or "
+        f"track_running_stats=False), keep that layer in eval mode, {OFF}"
+    )
+
+
 class StateOfMain:
     """The loader's state as all ranks save it: that of rank 0, which depends on the position in the run alone."""
 
@@ -260,12 +281,7 @@ class Unchanged:
             UserError: something has.
         """
         if self._changed is not None:
-            raise UserError(
-                f"the model's {self._changed} changes in the forward pass, as running statistics of a batch norm do, "
-                "so that training would depend on which rank computed which micro-batch: use a layer without (a group "
-                "norm or layer norm, or track_running_stats=False), keep that layer in eval mode, or set "
-                "train.rank_invariant=false"
-            )
+            raise UserError(_changes(self._changed))
 
     def _kept(self) -> dict[str, Any]:
         """By what it is called; of a weight a checksum, as there may be no memory for another copy."""
