@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from runner import load
+from runner.config.labels import labels
 from runner.errors import ExitStatus, RunDirError, UserError, unchained
 from runner.metrics.external import flattened
 from runner.metrics.records import read_records
@@ -97,6 +98,18 @@ class Run:
                 if not watcher.wait():
                     break
             return found
+
+    @property
+    def tags(self) -> list[str]:
+        """Return the run's tags (`run.tags`)."""
+        with reading(self._run):
+            return labels(self._run)[0]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return its notes: `run.notes`, then those of `runner note`."""
+        with reading(self._run):
+            return labels(self._run)[1]
 
     @property
     def config(self) -> Config:

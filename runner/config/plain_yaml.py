@@ -114,6 +114,24 @@ def section(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def read_section(path: Path, name: str) -> Any:
+    """Read one top-level entry of a frozen config; None if there is none.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a frozen config.
+    """
+    text = files.read_regular(path, limit=MAX_BYTES).decode()
+    check_structure(text)
+    try:
+        for part in sections(text):
+            if part.startswith(f"{name}:"):
+                return _unescaped(copied(section(part)[1]))
+    except (yaml.YAMLError, ValueError):
+        return read_plain(path).get(name)
+    return None
+
+
 def check_structure(text: str) -> None:
     """Refuse what a frozen config never has, and what would cost the reader its stack, or hours.
 

@@ -71,6 +71,8 @@ class RunConfig:
     name: str | None = None
     dir: str | None = None
     root: str = "outputs"
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
     allow_data_change: bool = False
     threads: int = 1
     lease_timeout_s: float = 30.0
@@ -224,6 +226,7 @@ class Config:
     callbacks: dict[str, Any] = field(default_factory=dict)
     init_from: InitConfig = field(default_factory=InitConfig)
     fork: ForkConfig = field(default_factory=ForkConfig)
+    user: dict[str, Any] = field(default_factory=dict)
 
     @property
     def known_steps(self) -> int | None:
@@ -329,6 +332,9 @@ def _range_errors(config: Config) -> Iterator[str]:
             yield f"{key} is empty: set a name, or null for the default"
         if text is not None and not text.isprintable():
             yield f"{key}={text!r} must be printable: without line breaks, tabs and the like"
+    for tag in config.run.tags:
+        if not tag.strip() or not tag.isprintable() or "," in tag:
+            yield f"run.tags={tag!r}: a tag must be printable, without commas"
     name = config.run.name or ""
     if name.startswith("/") or any(part.startswith(".") for part in name.split("/")):
         yield f"run.name={name} must stay below run.root, without parts that start with a dot: set run.root or run.dir"

@@ -47,6 +47,7 @@ OPEN = (
     "optimizers",
     "optimizer.groups",
     "callbacks",
+    "user",
 )
 
 

@@ -77,10 +77,13 @@ class MLflow(ExternalWriter):
         return str(made.info.run_id)
 
     def _tags(self) -> dict[str, str]:
-        """Of a branch: where it left its trunk, as the child of which it is shown if that is in the same store."""
-        fork = self.lineage.fork
+        """Return the run's tags and note; of a branch also where it left its trunk, as whose child it is shown."""
+        run, fork = self.lineage.settings.get("run") or {}, self.lineage.fork
+        own = {f"runner.tag.{tag}": "true" for tag in run.get("tags") or []}
+        if run.get("notes"):
+            own["mlflow.note.content"] = str(run["notes"])
         if fork is None:
-            return {}
+            return own
         tags = {"run": fork.trunk.path.name, "step": str(fork.step), "digest": fork.digest}
         tags = {f"runner.fork.{name}": text for name, text in tags.items()}
         parent = fork.logged_as(self.name)
@@ -88,7 +91,7 @@ class MLflow(ExternalWriter):
             with suppress(Exception):  # whatever the library raises for a run that it does not know
                 self._client.get_run(parent)
                 tags["mlflow.parentRunId"] = parent
-        return tags
+        return own | tags
 
     def behind(self) -> bool:
         return max(self._last.values(), default=0) < self.step

@@ -50,12 +50,14 @@ class WandB(ExternalWriter):
         import wandb
 
         identity = self.identity(lambda: secrets.token_hex(4))
-        options, fork = self._options, self.lineage.fork
+        options, fork = dict[str, Any](), self.lineage.fork
         origin: dict[str, Any] = {}
         if fork is not None:  # not W&B's own `fork_from`, which most servers do not have
             name = fork.trunk.path.name
-            options = {"group": name, "job_type": "branch", "notes": f"branch of {name} at step {fork.step}", **options}
+            options = {"group": name, "job_type": "branch", "notes": f"branch of {name} at step {fork.step}"}
             origin = {"trunk": {"run": name, "step": fork.step, "digest": fork.digest, "id": fork.logged_as(self.name)}}
+        run = self.lineage.settings.get("run") or {}
+        options |= {name: run[name] for name in ("tags", "notes") if run.get(name)} | self._options
         self._logged = wandb.init(id=identity, resume="allow", dir=str(self.run.path), **options)
         self._next = int(self._logged.step)
         self._first = True

@@ -157,7 +157,8 @@ def _settings(run: RunDir) -> tuple[dict[str, Any], tuple[str, int] | None]:
     """The settings, with one for all entries of `fork`, and what that is."""
     settings = flatten(read_plain(run.config))
     trunk, step = settings.get("fork.run"), settings.get("fork.step")
-    plain = {key: value for key, value in settings.items() if not key.startswith("fork.")}
+    elsewhere = ("fork.", "run.tags", "run.notes")
+    plain = {key: value for key, value in settings.items() if not key.startswith(elsewhere)}
     changed = [f"{', '.join(map(str, one.get('changes') or []))} at step {one.get('step')}" for one in edits(run.path)]
     plain["edited"] = "; ".join(changed) or None
     if trunk is None or step is None:

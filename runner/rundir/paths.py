@@ -219,6 +219,11 @@ class RunDir:
         return self.hang / f"attempt{attempt}-rank{rank}.txt"
 
     @property
+    def notes(self) -> Path:
+        """Notes that people have added."""
+        return self.path / "notes"
+
+    @property
     def callback_errors(self) -> Path:
         """The tracebacks of callbacks that raised."""
         return self.path / "callback_errors.txt"

@@ -14,6 +14,7 @@ COMMANDS = {
     "fork": ("start", "RUN --step N [key=value ...]", "begin a branch of a run"),
     "evaluate": ("start", "RUN [--step N|best|all]", "evaluate checkpoints of a run"),
     "pin": ("runs", "RUN [--step N|best]", "keep a checkpoint for good"),
+    "note": ("runs", 'RUN ["text"]', "add a note to a run, or list its notes"),
     "mv": ("runs", "RUN TARGET", "move or rename a run"),
     "rm": ("runs", "RUN...", "remove runs"),
     "archive": ("runs", "RUN FILE.tar", "pack a run into one file"),

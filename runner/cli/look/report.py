@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table
-from runner.cli.look.status import STYLES, Row, collect
+from runner.cli.look.status import STYLES, Row, add_tags, collect, having
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet
@@ -41,6 +41,7 @@ def parser() -> Parser:
     made.add_argument(
         "--by", action="append", default=[], metavar="KEY", help="group by this setting (default: all but the seed)"
     )
+    add_tags(made)
     made.add_argument("--metric", metavar="NAME", help="rank by this metric (default: that of the best checkpoints)")
     made.add_argument("--html", type=Path, metavar="FILE", help="the page (default: report.html in DIR)")
     made.add_argument("--json", action="store_true", help="print JSON; the page is written only with --html")
@@ -109,9 +110,10 @@ def _to_come(runs: Sequence[RunResults]) -> bool:
 
 
 def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
-    runs = results(roots)
+    runs = results(roots, options.tag)
     if not runs:
-        raise UserError(f"there are no runs in {', '.join(map(str, roots))}: name the directory that contains them")
+        where = ", ".join(map(str, roots)) + (f" with the tags {', '.join(options.tag)}" if options.tag else "")
+        raise UserError(f"there are no runs in {where}: name the directory that contains them")
     metric = _metric(runs, options.metric)
     by = options.by or default_by(runs)
     groups = grouped(runs, by)
@@ -146,16 +148,17 @@ def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any
     return written
 
 
-def results(roots: Sequence[Path]) -> list[RunResults]:
-    """The results of all runs at and below `roots`, with their states; each once."""
+def results(roots: Sequence[Path], tags: Sequence[str] = ()) -> list[RunResults]:
+    """Read the results of all runs at and below `roots` that have all of these tags, with their states; each once."""
     base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
-    rows = {files.resolve(row.path): row for root in roots for row in collect(root)[0]}
+    rows = {files.resolve(row.path): row for root in roots for row in having(collect(root)[0], tags)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(rows), 1))))
 
     def read_one(row: Row, keep: Collection[int] = ()) -> RunResults:
         made = read_run(RunDir(Path(row.path)), base, points, keep)
         if made.state != "unreadable":
             made.state, made.reason = row.state, row.reason
+            made.settings |= {"tags": ", ".join(row.tags) or None, "notes": "; ".join(row.notes) or None}
         return made
 
     read = [read_one(row) for row in rows.values()]

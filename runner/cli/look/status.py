@@ -13,12 +13,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from runner.cli.base.console import PROGRAM, Lines, Parser, check_interval, console, without_nan
+from runner.config.labels import labels
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
@@ -77,6 +78,8 @@ class Row:
     updated: float | None = None  # by the clock of the machine that trains
     idle_s: float | None = None  # seconds since its last step, if it is running
     warnings: list[str] | None = None
+    tags: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # that of the config first, then those that were added
 
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
@@ -151,7 +154,13 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     elif row.job_id is None:
         row.job_id = submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
+    row.tags, row.notes = labels(run)
     return row
+
+
+def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:
+    """Choose the rows that have all of these tags."""
+    return [row for row in rows if set(tags) <= set(row.tags)]
 
 
 def _idle_s(run: RunDir) -> float | None:
@@ -177,7 +186,7 @@ def as_table(rows: Sequence[Row], messages: Sequence[str], others: Sequence[Row]
     columns = [
         *("run", "state", "step", "loss", "samples/s", "tokens/s", "attempts"),
         *(["ranks"] if several else []),
-        *("lost", "last cause", "job", "node", "saved"),
+        *("tags", "lost", "last cause", "job", "node", "saved"),
     ]
     cells = [
         (
@@ -189,6 +198,7 @@ def as_table(rows: Sequence[Row], messages: Sequence[str], others: Sequence[Row]
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             str(row.attempts or ""),
             *([str(row.ranks or "")] if several else []),
+            ", ".join(row.tags),
             str(row.steps_lost or ""),
             row.cause or "",
             row.job_id or "",
@@ -223,7 +233,8 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
     sharing: dict[str, list[str]] = {}
     for row in rows:
         idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None
-        for text, count in Counter(note for note in (row.reason, idle, *(row.warnings or [])) if note).items():
+        said = [f"note: {text}" for text in row.notes]
+        for text, count in Counter(note for note in (row.reason, idle, *(row.warnings or []), *said) if note).items():
             sharing.setdefault(text + (f" ({count} times)" if count > 1 else ""), []).append(row.run)
     for text, runs in sharing.items():
         more = f" and {len(runs) - MAX_NAMES} more" if len(runs) > MAX_NAMES else ""
@@ -253,6 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh until Ctrl-C (default: every 5 s)"
     )
+    add_tags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
     options = parser.parse_args(arguments)
     root: Path = options.root
@@ -260,24 +272,36 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
     check_interval(options.watch)
     if options.json:
-        print(json.dumps([without_nan(vars(row)) for row in collect(root)[0]], indent=2))
+        print(json.dumps([without_nan(vars(row)) for row in having(collect(root)[0], options.tag)], indent=2))
     elif options.watch is not None:
-        _watch(root, options.watch)
+        _watch(root, options.watch, options.tag)
     else:
         rows, messages = collect(root)
-        if rows:
+        if rows := having(rows, options.tag):
             console().print(as_table(rows, messages))
         else:
-            print("\n".join(printable(line) for line in (*messages, f"no runs in {root}")))
+            tagged = f" with the tags {', '.join(options.tag)}" if options.tag else ""
+            print("\n".join(printable(line) for line in (*messages, f"no runs in {root}{tagged}")))
     return 0
 
 
-def _watch(root: Path, interval_s: float) -> None:
+def add_tags(parser: Parser) -> None:
+    """Let a command take `--tag`, several times."""
+    parser.add_argument(
+        "--tag", action="append", default=[], metavar="TAG", help="only runs with this tag (run.tags); may be repeated"
+    )
+
+
+def _watch(root: Path, interval_s: float, tags: Sequence[str]) -> None:
     from rich.live import Live
 
     watcher = LeaseWatcher()
-    shown = fitting(*collect(root, watcher))
-    with suppress(KeyboardInterrupt), Live(shown, console=console(), auto_refresh=False) as live:
+
+    def look_again() -> Fitting:
+        rows, messages = collect(root, watcher)
+        return fitting(having(rows, tags), messages)
+
+    with suppress(KeyboardInterrupt), Live(look_again(), console=console(), auto_refresh=False) as live:
         while True:
             clock.sleep(interval_s)
-            live.update(fitting(*collect(root, watcher)), refresh=True)
+            live.update(look_again(), refresh=True)

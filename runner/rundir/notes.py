@@ -1,0 +1,60 @@
+"""Notes that people add to a run, and the tags and the note that its config begins with. Imports no torch.
+
+    notes/1764288000.123456-1234-89abcdef.json   one note: when, and what
+
+Nobody needs the lease of the run: a note is one new file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from runner.errors import RunDirError
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+
+MAX_LENGTH = 2000  # characters of a note
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note: `time` in seconds since 1970, by the clock of the machine where it was written."""
+
+    time: float
+    text: str
+
+
+def add(run: RunDir, text: str) -> None:
+    """Add a note.
+
+    Raises:
+        RunDirError: the run was moved or removed.
+        OSError: the file system refused.
+    """
+    now = clock.wall()
+    try:
+        files.make_dirs_in(run.path, run.notes)
+        files.create(run.notes / f"{now:.6f}-{processes.tag()}.json", json.dumps({"time": now, "text": text}).encode())
+    except FileNotFoundError:
+        raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command") from None
+
+
+def notes(run: RunDir) -> list[Note]:
+    """Read the notes that were added to a run, the oldest first; what is no note of ours is left out.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    try:
+        names = files.list_dir(run.notes)
+    except FileNotFoundError:
+        return []
+    records = [files.read_object(run.notes / name) for name in names if name.endswith(".json")]
+    found = [Note(float(one["time"]), one["text"]) for one in records if _is_note(one)]
+    return sorted(found, key=lambda note: note.time)
+
+
+def _is_note(record: dict[str, Any]) -> bool:
+    return isinstance(record.get("text"), str) and isinstance(record.get("time"), int | float)
