@@ -175,8 +175,14 @@ def _no_such_option(error: MissingConfigException, override: str | None) -> str:
         return f"{where}{group}={option}: there is no config group {group}"
     return (
         f"{where}{group}={option}: no such option of {group}{nearest(option, options)}; "
-        f"the options are {', '.join(options)}"
+        f"the options are {', '.join(options)}; searched in {', '.join(_searched(error, group))}"
     )
+
+
+def _searched(error: MissingConfigException, group: str) -> list[str]:
+    """List the directories in which Hydra has looked for an option."""
+    found = re.findall(r"path=(?:file://)?(/\S+)", str(error))
+    return [f"{directory}/{group}" for directory in dict.fromkeys(found)] or ["conf"]
 
 
 def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictConfig | None) -> str:

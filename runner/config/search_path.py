@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from runner.errors import UserError
 from runner.system import files
+
+PROJECT = "pyproject.toml"
 
 
 def conf_dir() -> Path:
@@ -13,6 +18,33 @@ def conf_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
+
+
+def project_dirs() -> list[Path]:
+    """List the config directory of the project in the current directory, if its pyproject.toml names one.
+
+        [tool.runner]
+        config_dir = "conf"
+
+    Raises:
+        UserError: it cannot be read, or is not a directory.
+    """
+    try:
+        text = files.read_regular(Path(PROJECT)).decode()
+        options: Any = tomllib.loads(text).get("tool", {}).get("runner", {})
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{PROJECT} in the current directory cannot be read ({reason}): fix it") from None
+    given = options.get("config_dir") if isinstance(options, dict) else None
+    if given is None:
+        return []
+    if not isinstance(given, str) or not files.is_dir(Path(given)):
+        raise UserError(
+            f"{PROJECT}: tool.runner.config_dir={given!r} is not a directory: create it, or remove the line"
+        )
+    return [Path(given)]
 
 
 def groups(directories: Sequence[Path]) -> dict[str, list[str]]:

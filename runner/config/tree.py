@@ -27,7 +27,7 @@ from runner.config.config_loader import FROZEN_NAME, ConfigLoader
 from runner.config.frozen import schema
 from runner.config.identity import flatten
 from runner.config.plain_yaml import escaped
-from runner.config.search_path import conf_dir, groups
+from runner.config.search_path import conf_dir, groups, project_dirs
 from runner.errors import UserError
 
 CONFIG_NAME = "config"
@@ -90,6 +90,7 @@ class ConfigTree:
     """
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
+        config_dirs = [*config_dirs, *project_dirs()]
         self.config_dirs = [Path(directory).resolve() for directory in config_dirs]
         self.config_name = config_name
         for given, path in zip(config_dirs, self.config_dirs, strict=True):

@@ -79,3 +79,6 @@ def test_the_wheel_of_the_sdist_runs_from_any_directory(sdist: Path, tmp_path: P
     done = python("-m", "runner", "experiment=smoke", "train.steps=2", "run.dir=run")
     assert "finished: 2 steps" in done
     assert "finished" in python("-m", "runner", "status", ".")
+    python("-m", "runner", "init", "project")
+    written = [path for path in (tmp_path / "project").rglob("*") if path.is_file()]
+    assert len(written) == len(list((ROOT / "runner/cli/start/project").rglob("*.template")))

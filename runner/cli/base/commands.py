@@ -7,6 +7,7 @@ from types import ModuleType
 
 # name: (its room, its main arguments, what it does). The command NAME is the module `runner.cli.ROOM.NAME`.
 COMMANDS = {
+    "init": ("start", "DIR", "write a small project to begin with"),
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
     "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),

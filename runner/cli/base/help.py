@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from runner.cli.base.commands import COMMANDS
-from runner.config.search_path import conf_dir, groups
+from runner.config.search_path import conf_dir, groups, project_dirs
 
 TEXT = """\
 python -m runner [flags] [group=option ...] [key=value ...]
@@ -82,4 +82,4 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
         flag, _, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
             found.append(value or following)
-    return [directory for directory in found if directory]
+    return [*(directory for directory in found if directory), *map(str, project_dirs())]
