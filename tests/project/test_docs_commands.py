@@ -36,8 +36,8 @@ def callbacks(folder: Path, _: str) -> None:
     assert evaluations
     for record in evaluations:
         assert 0 < record["predicted"] < 1
-        assert (run / "artifacts" / f"sample-{record['step']}.txt").read_text().startswith("def ")
-        assert (run / "artifacts" / f"predictions-{record['step']}.png").stat().st_size > 1000
+        assert (run / "artifacts" / f"sample-{record['step']:08d}.txt").read_text().startswith("def ")
+        assert (run / "artifacts" / f"predictions-{record['step']:08d}.png").stat().st_size > 1000
 
 
 def logging(folder: Path, _: str) -> None:

@@ -19,7 +19,7 @@ SMALLER = {
     "policy_gradient": ["task.longest=20"],
     "regression": [],
 }
-DRAWN = {"gan": "points-20.png", "hugging_face": "three-20.txt", "images": "predictions-20.png"}
+DRAWN = {"gan": "points-00000020.png", "hugging_face": "three-00000020.txt", "images": "predictions-00000020.png"}
 STEPS = 40
 
 
