@@ -9,11 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from runner import load
 from runner.config.labels import labels
 from runner.errors import ExitStatus, RunDirError, UserError, unchained
 from runner.metrics.external import flattened
@@ -140,11 +140,9 @@ class Run:
         with reading(self._run):
             during = [record for record in read_records(self._run.metrics) if "loss" not in record]
             later = [
-                {key: value for key, value in record.items() if key not in ("digest", "settings") or value}
+                {key: value for key, value in record.items() if key != "digest" and (key != "settings" or value)}
                 for record in evaluations.results(self._run)
             ]
-        for record in later:
-            record.pop("digest", None)
         return _table(sorted([*during, *later], key=lambda record: int(record["step"])))
 
     @property
@@ -161,7 +159,10 @@ class Run:
 
     def load(self, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
         """Load the model of a checkpoint: see `runner.load`."""
-        return load(self.path, step, device, raw=raw)
+        from runner.training.load import load
+
+        with unchained():
+            return load(self.path, step, device, raw=raw)
 
     def __repr__(self) -> str:
         state = self._look()
@@ -272,7 +273,7 @@ def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
     assert process.stdout is not None
     assert process.stderr is not None
     copying = [
-        threading.Thread(target=_copy, args=(process.stdout, sys.stdout, []), daemon=True),
+        threading.Thread(target=_copy, args=(process.stdout, sys.stdout, None), daemon=True),
         threading.Thread(target=_copy, args=(process.stderr, sys.stderr, said), daemon=True),
     ]
     for thread in copying:
@@ -292,11 +293,14 @@ def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
     return status if status >= 0 else 128 - status, said
 
 
-def _copy(source: IO[str], to: TextIO, lines: list[str]) -> None:
+def _copy(source: IO[str], to: TextIO, lines: list[str] | None) -> None:
+    """Copy lines to a stream, and keep them; one that is closed or cannot show them must not stop the run."""
     for line in source:
-        lines.append(line.rstrip("\n"))
-        to.write(line)
-        to.flush()
+        if lines is not None:
+            lines.append(line.rstrip("\n"))
+        with suppress(OSError, ValueError):
+            to.write(line)
+            to.flush()
 
 
 def _table(records: Iterable[Mapping[str, Any]]) -> Any:

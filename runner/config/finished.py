@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 from runner.config.early_stopping import stopped
+from runner.config.identity import canonical
 from runner.config.schema import Config
 from runner.rundir.attempt_log import Finish
 from runner.rundir.evaluations import recorded
@@ -41,4 +41,4 @@ def options_of(node: Any) -> str | None:
     """Return a digest of a callback's node in the config; None if there is none."""
     if not isinstance(node, dict):
         return None
-    return hashlib.sha256(json.dumps(node, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(canonical(node).encode()).hexdigest()[:16]

@@ -193,6 +193,15 @@ def evaluation_digest(plain: dict[str, Any]) -> str:
     return _digest_of(flat)
 
 
+def canonical(node: Any) -> str:
+    """Write nested values as a text in which the order of keys, of whatever types, makes no difference."""
+    if isinstance(node, dict):
+        return "{" + ", ".join(sorted(f"{key!r}: {canonical(value)}" for key, value in node.items())) + "}"
+    if isinstance(node, list | tuple):
+        return "[" + ", ".join(map(canonical, node)) + "]"
+    return repr(node)
+
+
 def _digest_of(flat: dict[str, Any]) -> str:
     text = json.dumps(flat, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]

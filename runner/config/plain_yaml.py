@@ -122,8 +122,8 @@ def read_section(path: Path, name: str) -> Any:
         ValueError: it is not a frozen config.
     """
     text = files.read_regular(path, limit=MAX_BYTES).decode()
-    check_structure(text)
     try:
+        check_structure(text)
         for part in sections(text):
             if part.startswith(f"{name}:"):
                 return _unescaped(copied(section(part)[1]))

@@ -31,12 +31,13 @@ def project_dirs() -> list[Path]:
     """
     try:
         text = files.read_regular(Path(PROJECT)).decode()
-        options: Any = tomllib.loads(text).get("tool", {}).get("runner", {})
+        tools: Any = tomllib.loads(text).get("tool")
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{PROJECT} in the current directory cannot be read ({reason}): fix it") from None
+    options = tools.get("runner") if isinstance(tools, dict) else None
     given = options.get("config_dir") if isinstance(options, dict) else None
     if given is None:
         return []

@@ -29,7 +29,7 @@ class TensorBoard(ExternalWriter):
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._last = Event, Summary, self.step
         self.is_new = not files.exists(self.run.tensorboard)
         self.run.make_dirs(self.run.tensorboard)
         name = f"events.out.tfevents.{clock.wall():020.9f}.{processes.tag()}"  # TensorBoard reads them in this order
@@ -51,7 +51,7 @@ class TensorBoard(ExternalWriter):
         return self.is_new
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self.step = step
+        self._last = step
         entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._add(step=step, summary=self._summary(value=entries))
 
@@ -79,5 +79,5 @@ class TensorBoard(ExternalWriter):
 
     def end(self) -> None:
         if self.reason:
-            self.show(Media(self.step, "ended early", self.run.tensorboard, self.reason))
+            self.show(Media(self._last, "ended early", self.run.tensorboard, self.reason))
         self._file.close()

@@ -1,6 +1,6 @@
 """Notes that people add to a run, and the tags and the note that its config begins with. Imports no torch.
 
-    notes/1764288000.123456-1234-89abcdef.json   one note: when, and what
+    added_notes/1764288000.123456-1234-89abcdef.json   one note: when, and what
 
 Nobody needs the lease of the run: a note is one new file.
 """

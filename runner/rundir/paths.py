@@ -221,7 +221,7 @@ class RunDir:
     @property
     def notes(self) -> Path:
         """Notes that people have added."""
-        return self.path / "notes"
+        return self.path / "added_notes"
 
     @property
     def callback_errors(self) -> Path:

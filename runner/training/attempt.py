@@ -368,7 +368,7 @@ class _Attempt:
             raise FileError(self.log.lost_records)
         # More than train.steps where that was lowered below what the run had reached.
         steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
-        early = self.session.trainer.early_end if steps < self.session.steps else None
+        early = self.session.early_end
         mark: dict[str, Any] = {"steps": steps}
         if early is not None:
             mark |= {EARLY: early.to_json()}

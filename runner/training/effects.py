@@ -128,7 +128,7 @@ def _others(config: Config) -> Iterator[str]:
             yield f"{key}={interval:g} has no effect: there is nothing to evaluate on; {ADD_HELD_OUT}"
         elif key in every and interval is not None and steps and interval > steps and not config.eval.at_end:
             yield f"{key}={interval:g} has no effect: the run ends after {steps} steps"
-    first = config.evaluation_interval
+    first = min((interval for interval in (config.evaluation_interval, *every.values()) if interval), default=0)
     if config.early_stopping.is_set and steps and first > steps and config.eval.every_epochs is None:
         yield f"early_stopping has no effect: the run ends after {steps} steps, and the first evaluation is at {first}"
     if config.eval.at_start and not data.eval_sources:

@@ -30,7 +30,7 @@ class EarlyEnd:
     options: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        """Return the entry of the completion mark, without what is None."""
+        """Return the entry of the completion mark or of a checkpoint, without what is None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -43,7 +43,7 @@ class Ending:
         nodes: of the callbacks in the config, by name.
         callbacks: those of this attempt.
         evaluations: the records so far; on rank 0.
-        saved: the end that the resumed checkpoint was saved with; empty if there was none.
+        saved: what a callback had asked for when the resumed checkpoint was saved; empty if none had.
     """
 
     options: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
@@ -54,8 +54,18 @@ class Ending:
 
     def __post_init__(self) -> None:
         self._is_new, self._is_complete = True, False
-        if self.saved and self.saved.get("options") != options_of(self.nodes.get(self.saved.get("callback", ""))):
-            self.saved = {}  # the callback is gone, or has other options now
+        # Unless the callback is gone, or has other options now. At this step it is not called again.
+        self._asked = EarlyEnd(**self.saved) if self.saved else None
+        if self._asked and self._asked.options != options_of(self.nodes.get(str(self._asked.callback))):
+            self._asked = None
+
+    @property
+    def asked(self) -> EarlyEnd | None:
+        """Return the end that a callback of this rank asks for, now or when the checkpoint was saved."""
+        if self.callbacks.stop_asked is None:
+            return self._asked
+        name, reason = self.callbacks.stop_asked
+        return EarlyEnd(f"callbacks.{name}: {reason}", name, options_of(self.nodes[name]))
 
     def evaluated(self, record: dict[str, Any], complete: bool) -> None:
         """Take the record of an evaluation; to be called on every rank.
@@ -64,7 +74,8 @@ class Ending:
             record: on rank 0 with what callbacks have logged.
             complete: whether every set was evaluated.
         """
-        self.evaluations.append(record)
+        if self.options.is_set:
+            self.evaluations.append(record)
         self._is_new, self._is_complete = True, complete
 
     def decide(self, step: int, world: World) -> EarlyEnd | None:
@@ -78,9 +89,9 @@ class Ending:
             found = world.run_on_main(self._by_evaluations)
         self._is_new = self._is_complete = False
         if found is None and self.nodes:
-            asked = bool(self.saved) or self.callbacks.stop_asked is not None
-            if int(world.sum(torch.tensor([int(asked)]))[0]):
-                found = world.run_on_main(self._by_callback)
+            asked = self.asked
+            if int(world.sum(torch.tensor([int(asked is not None)]))[0]):
+                found = next(each for each in world.gather(asked) if each is not None)
         return found if step else None
 
     def _by_evaluations(self) -> EarlyEnd | None:
@@ -93,9 +104,3 @@ class Ending:
             )
         reason = stopped(self.options, self.evaluations)
         return None if reason is None else EarlyEnd(reason)
-
-    def _by_callback(self) -> EarlyEnd | None:
-        if self.callbacks.stop_asked is None:
-            return EarlyEnd(**self.saved) if self.saved else None
-        name, reason = self.callbacks.stop_asked
-        return EarlyEnd(f"callbacks.{name}: {reason}", name, options_of(self.nodes[name]))

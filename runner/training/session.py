@@ -31,7 +31,7 @@ from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_ste
 from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample, with_weights
 from runner.training.data.training_data import open_training_data, record_order, run_state_at
 from runner.training.effects import mixing_without_effect
-from runner.training.ending import Ending
+from runner.training.ending import EarlyEnd, Ending
 from runner.training.evaluation.evaluation import Evaluation
 from runner.training.exactness import begin_exactly, inexact
 from runner.training.model.build import seed_everything
@@ -64,6 +64,11 @@ class Session:
         return self.trainer.step
 
     @property
+    def early_end(self) -> EarlyEnd | None:
+        """Return why the run has ended before its last step; None if it has not."""
+        return self.trainer.early_end if self.step < self.steps else None
+
+    @property
     def account(self) -> TimeAccount:
         return self.trainer.account
 
@@ -79,7 +84,7 @@ class Session:
         try:
             finished = self.trainer.run(self.steps if steps is None else steps)
             self.recorder.state = FINISHED if finished else STOPPED
-            self.recorder.reason = early.reason if (early := self.trainer.early_end) and finished else None
+            self.recorder.reason = early.reason if finished and (early := self.early_end) else None
             return finished
         finally:
             self.trainer.manager.settle()
@@ -237,8 +242,8 @@ class _Opening:
                 config.early_stopping,
                 {name: node for name, node in config.callbacks.items() if node is not None},
                 callbacks,
-                list(recorded(self.run)) if world.is_main else [],
-                saved.early_end if saved else {},
+                list(recorded(self.run)) if world.is_main and config.early_stopping.is_set else [],
+                saved.stop_asked if saved else {},
             ),
             account=self.account,
             meter=meter,

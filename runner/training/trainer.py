@@ -160,7 +160,7 @@ class Trainer:
                 order=self.consumption.state_dict(),
                 evaluated=self.evaluated,
                 samples_seen=self.samples_seen,
-                early_end=self.early_end.to_json() if self.early_end else {},
+                stop_asked=asked.to_json() if (asked := self.ending.asked) else {},
                 task=self.world.gather_on_main(task.state_dict()) if task else [],
             )
             kept = self.callbacks.keep(kept)

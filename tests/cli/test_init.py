@@ -40,7 +40,11 @@ def test_what_is_there_is_left_alone(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
-    for name, words in (("full", "not an empty directory"), ("full/x", "not an empty"), ("class", "Python package")):
+    for name, words in (
+        ("full", "not an empty directory"),
+        ("full/x", "not an empty"),
+        *((name, "Python package") for name in ("class", "random", "torch", "outputs", "1st")),
+    ):
         assert command(["init", name]) == 2
         assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "x"]
@@ -54,6 +58,7 @@ def test_what_is_there_is_left_alone(
         ("[tool.runner]\nconfig_dir = 3\n", "tool.runner.config_dir=3 is not a directory"),
         ("[tool.runner", "pyproject.toml in the current directory cannot be read"),
         ("[tool]\nrunner = 3\n", "experiment=mine: no such option of experiment"),
+        ("tool = 3\n", "experiment=mine: no such option of experiment"),
     ],
 )
 def test_the_project_names_its_config_directory(

@@ -63,15 +63,18 @@ def test_a_note_is_added_while_a_run_trains_and_shown(folder: Path, capsys: pyte
 
 
 def test_whatever_is_in_a_run_directory_its_notes_hide_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "a" / "notes").mkdir()
+    (folder / "a" / "added_notes").mkdir()
     for name, text in (("1.json", "{"), ("2.json", '{"text": 3, "time": 1}'), ("3.json", "[]"), ("x", "")):
-        (folder / "a" / "notes" / name).write_text(text)
-    (folder / "b" / "notes").symlink_to(folder / "c")
+        (folder / "a" / "added_notes" / name).write_text(text)
+    (folder / "b" / "added_notes").symlink_to(folder / "c")
     (folder / "c" / "config.yaml").write_text("run: {tags: 3, notes: [1]}\n")
+    write_run(folder / "d")
+    (folder / "d" / "config.yaml").write_text('run:\n  notes: "a & b\n')
     rows = {row["run"]: row for row in json.loads(out(capsys, "status", ".", "--json"))}
     assert rows["a"]["notes"] == ["the first try"]
     assert rows["b"]["state"] == "unreadable"
-    assert (rows["c"]["state"], rows["c"]["tags"]) == ("finished", [])
+    for name in "cd":
+        assert (rows[name]["state"], rows[name]["tags"]) == ("finished", [])
 
 
 def test_none_of_it_identifies_a_run_but_what_refers_to_it() -> None:

@@ -44,6 +44,7 @@ TAKERS: dict[str, Callable[[Any, Path], Any]] = {
     "data.prefetch_factor": lambda value, path: loader(num_workers=1, prefetch_factor=value),
     "checkpoint.every_steps": lambda value, path: Cadence(value),
     "checkpoint.every_minutes": lambda value, path: Cadence(None, value),
+    "checkpoint.every_epochs": lambda value, path: Cadence(every_epochs=value),
     "checkpoint.keep_last": lambda value, path: TrainStateManager(path, keep_last=value),
     "checkpoint.keep_every_steps": lambda value, path: TrainStateManager(path, keep_every_steps=value),
     "checkpoint.keep_best": lambda value, path: TrainStateManager(path, keep_best=value),
@@ -54,7 +55,14 @@ TAKERS: dict[str, Callable[[Any, Path], Any]] = {
 """By key of the config, what makes the object that checks the value itself."""
 WITHOUT_CHECK = {
     *("train.steps", "train.grad_accum_steps", "train.peer_timeout_s", "train.clip_norm", "run.threads"),
-    *("eval.every_steps", "eval.batches", "eval.batch_size", "data.sequence_length", "data.vocab_size"),
+    *(
+        "eval.every_steps",
+        "eval.every_epochs",
+        "eval.batches",
+        "eval.batch_size",
+        "data.sequence_length",
+        "data.vocab_size",
+    ),
 }
 """Numbers that are used as they are."""
 STRICT = {key for key in TAKERS if key.startswith("checkpoint.")}

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.config.early_stopping import Best, EarlyStoppingConfig, stopped
+from runner.config.finished import options_of
 from runner.errors import UserError
 
 
@@ -93,6 +94,14 @@ def test_more_patience_never_ends_a_run_earlier(values: list[float], patience: i
 def test_options_that_cannot_work_are_one_line(overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         compose(overrides)
+
+
+def test_the_order_of_its_keys_is_no_option_of_a_callback() -> None:
+    """Whatever their types."""
+    node = {"_target_": "x", "by": {1: "a", "b": [{2: None, "c": 0.5}]}}
+    again = {"by": {"b": [{"c": 0.5, 2: None}], 1: "a"}, "_target_": "x"}
+    assert options_of(node) == options_of(again) != options_of({**node, "more": 1})
+    assert options_of(None) is None
 
 
 def test_none_of_it_identifies_a_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from reported import write_run
 
 import runner
+from runner import api
 from runner.errors import RunDirError, UserError
 
 TINY = ["experiment=smoke", "model.width=16", "run.threads=1", "logger=none", "run.dir=run"]
@@ -66,6 +68,16 @@ def test_interrupted_it_saves_before_the_call_raises(tmp_path: Path) -> None:
     run = runner.Run(tmp_path / "run")
     assert run.state == "interrupted"
     assert run.checkpoints[-1] == run.step
+
+
+def test_output_that_cannot_be_shown_stops_nothing() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    lines: list[str] = []
+    api._copy(io.StringIO("one\ntwo\n"), Closed(), lines)
+    assert lines == ["one", "two"]
 
 
 @pytest.mark.slow

@@ -454,8 +454,8 @@ def test_the_command_runs_once_the_sweep_has_ended(
     states = [{"t1-s1": "running"}, {"t1-s1": "not started"}, {"t1-s1": "pending"}, {"t1-s1": "finished"}]
     read = module.results
 
-    def results(roots: Any) -> Any:
-        runs = read(roots)
+    def results(roots: Any, tags: Any) -> Any:
+        runs = read(roots, tags)
         now = states.pop(0)
         for run in runs:
             run.state = now.get(run.name, run.state)

@@ -705,6 +705,7 @@ class _Session:
         self._story, self._run, self._log = story, run, log
         self.account = log.account
         self.recorder = SimpleNamespace(close=lambda: None)
+        self.early_end = None
         self._fence = Fence(held.fence, held.check_fence)
         Directory(run.checkpoints, self._fence).sweep()
         self.step = run.newest_step()

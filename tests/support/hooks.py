@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from typing import Any
 
 import numpy as np
@@ -131,12 +132,15 @@ class Unmade:
 class Stops:
     """Ends the run at a step, from one of its methods."""
 
-    def __init__(self, step: int, method: str = "on_step_end", reason: str = "this is enough") -> None:
-        self.step, self.method, self.reason = step, method, reason
+    def __init__(self, step: int, method: str = "on_step_end", signaled: str = "") -> None:
+        self.step, self.method, self.signaled = step, method, signaled
 
     def _at(self, method: str, context: Any) -> None:
         if method == self.method and context.step >= self.step:
-            context.stop(self.reason)
+            context.stop("this is enough")
+            if self.signaled and not os.path.exists(self.signaled):  # and a signal comes at that moment, once
+                open(self.signaled, "w").close()
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def on_start(self, context: Any) -> None:
         self._at("on_start", context)

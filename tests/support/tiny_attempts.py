@@ -46,6 +46,7 @@ class TinySession:
 
     def __init__(self, run: RunDir, config: Any, world: World, log: AttemptLog, lease: Lease) -> None:
         self.account = log.account
+        self.early_end = None
         self._model = nn.Linear(1, 1, bias=False)
         self._scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(self._model.parameters()))
         self._manager = make_manager(config, run, lease, {})

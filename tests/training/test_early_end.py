@@ -39,7 +39,8 @@ def test_more_patience_continues_a_run_that_ended_early(tmp_path: Path) -> None:
     """To the same end as without early stopping, bit for bit; and whatever it is set to, it decides."""
     plain = Run(tmp_path / "plain", COMMON)
     plain.finish()
-    run = Run(tmp_path / "run", [*COMMON, *EARLY])
+    other = "+callbacks.other={_target_: hooks.Stops, step: 99}"  # one that has nothing to do with it
+    run = Run(tmp_path / "run", [*COMMON, *EARLY, other])
     reason = "eval_loss has not improved on"
     assert "finished early, at step 6 of 12: eval_loss has not improved on" in run.finish()
     assert run.lines() == plain.lines()[: len(run.lines())]
@@ -48,10 +49,10 @@ def test_more_patience_continues_a_run_that_ended_early(tmp_path: Path) -> None:
     assert run.attempts()[-1]["reason"] == run.status()["reason"]
     assert "finished at step 6, before its last step: eval_loss has not improved" in run.finish()
     assert len(run.attempts()) == 1
-    more = Run(run.path, [*COMMON, *EARLY[:-1], "early_stopping.patience=4"])
+    more = Run(run.path, [*COMMON, *EARLY[:-1], "early_stopping.patience=4", other])
     assert "resuming at step 6 of 12" in more.finish()
     assert mark(run)["steps"] == 10
-    Run(run.path, COMMON).finish()
+    Run(run.path, [*COMMON, other]).finish()
     assert mark(run) == {"steps": 12}
     assert "reason" not in run.status()
     assert_same_run(run, plain)
@@ -78,6 +79,18 @@ def test_a_callback_ends_a_run_until_it_is_removed(method: str, tmp_path: Path) 
     assert "finished early, at step 10 of 12" in later.finish()
     Run(run.path, COMMON).finish()
     assert_same_run(run, plain)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_last_step_is_evaluated_loses_no_request(tmp_path: Path) -> None:
+    """The callback is not called again for a step that is complete."""
+    callback = f"+callbacks.stops={{_target_: hooks.Stops, step: 8, signaled: {tmp_path / 'signaled'}}}"
+    run = Run(tmp_path / "run", [*COMMON, callback])
+    run.start()
+    status, output = run.wait()
+    assert (status, run.step()) == (75, 8), output
+    assert "finished early, at step 8 of 12: callbacks.stops: this is enough" in run.finish()
+    assert [record["step"] for record in run.records()][-2:] == [8, 8]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from custom_tasks import Adversarial, Pair
 from runs import Run, assert_same_run
 from torch import nn
 
+from runner.config.optimizers import SINGLE
 from runner.errors import UserError
 from runner.models.tasks import Classification, NextToken
 from runner.system.distributed import World
@@ -173,6 +174,13 @@ def test_weights_that_have_no_meaning_are_refused(compute: Any, words: str) -> N
     task = whole(compute) if compute in (twice, after_the_loop, in_some_losses) else compute
     with pytest.raises(UserError, match=words):
         stepped(task, [torch.ones(4, 3), torch.ones(4, 3)])
+
+
+def test_a_value_must_not_be_called_like_the_loss_of_an_optimizer() -> None:
+    """Its weights would count as those of that optimizer's losses."""
+    model = nn.Linear(3, 2)
+    with pytest.raises(UserError, match=f"value named 'loss_{SINGLE}'"):
+        stepped(outputs(**{f"loss_{SINGLE}": torch.ones(4)}), [torch.ones(4, 3)], model=model)
 
 
 def test_each_optimizer_has_the_weights_of_its_own_losses() -> None:

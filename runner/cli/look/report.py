@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table
-from runner.cli.look.status import STYLES, Row, add_tags, collect, having
+from runner.cli.look.status import STYLES, Row, collect, having
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet
@@ -41,7 +41,7 @@ def parser() -> Parser:
     made.add_argument(
         "--by", action="append", default=[], metavar="KEY", help="group by this setting (default: all but the seed)"
     )
-    add_tags(made)
+    made.add_argument("--tag", action="append", default=[], help="only runs that have this one of run.tags")
     made.add_argument("--metric", metavar="NAME", help="rank by this metric (default: that of the best checkpoints)")
     made.add_argument("--html", type=Path, metavar="FILE", help="the page (default: report.html in DIR)")
     made.add_argument("--json", action="store_true", help="print JSON; the page is written only with --html")

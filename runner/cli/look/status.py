@@ -264,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="refresh until Ctrl-C (default: every 5 s)"
     )
-    add_tags(parser)
+    parser.add_argument("--tag", action="append", default=[], help="only runs that have this one of run.tags")
     parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
     options = parser.parse_args(arguments)
     root: Path = options.root
@@ -283,13 +283,6 @@ def main(arguments: Sequence[str]) -> int:
             tagged = f" with the tags {', '.join(options.tag)}" if options.tag else ""
             print("\n".join(printable(line) for line in (*messages, f"no runs in {root}{tagged}")))
     return 0
-
-
-def add_tags(parser: Parser) -> None:
-    """Let a command take `--tag`, several times."""
-    parser.add_argument(
-        "--tag", action="append", default=[], metavar="TAG", help="only runs with this tag (run.tags); may be repeated"
-    )
 
 
 def _watch(root: Path, interval_s: float, tags: Sequence[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ TEMPLATE = Path(__file__).with_name("project")
 NAME = "my_project"
 """What stands for the name of the project in the template."""
 SUFFIX = ".template"
+TAKEN = ("tests", "conf", "outputs")
 
 
 def parser() -> Parser:
@@ -36,8 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     """
     directory: Path = parser().parse_args(arguments).directory
     name = re.sub(r"\W", "_", directory.absolute().name).lower()
-    if not name.isidentifier() or keyword.iskeyword(name) or name in ("runner", "launch", "tests", "conf"):
-        raise UserError(f"{directory}: {name!r} cannot be the name of a Python package: choose another, such as {NAME}")
+    if not name.isidentifier() or keyword.iskeyword(name) or name in TAKEN or _is_module(name):
+        raise UserError(
+            f"{directory}: {name!r} cannot be the name of a Python package of yours: choose another, such as {NAME}"
+        )
     try:
         if files.exists(directory) and (not files.is_dir(directory) or files.list_dir(directory)):
             raise UserError(f"{directory} is not an empty directory: choose another one")
@@ -50,6 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     for line in (f"cd {directory}", f"{PROGRAM} experiment=spirals", "python -m pytest"):
         say(f"  {line}")
     return 0
+
+
+def _is_module(name: str) -> bool:
+    """Whether a package with this name would hide another one from every command in the project."""
+    return name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
 
 
 def _written(directory: Path, name: str) -> Iterator[tuple[Path, str]]:

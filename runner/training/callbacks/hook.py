@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.tensors.staging import snapshot
+from runner.config.identity import canonical
 from runner.config.targets import CHANGES_TRAINING, instantiate
 from runner.errors import PeerError, UserError, nearest
 from runner.system import files
@@ -146,7 +146,7 @@ def _code(callback: Any, node: dict[str, Any]) -> str:
         source = files.read_bytes(Path(inspect.getfile(type(callback))))
     except (TypeError, OSError):  # built in, or made at run time
         source = b""
-    return hashlib.sha256(source + json.dumps(node, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(source + canonical(node).encode()).hexdigest()[:16]
 
 
 def failure_of(hook: Hook, method: str, error: BaseException) -> Failure:

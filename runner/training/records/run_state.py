@@ -26,7 +26,8 @@ class RunState:
         callbacks: state of each callback that has one, by name.
         dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
         samples_seen: samples trained on so far, over all ranks.
-        early_end: why the run ends at this step, before its last one (see `runner.training.ending`); mostly empty.
+        stop_asked: that a callback asks for the end of the run at this step (see `runner.training.ending`); mostly
+            empty.
         seed: of the random numbers of rank-invariant steps: that of the run, unless a branch has changed it.
     """
 
@@ -39,7 +40,7 @@ class RunState:
     callbacks: dict[str, Any] = field(default_factory=dict)
     dropped_callbacks: dict[str, str] = field(default_factory=dict)
     samples_seen: int = 0
-    early_end: dict[str, str] = field(default_factory=dict)
+    stop_asked: dict[str, str] = field(default_factory=dict)
     seed: int = 0
 
     def to_extra(self) -> dict[str, Any]:
@@ -72,5 +73,5 @@ _EXAMPLE: dict[str, Any] = {
     "batch_shapes": [asdict(BatchShape(0, 0, 0))],
     "task": [{}],
     "dropped_callbacks": {EVERY: ""},
-    "early_end": {EVERY: ""},
+    "stop_asked": {EVERY: ""},
 }

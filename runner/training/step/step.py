@@ -313,6 +313,11 @@ class Step:
                 "that is trained"
             )
         of = None if optimizer is None else self._named(optimizer)
+        if twice := given.values.keys() & {f"loss_{name}" for name in maker.optimizers.names}:
+            raise UserError(
+                f"{maker.forward.task.name} gave a value named {min(twice)!r}, as the loss of that optimizer is named: "
+                "choose another name"
+            )
         self._weights.check(of, given.weight is not None, self._number)
         for name, value in given.values.items():
             self._log(f"loss_{of}" if name == "loss" and of is not None else name, value, given.weight)
