@@ -28,7 +28,7 @@ class EarlyStoppingConfig:
 
     @property
     def is_set(self) -> bool:
-        """Whether anything is set: then all but `above` are, see `option_errors`."""
+        """Tell whether anything is set: then all but `above` are, see `option_errors`."""
         return any(getattr(self, each.name) is not None for each in fields(self))
 
     def option_errors(self) -> Iterator[str]:

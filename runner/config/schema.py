@@ -252,7 +252,7 @@ class Config:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are evaluations."""
+        """Tell whether there are evaluations."""
         others = any(each.every_steps for each in self.eval.sets.values())
         usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
         return bool(self.data.eval_sources) and (usual or others)

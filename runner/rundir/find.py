@@ -14,7 +14,7 @@ RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
 
 
 def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:
-    """The run directories at and below `root`, in the order of their paths.
+    """Yield the run directories at and below `root`, in the order of their paths.
 
     Args:
         root: the directory.
@@ -29,7 +29,7 @@ def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -
 
 
 def _composes(config: Path) -> bool:
-    """Whether a config.yaml is one that others are composed from, as in a project's conf, and not a run's."""
+    """Tell whether a config.yaml is one that others are composed from, as in a project's conf, and not a run's."""
     try:
         return re.search(rb"^defaults:", files.read_regular(config), re.MULTILINE) is not None
     except OSError:

@@ -238,18 +238,19 @@ class _Opening:
             tokens_seen=tokens,
             after_first_step=warm_up.start,
             callbacks=callbacks,
-            ending=Ending(
-                config.early_stopping,
-                {name: node for name, node in config.callbacks.items() if node is not None},
-                callbacks,
-                list(recorded(self.run)) if world.is_main and config.early_stopping.is_set else [],
-                saved.stop_asked if saved else {},
-            ),
+            ending=self._ending(callbacks, saved),
             account=self.account,
             meter=meter,
             profiler=Profiler.open(config, self.run, world, self.log, step, trained.device),
         )
         return Session(trainer, config.steps, warm_up, self.handler)
+
+    def _ending(self, callbacks: Callbacks, saved: RunState | None) -> Ending:
+        """Make what decides whether the run ends before its last step; rank 0 knows the evaluations so far."""
+        options, nodes = self.config.early_stopping, self.config.callbacks
+        so_far = list(recorded(self.run)) if self.world.is_main and options.is_set else []
+        named = {name: node for name, node in nodes.items() if node is not None}
+        return Ending(options, named, callbacks, so_far, saved.stop_asked if saved else {})
 
     def _restore_position(self, of: _Restored, consumption: Consumption) -> int:
         """Restore loader, schedules and random generators; return the tokens seen so far."""

@@ -16,7 +16,7 @@ from runner.rundir.trust import reading
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Make the parser of the command's arguments."""
     made = Parser(
         prog=f"{PROGRAM} note",
         description="Adds a note to a run, which may be training. `runner status` and `runner report` show it. Without "

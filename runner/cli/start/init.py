@@ -21,7 +21,7 @@ TAKEN = ("tests", "conf", "outputs")
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Make the parser of the command's arguments."""
     made = Parser(
         prog=f"{PROGRAM} init",
         description="Writes a project that trains as it is: an experiment, a dataset, a model, a task, and a test that "
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a package with this name would hide another one from every command in the project."""
+    """Tell whether a package with this name would hide another one from every command in the project."""
     return name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
 
 

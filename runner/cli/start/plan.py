@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.cli.base.console import counted, shown
 from runner.cli.start.edits import Changes
@@ -17,7 +16,7 @@ from runner.config.frozen import load_plain, trained
 from runner.contracts import JobInfo, Launcher
 from runner.errors import LockedError, RunDirError, UserError, refuse
 from runner.rundir import submitted_jobs
-from runner.rundir.attempt_log import incomplete_records
+from runner.rundir.attempt_log import Finish, incomplete_records
 from runner.rundir.paths import RunDir
 from runner.rundir.provenance import check_config
 from runner.rundir.state import State, entry, look
@@ -137,13 +136,8 @@ def plan_run(
     changes.check()
     notes = changes.notes(run.newest_step())
     if finished:
-        done = state.finish.steps
-        lack = incomplete_records(run, done)
-        summary = f"finished, all {done} steps"
-        if state.finish.early is not None and not state.finish.covers(job.config.known_steps, job.config.train.epochs):
-            reason = _one_line(state.finish.early.get("reason"))
-            summary = f"finished at step {done}, before its last step: {reason}; {_to_continue(state.finish.early)}"
-        return PlannedRun(job, "finished", summary + (f", but {lack}" if lack else ""), notes)
+        lack = incomplete_records(run, state.finish.steps)
+        return PlannedRun(job, "finished", _finished(state.finish, job) + (f", but {lack}" if lack else ""), notes)
     recorded = state.status.get("state")
     if recorded in ("failed", "crash loop") and not retry_failed:
         reason = _one_line(state.status.get("reason") or state.status.get("cause") or "see its logs")
@@ -154,11 +148,15 @@ def plan_run(
     return PlannedRun(job, "unfinished", _resuming(state, job), notes)
 
 
-def _to_continue(early: Mapping[str, Any]) -> str:
-    """Say how to train a run to its last step that ended before it."""
+def _finished(finish: Finish, job: Composed) -> str:
+    """Say at which step a run has finished, and how to continue one that ended before its last step."""
+    early = finish.early
+    if early is None or finish.covers(job.config.known_steps, job.config.train.epochs):
+        return f"finished, all {finish.steps} steps"
+    to_continue = "another early_stopping.patience, for example, or early_stopping=none continues"
     if (name := early.get("callback")) is not None:
-        return f"callbacks.{name}=null, or other options of it, continues"
-    return "another early_stopping.patience, for example, or early_stopping=none continues"
+        to_continue = f"callbacks.{name}=null, or other options of it, continues"
+    return f"finished at step {finish.steps}, before its last step: {_one_line(early.get('reason'))}; {to_continue}"
 
 
 def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
@@ -231,7 +229,7 @@ def _trunk_of(job: Composed) -> RunDir | None:
 
 
 def _is_finished(state: State, job: Composed) -> bool:
-    """Whether a run has a config, and is finished by that of `job`.
+    """Tell whether a run has a config, and is finished by that of `job`.
 
     Raises:
         OSError: the run directory cannot be read.

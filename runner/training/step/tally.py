@@ -127,7 +127,7 @@ class Tally:
         return weighed
 
     def _values(self, labels: list[str]) -> list[tuple[str, list[_Logged]]]:
-        """The parts of each label with their values and weights, which come from the device at once."""
+        """Return the parts of each label with their values and weights, copied from the device at once."""
         parts = [(label, part) for label in labels for part in self._parts.get(label, ())]
         tensors = [tensor.double().reshape(-1) for _, part in parts for tensor in part.tensors()]
         ends = np.cumsum([len(each) for each in tensors])
