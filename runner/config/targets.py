@@ -181,8 +181,8 @@ def _target_error(target: str) -> str | None:
     """Why `target` is unusable, or None."""
     if not all(part.isidentifier() for part in target.split(".")):
         return "write the dotted name of a class or function, such as my_package.my_module.MyClass"
-    if target.startswith("__main__."):
-        name = target.removeprefix("__main__.")
+    module, _, name = target.partition(".")
+    if module == "__main__":
         return (
             "it is defined in a notebook's cell or in the script that runs, where no resumed run finds it: move it to "
             f"a file such as my_code.py, and write my_code.{name}"
