@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composing import compose
 from reported import write_run
 
 from runner.__main__ import run as command
@@ -66,3 +67,28 @@ def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     for wrong in (tmp_path, tmp_path / "missing"):
         assert command(["diff", str(one), str(wrong)]) == 2
         assert "is no run directory" in capsys.readouterr().err
+
+
+def test_a_new_run_names_the_one_that_it_is_most_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever else is beside it."""
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=smoke", "launcher.dry_run=true"]
+    for name, settings in (
+        ("like", ["optimizer.lr=0.1"]),
+        ("unlike", ["seed=7", "optimizer.lr=0.1", "train.clip_norm=2"]),
+    ):
+        job = compose(["experiment=smoke", *settings])
+        folder = tmp_path / "outputs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(job.text)
+    (tmp_path / "outputs" / "broken").mkdir()
+    (tmp_path / "outputs" / "broken" / "config.yaml").write_text("run: [")
+    (tmp_path / "outputs" / "file").write_text("")
+    assert command([*words, "optimizer.lr=0.3"]) == 0
+    assert "new: differs from outputs/like only in optimizer.lr (0.1 → 0.3)\n" in capsys.readouterr().out
+    assert command([*words, "optimizer.lr=0.3", "model.width=8", "train.batch_size=2", "train.clip_norm=3"]) == 0
+    assert "differs from" not in capsys.readouterr().out
+    assert command(["-m", *words, "optimizer.lr=0.3,0.4"]) == 0
+    assert "differs from" not in capsys.readouterr().out

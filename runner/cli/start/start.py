@@ -17,6 +17,7 @@ from runner.cli.base.launcher import common_launcher, idle_ranks
 from runner.cli.runs.housekeeping import remove, remove_rest
 from runner.cli.start.edits import Changes
 from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
+from runner.cli.start.relatives import nearest
 from runner.config.composition import Composed, Composer
 from runner.config.finished import has_finished
 from runner.contracts import Launcher
@@ -75,6 +76,8 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     refuse(launcher.check(starting) if starting else [])
+    if len(planned) == 1 and planned[0].state == "new" and (line := nearest(planned[0].job)):
+        say(line)
     _warn_of_idle_ranks(planned, launcher)
     _warn_without_effect([run.job for run in planned if run.starts])
     if single and planned[0].starts and not dry_run and list(launcher.rank_counts().counts) == [1]:

@@ -1,0 +1,43 @@
+"""Which existing run a new one is most like: a typo in a setting makes another run, and not the one that was meant."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from runner.cli.base.console import shown
+from runner.config.composition import Composed
+from runner.config.identity import ABSENT, as_text, identifying_values
+from runner.config.plain_yaml import read_plain
+from runner.rundir.paths import RunDir
+from runner.rundir.state import modified
+from runner.system import files
+
+MOST = 3
+"""Runs that differ in more settings are no relatives."""
+LOOKED_AT = 200
+"""So many runs beside the new one are looked at, the newest first: reading one takes a millisecond or two."""
+
+
+def nearest(job: Composed) -> str | None:
+    """Say from which run in the same directory a new one differs least, and in what; None if none is like it."""
+    mine, found = identifying_values(job.plain), []
+    for path in _beside(job.run_dir):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # whatever is in it, it is only a hint
+            other = identifying_values(read_plain(RunDir(path).config))
+            pairs = {key: (other.get(key, ABSENT), mine.get(key, ABSENT)) for key in sorted(mine.keys() | other.keys())}
+            changes = [f"{key} ({as_text(old)} → {as_text(new)})" for key, (old, new) in pairs.items() if old != new]
+            if 0 < len(changes) <= MOST:
+                found.append((len(changes), f"new: differs from {shown(path)} only in {', '.join(changes)}"))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _beside(run_dir: Path) -> list[Path]:
+    """List the newest runs beside a directory, the newest first."""
+    timed = []
+    with suppress(OSError):
+        for name in files.list_dir(run_dir.parent):
+            path = run_dir.parent / name
+            if path != run_dir and not name.startswith(".") and files.is_file(RunDir(path).config):
+                timed.append((modified(RunDir(path).config) or 0.0, path))
+    return [path for _, path in sorted(timed, reverse=True)[:LOOKED_AT]]
