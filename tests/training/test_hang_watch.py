@@ -235,7 +235,7 @@ def test_a_hang_is_found_and_explained_and_the_run_continues(
     assert [path.name for path in stacks_of] == [f"attempt1-rank{number}.txt" for number in range(ranks)]
     texts = [path.read_text() for path in stacks_of]
     assert [NAMES[where] in text for text in texts] == [number == rank for number in range(ranks)]
-    assert all("Trainer.advance" in text for text in texts)
+    assert all("Trainer._run" in text for text in texts)
     run.finish()
     assert_same_run(run, reference(COMMON, ranks))
 
