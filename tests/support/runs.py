@@ -162,10 +162,11 @@ class Run:
         if signum == signal.SIGKILL and self.ranks > 1:
             # A node is lost at once: no rank may see another one die first.
             ranks = [launched, *ranks]
-            self._send_each(ranks, signal.SIGSTOP)
-            while any(rank.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for rank in ranks):
-                time.sleep(0.001)
-        self._send_each(ranks, signum)
+            self._stop(ranks)
+        if signum == signal.SIGSTOP:
+            self._stop(ranks)
+        else:
+            self._send_each(ranks, signum)
 
     def send_until_the_end(self, signum: int) -> tuple[int, str]:
         """Send a signal again and again, as two at the same time count as one; exit status and output."""
@@ -174,6 +175,13 @@ class Run:
             if self.wait_for_end(0.5):
                 break
         return self.wait()
+
+    def _stop(self, ranks: list[psutil.Process]) -> None:
+        """Send SIGSTOP, and return once they have stopped: on a busy machine that takes a moment."""
+        self._send_each(ranks, signal.SIGSTOP)
+        with suppress(psutil.NoSuchProcess):
+            while any(rank.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for rank in ranks):
+                time.sleep(0.001)
 
     @staticmethod
     def _send_each(processes: list[psutil.Process], signum: int) -> None:
