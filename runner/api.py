@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from runner.metrics.external import flattened
 from runner.metrics.records import read_records
 from runner.rundir import evaluations, submitted_jobs
 from runner.rundir.attempt_log import ended_attempts
-from runner.rundir.find import find_runs
+from runner.rundir.find import find_runs, run_dir
 from runner.rundir.lease import LeaseWatcher
 from runner.rundir.paths import RunDir
 from runner.rundir.state import State, look
@@ -54,11 +54,7 @@ class Run:
     path: Path
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        object.__setattr__(self, "path", Path(path).absolute())
-        if not files.is_file(self._run.config):
-            raise RunDirError(
-                f"{path} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
-            )
+        object.__setattr__(self, "path", run_dir(path).path)
 
     @property
     def _run(self) -> RunDir:
@@ -310,9 +306,5 @@ def _table(records: Iterable[Mapping[str, Any]]) -> Any:
         import pandas
 
         return pandas.DataFrame.from_records(rows)
-    return {name: [row.get(name, math.nan) for row in rows] for name in _names(rows)}
-
-
-def _names(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield each column once, in the order in which they come up."""
-    yield from dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(name for row in rows for name in row)  # each once, in the order in which they come up
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from runner.errors import RunDirError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
 RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
 """What makes a directory that of a run, one of which may be missing."""
+
+
+def run_dir(path: str | os.PathLike[str]) -> RunDir:
+    """Return the run at a path, with an absolute one.
+
+    Raises:
+        RunDirError: there is none.
+    """
+    found = RunDir(Path(path).absolute())
+    if not files.is_file(found.config):
+        raise RunDirError(
+            f"{path} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
+        )
+    return found
 
 
 def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:

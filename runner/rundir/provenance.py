@@ -160,20 +160,20 @@ def code_changes(run_dir: Path, now: Mapping[str, Any] | None = None, sources: S
         return []
     now = describe_code() if now is None else now
     changes = [] if before.get("python") == now["python"] else [f"python {before.get('python')} -> {now['python']}"]
-    packages = _object_in(before, "packages")
+    packages = object_in(before, "packages")
     for name in PACKAGES:
         old, new = packages.get(name), now["packages"].get(name)
         if old != new:
             changes.append(f"{name} {old or '(absent)'} -> {new or '(absent)'}")
-    if _object_in(before, "runner").get("digest") != now["runner"]["digest"]:
+    if object_in(before, "runner").get("digest") != now["runner"]["digest"]:
         changes.append(f"the source of runner in {now['runner']['source']} has changed")
     edited = _changed_files(before, sources or Sources())
     changes += edited
-    repositories = _object_in(before, "repositories")
+    repositories = object_in(before, "repositories")
     for root, new in now["repositories"].items():
         if root not in repositories:
             continue  # this attempt was started from elsewhere
-        old = _object_in(repositories, root)
+        old = object_in(repositories, root)
         if old.get("commit") != new["commit"]:
             changes.append(f"commit of {root}: {old.get('commit')!s:.12} -> {new['commit'][:12]}")
         elif old.get("diff_digest") != new["diff_digest"] and not _are_within(root, edited):  # named already
@@ -201,15 +201,15 @@ def changes_at_start(run_dir: Path, since: float) -> list[str]:
     return list(changes) if isinstance(changes, list) and isinstance(time, float) and time > since else []
 
 
-def _object_in(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object within a record, which may have been edited; empty if it is none."""
+def object_in(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an object within a record, which may have been edited; empty if it is none."""
     part = record.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def _summary(code: dict[str, Any]) -> dict[str, Any]:
-    repositories = _object_in(code, "repositories")
-    commits = {root: _object_in(repositories, root).get("commit") for root in repositories}
+    repositories = object_in(code, "repositories")
+    commits = {root: object_in(repositories, root).get("commit") for root in repositories}
     return {"time": code.get("time"), "overrides": code.get("overrides"), "commits": commits}
 
 

@@ -22,11 +22,11 @@ from runner.checkpoint.tensors.restore import fill
 from runner.checkpoint.tensors.staging import AVERAGE, AVERAGE_COUNT, MODEL, bare, model_state, plain_name
 from runner.config.frozen import load as load_config
 from runner.config.schema import Config
-from runner.errors import RunDirError, UserError
+from runner.errors import UserError
+from runner.rundir.find import run_dir
 from runner.rundir.origin import search_modules
-from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
-from runner.system import files, generators
+from runner.system import generators
 from runner.training.model import build
 
 _log = logging.getLogger(__name__)
@@ -86,11 +86,7 @@ def load(
         UserError: there is no such run or checkpoint, or the model cannot be created.
         CheckpointError: the checkpoint is corrupt, or does not fit the model.
     """
-    found = RunDir(Path(run).absolute())
-    if not files.is_file(found.config):
-        raise RunDirError(
-            f"{run} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
-        )
+    found = run_dir(run)
     with reading(found):
         check_trusted(found)
         config = load_config(found.path)

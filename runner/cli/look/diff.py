@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.base.console import PROGRAM, Parser, say, shown
-from runner.config.identity import as_text, differences, kind_of
+from runner.config.identity import ABSENT, as_text, differences, kind_of
 from runner.config.plain_yaml import read_plain
 from runner.errors import RunDirError
 from runner.metrics.external import scalars
 from runner.metrics.records import read_records
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.paths import RunDir
+from runner.rundir.provenance import object_in
 from runner.rundir.trust import reading
 from runner.system import files
 
 DATA = "digest"
 """The entry of a step's record that follows from every sample so far."""
-ABSENT = "(absent)"
 
 
 def parser() -> Parser:
@@ -136,7 +136,7 @@ def compare(one: RunDir, other: RunDir) -> Difference:
     for change in differences(read_plain(one.config), read_plain(other.config)):
         into = found.others if kind_of(change.key) == "free" else found.settings
         into[change.key] = change.old, change.new
-    found.data = _unequal(*(_entry(files.read_object(run.order), "sizes") for run in (one, other)))
+    found.data = _unequal(*(object_in(files.read_object(run.order), "sizes") for run in (one, other)))
     found.code = _unequal(_code(one), _code(other))
     found.environment = _unequal(_environment(one), _environment(other))
     _compare_metrics(found, one, other)
@@ -152,25 +152,20 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tupl
 def _code(run: RunDir) -> dict[str, Any]:
     """Return what identifies the code of a run: commits, uncommitted changes, and the user's own files."""
     code = files.read_object(run.code)
-    found: dict[str, Any] = {"runner": _entry(code, "runner").get("digest")}
-    for root, described in _entry(code, "repositories").items():
+    found: dict[str, Any] = {"runner": object_in(code, "runner").get("digest")}
+    for root, described in object_in(code, "repositories").items():
         if isinstance(described, dict):
             found[f"commit of {root}"] = str(described.get("commit"))[:12]
             found[f"uncommitted changes in {root}"] = described.get("diff_digest")
-    return found | {str(path): digest for path, digest in _entry(code, "modules").items()}
+    return found | {str(path): digest for path, digest in object_in(code, "modules").items()}
 
 
 def _environment(run: RunDir) -> dict[str, Any]:
     """Return what a run's last start and its last attempt ran on."""
     code, attempts = files.read_object(run.code), ended_attempts(run)
     last = attempts[-1] if attempts else files.read_object(run.attempt)
-    found = {"python": code.get("python"), "platform": code.get("platform"), **_entry(code, "packages")}
+    found = {"python": code.get("python"), "platform": code.get("platform"), **object_in(code, "packages")}
     return found | {key: last.get(key) for key in ("node", "ranks")}
-
-
-def _entry(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = record.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _compare_metrics(found: Difference, one: RunDir, other: RunDir) -> None:

@@ -161,9 +161,9 @@ class _Pass:
         samples = len(given.values["loss"])
         weight = torch.ones(samples).double() if given.weight is None else given.weight.double().cpu()
         check_weights(self.forward.task.name, weight.numpy())
+        everything = weight.sum().item()
         sums = {
-            name: [(value.double().cpu() * weight).sum().item(), weight.sum().item()]
-            for name, value in given.values.items()
+            name: [(value.double().cpu() * weight).sum().item(), everything] for name, value in given.values.items()
         }
         for metric in self.metrics:
             if metric.is_per_sample:
