@@ -89,7 +89,10 @@ def test_when_the_script_dies_its_run_does_not_go_on(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.kill()
     process.communicate()  # returns when nobody holds its output any more
-    assert runner.Run(tmp_path / "run").state == "killed"
+    run = runner.Run(tmp_path / "run")
+    while run.state == "running" and time.monotonic() < deadline:  # it has closed its files, and is about to be gone
+        time.sleep(0.05)
+    assert run.state == "killed"
 
 
 def test_what_does_not_compose_is_raised_before_anything_starts(
