@@ -84,8 +84,8 @@ def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -
                     replace(restored, module, **{each: stand_in})
     load = builtins.__import__
 
-    def importing(name: str, names: Any = None, *rest: Any) -> Any:
-        loaded = load(name, names, *rest)
+    def importing(name: str, names: Any = None, *rest: Any, **more: Any) -> Any:
+        loaded = load(name, names, *rest, **more)
         if name not in by_name or not str((names or {}).get("__name__")).startswith(PROJECT):
             return loaded
         restored.callback(names.__setitem__, name, loaded)
