@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,18 @@ REFRESH_S = 2.0
 
 
 def show_submitted(rows: list[tuple[Path, str]], console: Console) -> None:
-    """One line per run: its name, its job id, its directory."""
+    """Print a line per run: its name, its job id, its directory; and how to see, read and cancel runs."""
     table = Table("run", "job", Column("folder", overflow="fold"), box=None, pad_edge=False)
     for run_dir, job_id in rows:
         table.add_row(run_dir.name, job_id, str(run_dir))
     console.print(table)
+    first = rows[0][0]
+    if not files.exists(RunDir(first).code):
+        return  # an evaluation of a run
+    root, run = (shlex.quote(os.path.relpath(path)) for path in (first.parent, first))
+    commands = {"status": root, "logs": f"-f {run}", "cancel": run + (" --sweep" if len(rows) > 1 else "")}
+    for name, arguments in commands.items():
+        console.print(f"{name + ':':8}python -m runner {name} {arguments}", soft_wrap=True, highlight=False)
 
 
 def follow(

@@ -97,6 +97,10 @@ class LocalLauncher:
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         return "\n".join(shlex.join([python, *several, *rest, str(run_dir)]) for run_dir in run_dirs)
 
+    def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
+        """Return nothing: there is no scheduler. The command signals the process that trains."""
+        return {}
+
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         """None: there is no scheduler. A live run holds the lease of its directory."""
         return {}

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from runner.contracts import SLURM_ENDING, SLURM_OVER, SLURM_SUSPENDED, SLURM_WAITING, JobInfo
 from runner.system import processes
@@ -23,7 +24,7 @@ SCRIPT_NAME = re.compile(re.escape(SCRIPT_PREFIX) + r"([0-9a-f]{32})-\d+\.sh")
 SEPARATOR = "|"
 # With their widths; the last two may contain the separator. A longer path does not tell the submission.
 FIELDS = {
-    **dict.fromkeys(("JobArrayID", "State", "RestartCnt", "SubmitTime", "UserID"), 64),
+    **dict.fromkeys(("JobArrayID", "State", "RestartCnt", "SubmitTime", "UserID", "StartTime", "PendingTime"), 64),
     **dict.fromkeys(("Reason", "BatchHost", "Name"), 255),
     "Command": 1024,
 }
@@ -250,12 +251,25 @@ def _job_info(job: dict[str, str]) -> JobInfo:
     )
     count = int(restarts) if restarts.isdigit() else 0
     if slurm_state in SLURM_WAITING:
-        return JobInfo(job_id, "requeued" if count else "pending", None, _explained(reason, job_id), count)
+        waiting = _number(job["PendingTime"]), _time(job["StartTime"])
+        return JobInfo(job_id, "requeued" if count else "pending", None, _explained(reason, job_id), count, *waiting)
     if slurm_state in SLURM_SUSPENDED:
         state = "suspended"
     else:
         state = "ending" if slurm_state in SLURM_ENDING else SLURM_OVER.get(slurm_state, "running")
     return JobInfo(job_id, state, node if node != "n/a" else None, None, count)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None
+
+
+def _time(text: str) -> float | None:
+    """Read a time as Slurm prints it (see `ask`), in seconds since 1970; None where Slurm knows none."""
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
 
 
 def _explained(reason: str, job_id: str) -> str | None:

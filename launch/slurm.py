@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +47,11 @@ class SlurmLauncher(SlurmOptions):
     """Submits runs to Slurm (a `runner.contracts.Launcher`)."""
 
     in_process: ClassVar[bool] = False
+
+    @cached_property
+    def _sweep(self) -> str:
+        """Name what this command submits, in one array or several."""
+        return submission.new_name()
 
     @cached_property
     def _live(self) -> dict[Path, str]:
@@ -190,9 +195,20 @@ class SlurmLauncher(SlurmOptions):
         try:
             display.follow(run_dirs, states, console)
         except KeyboardInterrupt:
-            console.print("the jobs keep running: `runner status` shows them, scancel stops them")
+            console.print("the jobs keep running: `runner status` shows them, `runner cancel` ends them")
             return 0
         return 0 if set(states().values()) == {"finished"} else 1
+
+    def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
+        """Cancel the jobs of these runs, by one call of scancel, and none that has come to the same id.
+
+        Raises:
+            OSError: Slurm does not answer, or refuses.
+        """
+        found = {run_dir: info for run_dir, info in self.jobs(run_dirs).items() if info.live}
+        if found:
+            scheduler.ask("scancel", *(info.job_id for info in found.values()))
+        return {run_dir: f"job {info.job_id}" for run_dir, info in found.items()}
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         """The jobs that Slurm remembers, by one call of squeue; of two jobs of one run, the live one.
@@ -296,6 +312,7 @@ class SlurmLauncher(SlurmOptions):
         """Write the job into the run directory, with links to logs that are elsewhere."""
         launcher = f"{type(self).__module__}.{type(self).__qualname__}"
         job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
+        job["sweep"] = self._sweep
         files.write_json(run.job, job, guard=run.guard)
         logs = run.logs
         if logs == folder:
@@ -455,4 +472,9 @@ def _submission_folder(run_dirs: list[Path]) -> Path:
 
 
 def _job_name(run_dirs: list[Path]) -> str:
-    return run_dirs[0].name if len(run_dirs) == 1 else f"sweep-of-{len(run_dirs)}"
+    """Name a job after its run, and an array after what the names of its runs begin with."""
+    if len(run_dirs) == 1:
+        return run_dirs[0].name
+    parts = zip(*(run_dir.name.split("-") for run_dir in run_dirs), strict=False)
+    common = [each[0] for each in takewhile(lambda each: len(set(each)) == 1, parts)]
+    return "-".join([*common, f"sweep-of-{len(run_dirs)}"])

@@ -18,12 +18,11 @@ from runner.config.labels import labels
 from runner.errors import ExitStatus, RunDirError, UserError, unchained
 from runner.metrics.external import flattened
 from runner.metrics.records import read_records
-from runner.rundir import evaluations, submitted_jobs
+from runner.rundir import evaluations
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.find import find_runs, run_dir
-from runner.rundir.lease import LeaseWatcher
 from runner.rundir.paths import RunDir
-from runner.rundir.state import State, look
+from runner.rundir.state import State, asked
 from runner.rundir.trust import reading
 from runner.system import files, processes
 
@@ -87,13 +86,7 @@ class Run:
             RunDirError: a record is malformed.
         """
         with reading(self._run):
-            jobs, unanswered = submitted_jobs.jobs([self._run])
-            watcher = LeaseWatcher()
-            for _ in range(2):
-                found = look(self._run, jobs.get(self.path), self.path in unanswered, watcher)
-                if not watcher.wait():
-                    break
-            return found
+            return asked(self._run)
 
     @property
     def tags(self) -> list[str]:

@@ -27,6 +27,8 @@ class JobInfo:
     node: str | None = None  # the first node, once the job runs
     reason: str | None = None  # why the job waits, or why it failed before an attempt could begin
     restarts: int = 0
+    waited_s: float | None = None  # how long a waiting job has waited
+    starts: float | None = None  # when the scheduler expects it to start, seconds since 1970
 
     @property
     def live(self) -> bool:
@@ -125,6 +127,13 @@ class Launcher(Protocol):
 
     def follow(self, run_dirs: list[Path]) -> int:
         """Show the launched runs until all have ended; the exit status. Called only if `wait` is set."""
+
+    def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
+        """End the live jobs of these runs for good. Return what was ended of each that had one, such as `job 12_3`.
+
+        Raises:
+            OSError: the scheduler does not answer, or refuses.
+        """
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         """The runs with a job that the scheduler remembers; jobs that are over may be left out.

@@ -1,10 +1,12 @@
-"""The tags and the notes of a run: those of its config, and the notes that were added later."""
+"""What people tell runs apart by: tags, notes, and the settings in which runs differ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from runner.config.identity import ABSENT, as_text
 from runner.config.plain_yaml import read_section
 from runner.rundir.notes import notes
 from runner.rundir.paths import RunDir
@@ -23,3 +25,24 @@ def labels(run: RunDir) -> tuple[list[str], list[str]]:
     tags, note = settings.get("tags"), settings.get("notes")
     texts = [note] if isinstance(note, str) else []
     return [str(tag) for tag in tags] if isinstance(tags, list) else [], [*texts, *(each.text for each in notes(run))]
+
+
+def telling(settings: Sequence[Mapping[str, Any]], most: int = 4) -> list[str]:
+    """Return settings that tell runs apart, those with most values first; of several that differ alike, one.
+
+    Args:
+        settings: of each run, by dotted key; a run without any is left out.
+        most: how many to return at most.
+    """
+    known = [each for each in settings if each]
+    if len(known) < 2:
+        return []
+    keys = dict.fromkeys(key for each in known for key in each)
+    first = known[0]
+    differing = [key for key in keys if any(each.get(key, ABSENT) != first.get(key, ABSENT) for each in known)]
+    found: dict[tuple[int, ...], str] = {}
+    for key in sorted(differing, key=lambda key: (any(isinstance(each.get(key), list) for each in known), len(key))):
+        numbers: dict[str, int] = {}
+        values = (as_text(each[key]) if key in each else "" for each in known)
+        found.setdefault(tuple(numbers.setdefault(value, len(numbers)) for value in values), key)
+    return [found[each] for each in sorted(found, key=max, reverse=True)][:most]

@@ -6,10 +6,12 @@ An attempt that is killed cannot record how it ended; the next one does it. Noth
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +25,9 @@ from runner.rundir.time_account import TimeAccount, closed, latest
 from runner.system import clock, files, processes
 
 T = TypeVar("T")
+
+TITLE = re.compile(rb"attempt \d+ on ")
+"""How `AttemptLog.title` begins, which a run prints first, and by which `runner logs` finds its last attempt."""
 
 # Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
 HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted"})
@@ -266,6 +271,13 @@ class AttemptLog:
         log.note(attempt=number, **identity, pid=processes.own_pid(), **start)
         log.update(state="running", step=log.record["start_step"], cause=log.last_cause, force=True)
         return log
+
+    @property
+    def title(self) -> str:
+        """Return the line that is printed at the start of an attempt: its number, place and time."""
+        job = f", job {self.record['job_id']}" if self.record.get("job_id") else ""
+        began = datetime.fromtimestamp(self.record["started"]).strftime("%Y-%m-%d %H:%M:%S")
+        return f"attempt {self.record['attempt']} on {self.record.get('node') or self.record.get('host')}{job}, {began}"
 
     @property
     def last_cause(self) -> str | None:

@@ -170,7 +170,7 @@ def _check_queue(run: RunDir) -> None:
     for job in jobs.values():
         if job.live:
             raise LockedError(
-                f"{run.path} has job {job.job_id} in the queue ({job.state}): cancel that first (scancel)"
+                f"{run.path} has job {job.job_id} in the queue ({job.state}): cancel that first (runner cancel)"
             )
 
 

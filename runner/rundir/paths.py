@@ -118,6 +118,11 @@ class RunDir:
         return [match[1] for each in sorted(found) if (match := re.fullmatch(r"submitting-([0-9a-f]{32})\.json", each))]
 
     @property
+    def withdrawn(self) -> Path:
+        """Which job or attempt `runner cancel` has ended (see `runner.rundir.withdrawal`)."""
+        return self.path / "withdrawn.json"
+
+    @property
     def lease(self) -> Path:
         """The lease of the process that trains: a file per fencing number, the highest is the holder's."""
         return self.path / "lease"

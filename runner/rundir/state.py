@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.contracts import JobInfo
+from runner.rundir import submitted_jobs, withdrawal
 from runner.rundir.attempt_log import Finish, ended_attempts, last_record, status_of
 from runner.rundir.lease import LeaseWatcher, describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
@@ -24,7 +25,7 @@ IN_QUEUE = ("pending", "requeued", "suspended", "ending")
 
 _BY_URGENCY = (
     *("failed", "crash loop", "stuck", "killed", "unreadable", "running", "suspended", "ending", "requeued", "pending"),
-    *("interrupted", "cancelled", "finished", "not started", "waiting"),
+    *("interrupted", "cancelled", "withdrawn", "finished", "not started", "waiting"),
 )
 
 
@@ -35,7 +36,7 @@ class State:
     Attributes:
         run: its directory.
         word: `finished`, `running`, one of `IN_QUEUE`; or what has ended it: `interrupted`, `cancelled`, `killed`,
-            `failed`, `crash loop`, `stuck`; or `not started`.
+            `failed`, `crash loop`, `stuck`, `withdrawn`; or `not started`.
         holder: the process that certainly trains it now, for messages; None if there is none, or nobody can tell here.
         job: its job, as far as the scheduler knows more about it than the records.
         status: see `attempt_log.status_of`.
@@ -101,7 +102,22 @@ def look(
     if job is not None and not job.live and not _knows_better(job, run, status, attempts, alive):
         job = None
     word = _word(run, status, finish, alive, job, unanswered)
+    if word in withdrawal.STOPPED and withdrawal.is_withdrawn(run, status):
+        word = "withdrawn"
     return State(run, word, holder, job, status, attempts, last_record(run), finish)
+
+
+def asked(run: RunDir) -> State:
+    """Look at a run after asking its scheduler. Takes some seconds where only a heartbeat tells whether it is alive.
+
+    Raises:
+        OSError: a record cannot be read.
+        ValueError: a record has a value of the wrong type.
+    """
+    jobs, unanswered = submitted_jobs.jobs([run])
+    watcher = LeaseWatcher()
+    found = look(run, jobs.get(run.path), run.path in unanswered, watcher)
+    return look(run, jobs.get(run.path), run.path in unanswered, watcher) if watcher.wait() else found
 
 
 def holder_of(lease: Path) -> str | None:

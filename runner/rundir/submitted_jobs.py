@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from runner.contracts import JobInfo
+from runner.errors import UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -42,6 +43,25 @@ def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
         except (LookupError, ImportError, AttributeError, TypeError, ValueError, OSError) as error:
             unanswered.update(dict.fromkeys(paths, f"{name!r:.99} cannot report which jobs are live: {error}"))
     return found, unanswered
+
+
+def cancel(runs: Iterable[RunDir]) -> dict[Path, str]:
+    """End the live jobs of runs through the launchers that submitted them. Return what was ended, by path.
+
+    Raises:
+        UserError: a launcher cannot do that, or its scheduler does not answer or refuses.
+    """
+    ended: dict[Path, str] = {}
+    submitted: dict[str, list[Path]] = {}
+    for run in runs:
+        submitted.setdefault(launcher_of(run) or NONE, []).append(run.path)
+    for name, paths in submitted.items():
+        try:
+            ended.update(_known_launcher(name).load()().cancel(paths))
+        except (LookupError, ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+            first = f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"
+            raise UserError(f"{first} cannot be cancelled by {name!r:.99}: {error}; rerun the command later") from error
+    return ended
 
 
 def launcher_of(run: RunDir) -> str | None:

@@ -289,6 +289,8 @@ class _Attempt:
             self.lease.carried = log.sign
         log.auto_restarts = self.job.auto_restarts
         self.log = log
+        if log.earlier or self.job.auto_restarts:
+            _print(log.title)
         self.job.on_started()
         if self.job.auto_restarts:  # in a thread: the scheduler may take long to answer
             threading.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()

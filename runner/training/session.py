@@ -279,6 +279,8 @@ class _Opening:
         )
         if self.handler is not None:
             self.handler.warn = recorder.warn
+        if of.trained.device.type == "cuda":
+            self.log.note(gpus=self.world.size)
         show_start(recorder, self.config, of.step, self.world.size)
         return recorder
 

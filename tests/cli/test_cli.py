@@ -92,7 +92,7 @@ def test_an_error_of_the_launcher_writes_and_starts_nothing(run: Command, capsys
 def test_a_class_that_lacks_members_of_a_launcher_is_refused(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(launcher="unfinished") == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()
-    lacks = "in_process, rank_counts, dry_run, wait, check, examine, preview, launch, follow, jobs"
+    lacks = "in_process, rank_counts, dry_run, wait, check, examine, preview, launch, follow, cancel, jobs"
     assert f"launcher._target_=fake_launcher.Unfinished is not a launcher: it lacks {lacks}" in line
 
 

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 from fake_slurm import FakeSlurm, row, slurm
+from reported import write_run
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -25,7 +27,7 @@ from rich.text import Text
 from launch import requeue
 from runner import __main__ as entry
 from runner.cli.base.console import Lines, counted, table
-from runner.cli.look import status
+from runner.cli.look import status, status_table
 from runner.contracts import JobInfo
 from runner.errors import UserError
 from runner.rundir import submitted_jobs
@@ -316,11 +318,11 @@ def test_a_live_run_without_a_step_for_minutes_is_pointed_out(slurm: FakeSlurm, 
     assert len([line for line in lines if "no step" in line]) == 1
 
 
-def printed(rows: list[status.Row], messages: list[str]) -> list[str]:
+def printed(rows: list[status_table.Row], messages: list[str]) -> list[str]:
     """The lines of the table."""
     console = Console(width=1000)
     with console.capture() as captured:
-        console.print(status.as_table(rows, messages))
+        console.print(status_table.as_table(rows, messages))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -349,12 +351,12 @@ def test_lines_are_what_rich_would_lay_out(width: int) -> None:
 def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) -> None:
     """Not the first rows: a name with its seed, the whole reason, and how many others there are."""
     name = "smoke-lr0.0003-dropout0.1-width512-temperature0.7-seed{}-9f51ab25"
-    rows = [status.Row(name.format(seed), "", "finished") for seed in range(300)]
-    rows[200] = status.Row(name.format(200), "", "failed", reason=" ".join(["word"] * 40) + " end")
+    rows = [status_table.Row(name.format(seed), "", "finished") for seed in range(300)]
+    rows[200] = status_table.Row(name.format(200), "", "failed", reason=" ".join(["word"] * 40) + " end")
     rows[100].state, rows[150].state = "running", "a word of somebody's"
     screen = io.StringIO()
     console = Console(file=screen, width=width, height=height, force_terminal=True, soft_wrap=True)
-    with Live(status.fitting(rows, []), console=console, auto_refresh=False):
+    with Live(status_table.fitting(rows, []), console=console, auto_refresh=False):
         drawn = re.sub(r"\x1b\[\S*?[a-zA-Z]", "", screen.getvalue()).strip()
     lines = [line.rstrip() for line in drawn.splitlines()]
     assert max(map(len, lines)) <= width
@@ -364,6 +366,72 @@ def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) ->
     assert "word" * 40 + "end" in text
     assert re.search(r"and \d+ more: \d+ finished", "\n".join(lines))
     assert "samples/s" not in text
+
+
+def test_runs_are_told_apart_by_the_settings_in_which_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by names of sixty characters. In a narrow window the settings stay, and what is left out is named."""
+    for index, (lr, seed) in enumerate(product((0.1, 0.2), (1, 2, 3))):
+        settings = {"optimizer.lr": lr, "seed": seed, "model.embedding_width": 100 * lr, "run.notes": f"note {index}"}
+        write_run(tmp_path / f"mixture-cosine-width{100 * lr}-{'x' * 40}-seed{seed}-{index:08x}", settings=settings)
+    rows, _ = status.collect(tmp_path)
+    rows = status.having(rows, [])
+    rows[0].node = "a-node-with-a-long-name"
+    assert [row.differs for row in rows[:2]] == [{"seed": 1, "optimizer.lr": 0.1}, {"seed": 2, "optimizer.lr": 0.1}]
+    for width in (200, 60):
+        console = Console(width=width)
+        with console.capture() as captured:
+            console.print(status_table.as_table(rows, [], width=width))
+        counts, head, *lines = captured.get().splitlines()
+        assert counts == "6 runs: 6 finished"
+        assert head.split()[:4] == ["run", "seed", "lr", "state"]
+        assert max(map(len, lines)) <= width
+        assert [line.split()[0][-8:] for line in lines[:6]] == [f"{index:08x}" for index in range(6)]
+        assert any(line.startswith("not shown, as the window is narrow: ") for line in lines) == (width == 60)
+    assert entry.run(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["differs"] == {"seed": 1, "optimizer.lr": 0.1}
+
+
+def test_how_long_a_job_has_waited_and_when_it_may_start(slurm: FakeSlurm, tmp_path: Path) -> None:
+    make(tmp_path, "waits", None, "12")
+    make(tmp_path, "unknown", None, "13")
+    starts = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
+    cells = {"StartTime": "2026-03-01T12:30:00", "PendingTime": "720"}
+    slurm.prints("squeue", row("12", "PENDING", "Priority", **cells) + row("13", "PENDING", PendingTime="9000"))
+    rows, messages = status.collect(tmp_path)
+    assert {each.run: (each.waited_s, each.starts) for each in rows} == {
+        "waits": (720, starts.timestamp()),
+        "unknown": (9000, None),
+    }
+    lines = printed(rows, messages)
+    assert f"12 min, until about {starts.astimezone():%b %d %H:%M}" in "\n".join(lines)
+
+
+def test_gpu_hours_are_those_of_all_attempts(tmp_path: Path) -> None:
+    run = make(tmp_path, "run", {"state": "running", "attempt": 3, "time": {"seconds": {"steps": 1800.0}}})
+    attempts = [
+        {"attempt": 1, "gpus": 8, "seconds": {"start": 600.0, "steps": 3000.0}},
+        {"attempt": 2, "seconds": {"steps": 1e6}},
+    ]
+    ended = {"start_step": 0, "end_step": 1, "cause": "killed", "checkpoint_step": 0, "steps_lost": 1}
+    run.attempts.write_text("".join(json.dumps({**ended, **attempt}) + "\n" for attempt in attempts))
+    run.attempt.write_text(json.dumps({"attempt": 3, "gpus": 4}))
+    make(tmp_path, "cpu", {"state": "finished"})
+    rows, messages = status.collect(tmp_path)
+    assert {each.run: each.gpu_hours for each in rows} == {"run": 8 + 2, "cpu": None}
+    assert printed(rows, messages)[0].endswith("; 10.0 GPU-hours")
+
+
+def test_a_window_has_room_for_rows_whatever_notes_there_are() -> None:
+    rows = [status_table.Row(f"run{number}", "", "failed", reason=f"reason {number}") for number in range(300)]
+    screen = io.StringIO()
+    console = Console(file=screen, width=100, height=30, force_terminal=True, soft_wrap=True)
+    with Live(status_table.fitting(rows, [], 100), console=console, auto_refresh=False):
+        drawn = re.sub(r"\x1b\[\S*?[a-zA-Z]", "", screen.getvalue()).strip().splitlines()
+    assert len(drawn) <= 30
+    assert len([line for line in drawn if re.match(r"run\d+ +failed", line)]) >= 15
+    assert "and 293 more notes, without --watch" in drawn[-1]
 
 
 def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -605,7 +673,7 @@ def test_any_other_record_may_be_malformed(tmp_path: Path, name: str, content: s
     rows, messages = status.collect(tmp_path)
     assert [row.run for row in rows] == ["fine", "odd"]
     assert rows[0].state == "finished"
-    status.as_table(rows, messages)
+    status_table.as_table(rows, messages)
 
 
 @pytest.mark.parametrize(
@@ -654,7 +722,7 @@ def test_a_checkpoint_of_an_impossible_time_is_shown_nevertheless(tmp_path: Path
     (run.checkpoint(40) / "manifest.json").write_text('{"step": 40, "sha256": ""}')
     rows, _ = status.collect(tmp_path)
     rows[0].checkpoint_time = 1e18
-    status.as_table(rows, [])
+    status_table.as_table(rows, [])
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

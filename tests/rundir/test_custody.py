@@ -209,7 +209,7 @@ class TestQueue:
         monkeypatch.setattr(self.Slurm, "state", state)
         with pytest.raises(LockedError, match=f"has job 12 in the queue .{state}"), custody(submitted):
             pytest.fail("custody of a queued run")
-        with pytest.raises(LockedError, match="scancel"):
+        with pytest.raises(LockedError, match="runner cancel"):
             check_idle(submitted)
 
     def test_a_job_that_is_over_hinders_nobody(self, submitted: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

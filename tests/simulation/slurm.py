@@ -779,6 +779,8 @@ class Slurm:
             "Reason": job.reason,
             "BatchHost": job.host.name if job.host is not None else "n/a",
             "Name": job.name,
+            "StartTime": "N/A",
+            "PendingTime": "0",
             "Command": job.path,
         }
         row = ""

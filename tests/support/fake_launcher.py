@@ -47,6 +47,9 @@ class FakeLauncher:
     def preview(self, run_dirs: list[Path]) -> str:
         return "would start " + " ".join(path.name for path in run_dirs)
 
+    def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
+        return {}
+
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
         if not self.answers:
             raise OSError("squeue does not answer")

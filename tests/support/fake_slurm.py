@@ -77,7 +77,8 @@ class FakeSlurm:
 def row(job_id: str, state: str = "PENDING", reason: str = "None", restarts: int = 0, **fields: str) -> str:
     """A row of squeue as `scheduler` asks for it; by default of a job of this user, submitted at SUBMITTED."""
     cells = {"JobArrayID": job_id, "State": state, "Reason": reason, "RestartCnt": restarts, "BatchHost": "n1"}
-    cells |= {"SubmitTime": SUBMITTED, "UserID": os.getuid(), "Name": "run", "Command": "/spool/copy.sh", **fields}
+    cells |= {"SubmitTime": SUBMITTED, "UserID": os.getuid(), "Name": "run", "Command": "/spool/copy.sh"}
+    cells |= {"StartTime": "N/A", "PendingTime": "0", **fields}
     return "".join(f"{cells[name]} |" for name in scheduler.FIELDS) + "\n"
 
 

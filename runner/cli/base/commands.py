@@ -9,6 +9,7 @@ from types import ModuleType
 COMMANDS = {
     "init": ("start", "DIR", "write a small project to begin with"),
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
+    "logs": ("look", "RUN", "what a run prints"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
     "diff": ("look", "A B", "how two runs differ, and from which step on"),
     "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),
@@ -17,6 +18,7 @@ COMMANDS = {
     "evaluate": ("start", "RUN [--step N|best|all]", "evaluate checkpoints of a run"),
     "pin": ("runs", "RUN [--step N|best]", "keep a checkpoint for good"),
     "note": ("runs", 'RUN ["text"]', "add a note to a run, or list its notes"),
+    "cancel": ("runs", "RUN...", "end the jobs of runs, and withdraw them"),
     "mv": ("runs", "RUN TARGET", "move or rename a run"),
     "rm": ("runs", "RUN...", "remove runs"),
     "archive": ("runs", "RUN FILE.tar", "pack a run into one file"),

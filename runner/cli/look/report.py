@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table
-from runner.cli.look.status import STYLES, Row, collect, having
+from runner.cli.look.status import collect, having
+from runner.cli.look.status_table import STYLES, Row
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet

@@ -10,76 +10,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.cli.base.console import PROGRAM, Lines, Parser, check_interval, console, without_nan
-from runner.config.labels import labels
+from runner.cli.base.console import PROGRAM, Parser, check_interval, console, without_nan
+from runner.cli.look.status_table import Row, as_table, fitting
+from runner.config.identity import flatten, kind_of
+from runner.config.labels import labels, telling
+from runner.config.plain_yaml import read_plain
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.find import find_runs
 from runner.rundir.lease import LeaseWatcher, heartbeat_file, read_holder
 from runner.rundir.paths import RunDir
-from runner.rundir.state import entry, look, modified, submitted_job, urgency
+from runner.rundir.state import State, entry, look, modified, submitted_job
+from runner.rundir.time_account import lived_s
 from runner.rundir.trust import reading
 from runner.system import clock, files
-from runner.system.terminal import Fitting, printable
-
-STYLES = {
-    "running": "green",
-    "finished": "bold green",
-    "pending": "cyan",
-    "requeued": "cyan",
-    "ending": "cyan",
-    "suspended": "yellow",
-    "interrupted": "yellow",
-    "cancelled": "yellow",
-    "killed": "red",
-    "failed": "bold red",
-    "crash loop": "bold red",
-    "stuck": "bold red",
-    "unreadable": "yellow",
-}
-MAX_NAMES = 3  # of runs that share a note
-IDLE_S = 300.0
-"""A running run that has made no step for this long is pointed out; it may be hanging."""
-
-
-@dataclass
-class Row:
-    """One run. `state` is its state now; `cause` is why its last attempt ended. Times are seconds since 1970.
-
-    `reason` explains the state: why it failed, or why its job waits.
-    """
-
-    run: str
-    path: str
-    state: str
-    step: int | None = None
-    total: int | None = None
-    loss: float | None = None
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    attempts: int = 0
-    ranks: int | None = None  # of the attempt in progress, or of the last one
-    steps_lost: int = 0
-    cause: str | None = None
-    reason: str | None = None
-    job_id: str | None = None
-    node: str | None = None
-    checkpoint_step: int | None = None
-    checkpoint_time: float | None = None  # by the clock of the file system
-    updated: float | None = None  # by the clock of the machine that trains
-    idle_s: float | None = None  # seconds since its last step, if it is running
-    warnings: list[str] | None = None
-    tags: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # that of the config first, then those that were added
+from runner.system.terminal import printable
 
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
@@ -151,16 +102,36 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         row.idle_s = _idle_s(run)
     if state.job is not None:
         row.job_id, row.node = state.job.job_id, state.job.node
+        row.waited_s, row.starts = state.job.waited_s, state.job.starts
     elif row.job_id is None:
         row.job_id = submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
     row.tags, row.notes = labels(run)
+    with suppress(ValueError, TypeError, LookupError):  # as `labels`: the rest is shown all the same
+        settings = flatten(read_plain(run.config))
+        row.settings = {key: value for key, value in settings.items() if kind_of(key) != "free"}
+    row.gpu_hours = _gpu_hours(run, state)
     return row
 
 
+def _gpu_hours(run: RunDir, state: State) -> float | None:
+    """Return the hours of GPUs that all attempts had, the one under way included; None without GPUs."""
+    current = files.read_object(run.attempt)
+    if current.get("attempt") == state.status.get("attempt"):
+        current = {**current, **(entry(state.status, "time", dict) or {})}
+    hours = [
+        lived_s(each) * each["gpus"] / 3600 for each in (*state.attempts, current) if type(each.get("gpus")) is int
+    ]
+    return sum(hours) if hours else None
+
+
 def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:
-    """Choose the rows that have all of these tags."""
-    return [row for row in rows if set(tags) <= set(row.tags)]
+    """Choose the rows that have all of these tags, with the settings in which they differ."""
+    chosen = [row for row in rows if set(tags) <= set(row.tags)]
+    keys = telling([row.settings for row in chosen])
+    for row in chosen:
+        row.differs = {key: row.settings[key] for key in keys if key in row.settings}
+    return chosen
 
 
 def _idle_s(run: RunDir) -> float | None:
@@ -172,83 +143,6 @@ def _idle_s(run: RunDir) -> float | None:
     beat = modified(heartbeat_file(run.lease, held[0])) if held else None
     last = max((time for path in (run.metrics, run.attempt) if (time := modified(path)) is not None), default=None)
     return None if beat is None or last is None else max(0.0, beat - last)
-
-
-def as_table(rows: Sequence[Row], messages: Sequence[str], others: Sequence[Row] = ()) -> Any:
-    """Make a table of the rows for rich, without columns of which nothing is known.
-
-    Below it are how many others there are, reasons, warnings and `messages`.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    several = any(row.ranks not in (None, 1) for row in rows)
-    columns = [
-        *("run", "state", "step", "loss", "samples/s", "tokens/s", "attempts"),
-        *(["ranks"] if several else []),
-        *("tags", "lost", "last cause", "job", "node", "saved"),
-    ]
-    cells = [
-        (
-            row.run,
-            row.state,
-            f"{row.step or 0}/{row.total or '?'}" if row.step is not None or row.total else "",
-            "" if row.loss is None else f"{row.loss:.4f}",
-            "" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
-            "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-            str(row.attempts or ""),
-            *([str(row.ranks or "")] if several else []),
-            ", ".join(row.tags),
-            str(row.steps_lost or ""),
-            row.cause or "",
-            row.job_id or "",
-            row.node or "",
-            _time_of_day(row.checkpoint_time),
-        )
-        for row in rows
-    ]
-    known = [number for number, name in enumerate(columns) if name in ("run", "state") or any(c[number] for c in cells)]
-    columns, cells = [columns[number] for number in known], [tuple(c[number] for number in known) for c in cells]
-    made = Lines(columns, cells, columns.index("state"), [STYLES.get(row.state, "") for row in rows])
-    urgent = sorted([*rows, *others], key=lambda row: urgency(row.state))
-    notes = ["\n  ".join(map(printable, note.splitlines())) for note in (*_notes(urgent), *messages)]
-    counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in others).items())
-    more = [Text(f"and {len(others)} more: {counts}")] if others else []
-    return Group(made, *more, *(Text(line, style="yellow") for line in notes))
-
-
-def fitting(rows: Sequence[Row], messages: Sequence[str]) -> Fitting:
-    """Fit `as_table` to a window: if it has too few lines, show the runs that need attention and count the others."""
-    urgent = sorted(range(len(rows)), key=lambda number: urgency(rows[number].state))
-
-    def made(count: int) -> Any:
-        shown, others = sorted(urgent[:count]), urgent[count:]
-        return as_table([rows[number] for number in shown], messages, [rows[number] for number in others])
-
-    return Fitting(len(rows), made)
-
-
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """What there is to say about the rows besides their cells; what several have in common is said once."""
-    sharing: dict[str, list[str]] = {}
-    for row in rows:
-        idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None
-        said = [f"note: {text}" for text in row.notes]
-        for text, count in Counter(note for note in (row.reason, idle, *(row.warnings or []), *said) if note).items():
-            sharing.setdefault(text + (f" ({count} times)" if count > 1 else ""), []).append(row.run)
-    for text, runs in sharing.items():
-        more = f" and {len(runs) - MAX_NAMES} more" if len(runs) > MAX_NAMES else ""
-        yield f"{', '.join(runs[:MAX_NAMES])}{more}: {text}"
-
-
-def _time_of_day(time: float | None) -> str:
-    """`Mar 02 14:32` in local time: no age, since the clock of the file system may differ from this machine's."""
-    if time is None:
-        return ""
-    try:
-        return datetime.fromtimestamp(time).strftime("%b %d %H:%M")
-    except (ValueError, OverflowError, OSError):  # a time outside the calendar
-        return "?"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -272,29 +166,36 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
     check_interval(options.watch)
     if options.json:
-        print(json.dumps([without_nan(vars(row)) for row in having(collect(root)[0], options.tag)], indent=2))
+        rows = having(collect(root)[0], options.tag)
+        print(json.dumps([without_nan(_plain(row)) for row in rows], indent=2))
     elif options.watch is not None:
         _watch(root, options.watch, options.tag)
     else:
         rows, messages = collect(root)
         if rows := having(rows, options.tag):
-            console().print(as_table(rows, messages))
+            made = console()
+            made.print(as_table(rows, messages, width=made.width))
         else:
             tagged = f" with the tags {', '.join(options.tag)}" if options.tag else ""
             print("\n".join(printable(line) for line in (*messages, f"no runs in {root}{tagged}")))
     return 0
 
 
+def _plain(row: Row) -> dict[str, Any]:
+    """Return a row for JSON, with those of its settings alone in which it differs from others."""
+    return {name: value for name, value in vars(row).items() if name != "settings"}
+
+
 def _watch(root: Path, interval_s: float, tags: Sequence[str]) -> None:
     from rich.live import Live
 
-    watcher = LeaseWatcher()
+    watcher, shown = LeaseWatcher(), console()
 
-    def look_again() -> Fitting:
+    def look_again() -> Any:
         rows, messages = collect(root, watcher)
-        return fitting(having(rows, tags), messages)
+        return fitting(having(rows, tags), messages, shown.width)
 
-    with suppress(KeyboardInterrupt), Live(look_again(), console=console(), auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(look_again(), console=shown, auto_refresh=False) as live:
         while True:
             clock.sleep(interval_s)
             live.update(look_again(), refresh=True)

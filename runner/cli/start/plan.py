@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.cli.base.console import counted, shown
+from runner.cli.base.console import PROGRAM, counted, shown
 from runner.cli.start.edits import Changes
 from runner.config.composition import Composed
 from runner.config.finished import has_finished
@@ -28,6 +28,7 @@ from runner.system.signals import STOP
 # How long a command waits for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
 ENDING_WAIT_S, ENDING_POLL_S = 180.0, 1.0
 MAX_REASON = 1000  # characters; all of our own messages are shorter
+WITHDRAWN = "withdrawn by cancel: `{} resume {}` continues it, and launcher.retry_failed=true all such runs"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PlannedRun:
     """One run of a command and what is to be done about it."""
 
     job: Composed
-    state: str  # new, unfinished, finished, edited, live, failed or unusable
+    state: str  # new, unfinished, finished, edited, live, failed, withdrawn or unusable
     summary: str  # for the user
     notes: list[str] = field(default_factory=list)
     """What this command changes in it, or what it cannot change while the run is live; one line each."""
@@ -142,6 +143,8 @@ def plan_run(
     if recorded in ("failed", "crash loop") and not retry_failed:
         reason = _one_line(state.status.get("reason") or state.status.get("cause") or "see its logs")
         return PlannedRun(job, "failed", f"{recorded} ({reason}); launcher.retry_failed=true restarts it", notes)
+    if state.word == "withdrawn" and not retry_failed:
+        return PlannedRun(job, "withdrawn", WITHDRAWN.format(PROGRAM, shown(run.path)), notes)
     check_trusted(run)
     if not run.newest_step():
         _trunk_of(job)

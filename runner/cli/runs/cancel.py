@@ -1,0 +1,131 @@
+"""`runner cancel RUN...`: end what is being done for runs, and record that they were withdrawn."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.cli.base.console import PROGRAM, Parser, say, shown, tell
+from runner.contracts import JobInfo
+from runner.errors import ExitStatus, FileError, LockedError, UserError
+from runner.rundir import submitted_jobs, withdrawal
+from runner.rundir.find import find_runs, run_dir
+from runner.rundir.lease import describe_holder, liveness, read_holder
+from runner.rundir.paths import RunDir
+from runner.rundir.state import State, look
+from runner.rundir.trust import check_trusted, reading
+from runner.system import files, processes
+
+
+def parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    made = Parser(
+        prog=f"{PROGRAM} cancel",
+        description="Ends the job of each run, whether it waits or trains, or the process that trains it on this "
+        "machine. A run that trains saves first if there is time. `runner status` shows it as withdrawn; "
+        "`runner resume` continues it, and a rerun of its sweep leaves it alone.",
+    )
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    made.add_argument(
+        "--sweep", action="store_true", help="also all runs that were submitted together with one of them"
+    )
+    made.add_argument("-n", "--dry-run", action="store_true", help="only print what would be ended")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status: 1 if a run could not be withdrawn.
+
+    Raises:
+        UserError: a RUN is not a run directory, or a scheduler does not answer or refuses.
+    """
+    options = parser().parse_args(arguments)
+    runs = [run_dir(path) for path in options.runs]
+    if options.sweep:
+        runs += [other for run in runs for other in _submitted_with(run)]
+    runs = list({run.path: run for run in runs}.values())
+    jobs, unanswered = submitted_jobs.jobs(runs)
+    if unanswered:
+        raise UserError("\n".join(dict.fromkeys(unanswered.values())))
+    states = [_state(run, jobs.get(run.path)) for run in runs]
+    if options.dry_run:
+        for state in states:
+            job = f", job {state.job.job_id}" if state.job and state.job.live else ""
+            say(f"{shown(state.run.path)}: {state.word}{job}")
+        return int(ExitStatus.FINISHED)
+    ended = submitted_jobs.cancel(state.run for state in states if state.job is not None and state.job.live)
+    return max(_withdraw(state, ended.get(state.run.path)) for state in states)
+
+
+def _state(run: RunDir, job: JobInfo | None) -> State:
+    """Look at a run that nobody else can write to: its records name the job and the process to end.
+
+    Raises:
+        RunDirError: others can, or a record is malformed.
+    """
+    with reading(run):
+        check_trusted(run)
+        return look(run, job)
+
+
+def _submitted_with(run: RunDir) -> list[RunDir]:
+    """List the runs beside a run that were submitted by the same command.
+
+    Raises:
+        UserError: the run was never submitted.
+    """
+    name = _sweep(run)
+    if name is None:
+        raise UserError(f"{shown(run.path)} was not submitted to a scheduler, so no sweep is known: name all its runs")
+    return [other for other in find_runs(run.path.parent) if _sweep(other) == name]
+
+
+def _sweep(run: RunDir) -> str | None:
+    try:
+        name = files.read_object(run.job).get("sweep")
+    except OSError:  # of a run that somebody else keeps here, say
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _withdraw(state: State, job: str | None) -> int:
+    """End what is being done for a run, record it and print it; the exit status."""
+    run, name = state.run, shown(state.run.path)
+    try:
+        ended = job or _stopped(run)
+        if ended is None and state.word not in withdrawal.STOPPED:
+            say(f"{name}: {state.word}, nothing to cancel")
+            return int(ExitStatus.FINISHED)
+        withdrawal.record(run, state.status)
+    except LockedError as error:
+        tell(f"error: {name}: {error}")
+        return int(ExitStatus.FAILED)
+    except OSError as error:
+        raise FileError(f"{name}: {error.filename or run.path}: {error.strerror or error}") from error
+    done = f"withdrawn: cancelled {ended}" if ended else f"withdrawn, after it was {state.word}"
+    say(f"{name}: {done}; to continue it: {PROGRAM} resume {name}")
+    return int(ExitStatus.FINISHED)
+
+
+def _stopped(run: RunDir) -> str | None:
+    """Ask the process that trains a run to save and exit; None if there is none.
+
+    Raises:
+        LockedError: it is on another machine, or somebody else's, or nobody can tell.
+        OSError: a record cannot be read.
+    """
+    _, holder = read_holder(run.lease) or (0, {})
+    alive = liveness(holder, processes.this_process()) if "pid" in holder else "gone"
+    if alive == "gone":
+        return None
+    process = describe_holder(holder)
+    if alive != "alive":
+        raise LockedError(f"{process} may train it, which cannot be told here: rerun the command on that machine")
+    try:
+        processes.send_signal(int(holder["pid"]), signal.SIGTERM)
+    except PermissionError:
+        raise LockedError(f"{process} trains it, which is another user's") from None
+    except ProcessLookupError:
+        return None
+    return process

@@ -1,0 +1,44 @@
+"""That somebody has withdrawn a run with `runner cancel`. Imports no torch.
+
+The record is valid for one job, or for one attempt on a machine without a scheduler. Nobody removes it: a later job or
+attempt makes it void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner.rundir.paths import RunDir
+from runner.system import clock, files, processes
+
+STOPPED = ("cancelled", "interrupted", "killed")
+"""Words for a run that has ended before its time, in place of which `withdrawn` is shown."""
+
+
+def record(run: RunDir, status: Mapping[str, Any]) -> None:
+    """Record that the job of a run, or the attempt under way, is withdrawn.
+
+    Args:
+        run: the run; nobody needs its lease for this.
+        status: as `attempt_log.status_of` reads it.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    of = {"submission": files.read_object(run.job).get("submission"), "attempt": status.get("attempt")}
+    files.write_json(run.withdrawn, {**of, "time": clock.wall(), "user": processes.user_id()})
+
+
+def is_withdrawn(run: RunDir, status: Mapping[str, Any]) -> bool:
+    """Check whether the last job or attempt of a run was withdrawn.
+
+    Raises:
+        OSError: a record cannot be read.
+    """
+    found = files.read_object(run.withdrawn)
+    if not found or found.get("submission") != files.read_object(run.job).get("submission"):
+        return False
+    submission, attempt = found.get("submission"), found.get("attempt")
+    started_since = status.get("attempt") != attempt
+    return not started_since or (submission is not None and status.get("submission") == submission)
