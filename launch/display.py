@@ -48,8 +48,10 @@ def follow(
             now = states()
             live.update(_fitting(run_dirs, now))
             if all(is_over(now[run_dir]) for run_dir in run_dirs):
-                return
+                break
             clock.sleep(every_s)
+    if not console.is_terminal:
+        console.line()  # which Live leaves out
 
 
 def is_over(state: str) -> bool:
