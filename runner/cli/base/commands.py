@@ -11,6 +11,7 @@ COMMANDS = {
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
     "logs": ("look", "RUN", "what a run prints"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
+    "show": ("look", "--settings [PREFIX]", "every setting there is"),
     "diff": ("look", "A B", "how two runs differ, and from which step on"),
     "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),
     "checkpoints": ("runs", "RUN", "list, verify, compare, export and prune checkpoints"),
