@@ -31,8 +31,8 @@ WITHOUT_TORCH = """
     runner.system.signals runner.system.distributed runner.rundir.paths runner.rundir.lease runner.rundir.attempt_log
     runner.rundir.submitted_jobs runner.rundir.provenance runner.config.schema runner.config.schedule
     runner.config.search_path runner.cli.base.help runner.cli.look.status runner.cli.look.show
-    runner.cli.runs.checkpoints runner.training.attempt runner.training.job runner.data.order.batch_shape runner.checkpoint.files.directory
-    launch.slurm launch.local
+    runner.cli.look.logs runner.cli.runs.cancel runner.cli.runs.checkpoints runner.training.attempt runner.training.job
+    runner.data.order.batch_shape runner.checkpoint.files.directory launch.slurm launch.local
 """.split()
 Imports = Mapping[str, Collection[str]]
 
