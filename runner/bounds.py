@@ -15,15 +15,25 @@ MAX_SECONDS = 2**30
 
 @dataclass(frozen=True)
 class Bound:
-    """From `least` to `most`, both included; if `least` itself is none of them, `above`. An infinite `most`: any."""
+    """From `least` to `most`, both included; if one itself is none of them, `above` or `below`. Infinite: any."""
 
     least: float
     most: float
     above: bool = False
+    below: bool = False
 
     def allows(self, value: float) -> bool:
         """Whether a value is within; nan is not, nor is what no float can hold."""
-        return (self.least < value if self.above else self.least <= value) and value <= self.most and value != math.inf
+        enough = self.least < value if self.above else self.least <= value
+        return enough and (value < self.most if self.below else value <= self.most) and value != math.inf
+
+    def __str__(self) -> str:
+        """Write it as `1 to 1024`, `0 or more`, `above 0`."""
+        if self.most == math.inf:
+            return f"above {self.least:g}" if self.above else f"{self.least:g} or more"
+        if self.above:
+            return f"above {self.least:g}, {'below ' if self.below else 'at most '}{_written(self.most)}"
+        return f"{self.least:g} to {_written(self.most)}"
 
 
 BOUNDS = {
@@ -56,6 +66,24 @@ BOUNDS = {
     "checkpoint.every_minutes": Bound(0, MAX_SECONDS, above=True),
     "sampler.temperature": Bound(0, math.inf, above=True),
 }
+WEIGHT = Bound(0, math.inf)
+OTHERS = {
+    "train.ema_decay": Bound(0, 1, above=True, below=True),
+    "eval.sets.NAME.every_steps": Bound(0, MAX_COUNT),
+    "eval.sets.NAME.batches": Bound(1, MAX_COUNT),
+    "eval.sets.NAME.batch_size": Bound(1, MAX_COUNT),
+    "early_stopping.patience": Bound(1, math.inf),
+    "early_stopping.min_delta": Bound(0, math.inf),
+    "scheduler.warmup_steps": Bound(0, math.inf),
+    "scheduler.total_steps": Bound(1, math.inf),
+    "scheduler.min_ratio": Bound(0, 1),
+    "scheduler.decay_steps": Bound(1, math.inf),
+    "phases.NAME.start_step": Bound(0, MAX_COUNT),
+    "phases.NAME.temperature": Bound(0, math.inf, above=True),
+    "phases.NAME.lr_scale": Bound(0, 1e15),  # the product of two fits into a float32
+    **dict.fromkeys(("sampler.weights", "sampler.max_epochs", "data.weights", "phases.NAME.weights"), WEIGHT),
+}
+"""Those that are checked with others, in messages of their own; of a dictionary, what each of its values may be."""
 
 
 def error(key: str, value: float | None) -> str | None:
@@ -90,4 +118,5 @@ def _written(value: float) -> str:
     """An upper limit as a person would write it."""
     if value == 2**63 - 1:
         return "2**63 - 1"
-    return f"2**{int(value).bit_length() - 1}" if value >= 2**20 else f"{value:g}"
+    exponent = int(value).bit_length() - 1
+    return f"2**{exponent}" if value >= 2**20 and value == 2**exponent else f"{value:g}"

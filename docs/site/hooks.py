@@ -44,12 +44,39 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Point links between docs/ and the top of the repository to the pages of the site."""
+    if page.file.src_uri == "reference/settings.md":
+        markdown = markdown.replace("<!-- settings -->", "\n".join(settings_tables()))
     if page.file.src_uri in TOP.values():
         markdown = re.sub(r"\]\((?:\./)?docs/", "](", markdown)
     for source, target in TOP.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(source)}(?=[)#])", f"]({target}", markdown)
     markdown = re.sub(r"\]\((?:\./)?examples/(?:plugin/?)?\)", "](gallery.md)", markdown)
     return re.sub(r"\]\(\.\./conf/", "](conf/", markdown)
+
+
+def settings_tables() -> Iterator[str]:
+    """A heading and a table for each part of the config."""
+    from runner.config.settings import settings
+
+    part = ""
+    for row in settings():
+        if row.key.partition(".")[0] != part:
+            part = row.key.partition(".")[0]
+            yield f"\n## {part}\n"
+            yield "| setting | type | default | allowed | may change later | |\n|---|---|---|---|---|---|"
+        about = f"{row.about} ({row.option})" if row.option else row.about
+        cells = [_plain(each) for each in (row.type, row.allowed, row.later, about)]
+        default = f"`{row.default}`".replace("|", "\\|")
+        yield f"| `{row.key}` | {cells[0]} | {default} | {' | '.join(cells[1:])} |"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is, but for code in backticks."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(
+        each.replace("|", "\\|") if each.startswith("`") else re.sub(r"([\\*_{}\[\]<>#|])", r"\\\1", each)
+        for each in parts
+    )
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from runner.bounds import OTHERS
+
 
 class Best(Enum):
     """Whether the lowest or the highest value of a metric is the best."""
@@ -45,9 +47,9 @@ class EarlyStoppingConfig:
             return
         if self.metric is not None and not (self.metric.strip() and self.metric.isprintable()):
             yield f"early_stopping.metric={self.metric!r} must be a key of an evaluation's record, such as eval_loss"
-        if self.patience is not None and self.patience < 1:
+        if self.patience is not None and not OTHERS["early_stopping.patience"].allows(self.patience):
             yield f"early_stopping.patience={self.patience} must be 1 or more evaluations"
-        if self.min_delta is not None and not 0 <= self.min_delta < math.inf:
+        if self.min_delta is not None and not OTHERS["early_stopping.min_delta"].allows(self.min_delta):
             yield f"early_stopping.min_delta={self.min_delta:g} must be a number of at least 0"
         if self.above is not None and math.isnan(self.above):
             yield f"early_stopping.above={self.above:g} must be a number, or null for no bound"

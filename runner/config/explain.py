@@ -9,7 +9,6 @@ import contextlib
 import copy
 import re
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -19,7 +18,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from runner.config.frozen import READ_ERRORS, without_none
+from runner.config.frozen import READ_ERRORS
+from runner.config.hints import expected, type_of
 from runner.config.identity import as_text
 from runner.config.schema import Config
 from runner.config.tree import ConfigTree
@@ -27,7 +27,6 @@ from runner.errors import UserError, nearest
 
 # What a composition may raise.
 ERRORS = (HydraException, *READ_ERRORS)
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a dictionary"}
 
 # Hydra's settings of where and how an application runs, and what replaces them here. Its other settings (of logging,
 # for example) have no effect either, but nobody would miss it.
@@ -66,40 +65,10 @@ def _replaced(key: str) -> str | None:
     return REPLACED.get(".".join(names[:2])) or REPLACED.get(".".join(names[:3]))
 
 
-def expected(key: str) -> str:
-    """A description of what the schema allows for the dotted `key`; empty where it allows anything."""
-    hint, optional = without_none(_type_of(key))
-    description = _description(hint)
-    return f"{description} or null" if description and optional else description
-
-
-def _type_of(key: str) -> Any:
-    """The type that the schema gives the dotted `key`; None where it gives none."""
-    hint: Any = Config
-    for name in key.split("."):
-        hint = without_none(hint)[0]
-        if is_dataclass(hint):
-            hint = typing.get_type_hints(hint).get(name)
-        elif typing.get_origin(hint) is dict:
-            hint = typing.get_args(hint)[1]
-        else:
-            return None
-    return hint
-
-
-def _description(hint: Any) -> str:
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(member.name for member in hint)
-    origin = typing.get_origin(hint)
-    if origin is list:
-        return "a list such as [a,b]"
-    return TYPE_NAMES.get(origin or hint, "a dictionary" if is_dataclass(hint) else "")
-
-
 def _siblings(key: str, config: DictConfig | None) -> list[str]:
     """The valid names for the last part of the dotted `key`."""
     parent = key.rpartition(".")[0]
-    hint = _type_of(parent) if parent else Config
+    hint = type_of(parent) if parent else Config
     if isinstance(hint, type) and is_dataclass(hint):
         return [each.name for each in fields(hint)]
     node = OmegaConf.select(config, parent) if config is not None else None

@@ -7,14 +7,14 @@ from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.fork import planned, trunk_values
+from runner.config.hints import without_none
 from runner.config.own_target import Replaceable
 from runner.config.plain_yaml import (
     CACHED,
@@ -186,14 +186,6 @@ def _typed(hint: Any, value: Any) -> Any:
     if kind == "dict":
         return {key: _typed(get_args(hint)[1], part) for key, part in value.items()}
     return dict(value) if isinstance(value, dict) else value
-
-
-def without_none(hint: Any) -> tuple[Any, bool]:
-    """The type without `None`, and whether it allowed `None`."""
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-        return kinds[0], True
-    return hint, False
 
 
 @cache

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from runner.bounds import MAX_COUNT
+from runner.bounds import MAX_COUNT, OTHERS, WEIGHT
 from runner.config.own_target import Replaceable, option_errors
 from runner.errors import UserError, nearest, refuse
 
-MAX_FACTOR = 1e15  # of learning rates: the product of two fits into a float32
+MAX_FACTOR = OTHERS["phases.NAME.lr_scale"].most  # of learning rates
 WARMUP_STEPS = 20  # if warmup_steps is not set
 WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set
 
@@ -30,10 +30,10 @@ class Phase:
     """The weights, temperature and learning-rate scale from step index `start_step` until the next phase.
 
     Args:
-        start_step: 0 or more.
-        weights: by source name, 0 or more; a source that is not named keeps its base weight.
-        temperature: above 0; None for the base temperature.
-        lr_scale: factor of the learning rate, 0 or more.
+        start_step: The number of completed steps from which it is in force.
+        weights: Weight by source name; a source that is not named keeps its base weight.
+        temperature: The temperature of the mixture. null: sampler.temperature.
+        lr_scale: Factor of the learning rate, times that of the scheduler.
     """
 
     start_step: int = 0
@@ -154,7 +154,7 @@ def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[st
         if name not in sources:
             known = ", ".join(sources) or "none"
             yield f"{key}.{name}: no such source{nearest(name, sources)}; the sources are {known}"
-        elif not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+        elif not (isinstance(weight, int | float) and WEIGHT.allows(weight)):
             yield f"{key}.{name}={weight} must be a finite number, 0 or more"
 
 

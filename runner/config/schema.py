@@ -105,6 +105,15 @@ class TrainConfig:
 
 @dataclass
 class EvalSetConfig:
+    """One of several evaluations.
+
+    Args:
+        sources: The sources of data.eval_sources that it evaluates on. []: all.
+        every_steps: Steps between its evaluations. 0: none. null: as eval.every_steps.
+        batches: Batches per source. null: as eval.batches.
+        batch_size: Sequences per batch. null: as eval.batch_size.
+    """
+
     sources: list[str] = field(default_factory=list)
     every_steps: int | None = None
     batches: int | None = None
@@ -320,7 +329,7 @@ def _number_errors(config: Config) -> Iterator[str]:
         if line := bounds.error(key, attrgetter(key)(config)):
             yield line
     decay = config.train.ema_decay
-    if decay is not None and not 0 < decay < 1:
+    if decay is not None and not bounds.OTHERS["train.ema_decay"].allows(decay):
         yield f"train.ema_decay={decay} must be a number between 0 and 1, such as 0.999, or null"
 
 
@@ -458,13 +467,10 @@ def _eval_set_errors(config: Config) -> Iterator[str]:
             if source not in known:
                 there = ", ".join(known) or "none"
                 yield f"{key}.sources: no such source {source!r}{nearest(source, known)}; data.eval_sources has {there}"
-        for option, value, least in (
-            ("every_steps", each.every_steps, 0),
-            ("batches", each.batches, 1),
-            ("batch_size", each.batch_size, 1),
-        ):
-            if value is not None and not least <= value <= MAX_COUNT:
-                yield f"{key}.{option}={value} must be from {least} to 2**40"
+        for option in ("every_steps", "batches", "batch_size"):
+            value, bound = getattr(each, option), bounds.OTHERS[f"eval.sets.NAME.{option}"]
+            if value is not None and not bound.allows(value):
+                yield f"{key}.{option}={value} must be from {bound.least} to 2**40"
 
 
 def _sampler_errors(config: Config) -> Iterator[str]:

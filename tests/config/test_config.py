@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runner.config.composition import Composer
-from runner.config.explain import expected
 from runner.config.frozen import load, load_plain
+from runner.config.hints import expected
 from runner.config.identity import differences, flatten, kind_of
 from runner.config.schedule import Phase
 from runner.config.schema import Config

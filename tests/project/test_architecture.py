@@ -30,9 +30,9 @@ WITHOUT_TORCH = """
     runner.errors runner.contracts runner.__main__ runner.system.files runner.system.clock runner.system.processes
     runner.system.signals runner.system.distributed runner.rundir.paths runner.rundir.lease runner.rundir.attempt_log
     runner.rundir.submitted_jobs runner.rundir.provenance runner.config.schema runner.config.schedule
-    runner.config.search_path runner.cli.base.help runner.cli.look.status runner.cli.runs.checkpoints
-    runner.training.attempt runner.training.job runner.data.order.batch_shape runner.checkpoint.files.directory
-    launch.slurm launch.local
+    runner.config.search_path runner.cli.base.help runner.cli.look.status runner.cli.look.show
+    runner.cli.runs.checkpoints runner.training.attempt runner.training.job runner.data.order.batch_shape
+    runner.checkpoint.files.directory launch.slurm launch.local
 """.split()
 Imports = Mapping[str, Collection[str]]
 

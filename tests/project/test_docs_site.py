@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from docs_pages import ROOT
+
+from runner.config.settings import settings
 
 INCLUDES = '```py\n--8<-- "conf/sampler/elastic.yaml"\n```\n'
 
@@ -41,3 +44,16 @@ def test_a_page_that_shows_something_else_is_a_warning(
     assert [record.name for record in caplog.records] == ["mkdocs.hooks"] * (warning is not None)
     assert all(record.message.startswith("page.html: ") for record in caplog.records)
     assert (warning or "") in caplog.text
+
+
+def test_the_page_of_the_settings_has_them_all_as_tables() -> None:
+    """Between the backticks of their first column, and without a `|` that would end a cell."""
+    hooks = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))
+    source = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    page = hooks["on_page_markdown"](
+        source, page=SimpleNamespace(file=SimpleNamespace(src_uri="reference/settings.md"))
+    )
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in rows] == [row.key for row in settings()]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {7}
+    assert "## checkpoint" in page

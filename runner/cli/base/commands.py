@@ -10,6 +10,7 @@ COMMANDS = {
     "init": ("start", "DIR", "write a small project to begin with"),
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
+    "show": ("look", "--settings [PREFIX]", "every setting there is"),
     "diff": ("look", "A B", "how two runs differ, and from which step on"),
     "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),
     "checkpoints": ("runs", "RUN", "list, verify, compare, export and prune checkpoints"),

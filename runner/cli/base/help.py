@@ -33,7 +33,7 @@ Examples
 Groups, one option of each (group=option)
 {groups}
 
-Settings (key=value; --cfg job lists them all, the files in conf/ explain them)
+Settings (key=value; python -m runner show --settings explains them all)
   seed                     seed of every random choice
   run.dir                  the run directory; default: outputs/<run.name>-<hash of the config>
   run.name                 the readable part of its name
