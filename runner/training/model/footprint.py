@@ -152,9 +152,9 @@ def _state_bytes(optimizer: torch.optim.Optimizer, to_try: bool) -> int | None:
         copy = object.__new__(type(optimizer))
         # Not `step`, which a scheduler has wrapped for the original.
         vars(copy).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-        copy.param_groups = [_on_meta(group) for group in optimizer.param_groups]
         state = copy.state = defaultdict(dict)
         try:
+            copy.param_groups = [_on_meta(group) for group in optimizer.param_groups]
             copy.step()
         except Exception:  # noqa: BLE001 it may be the user's own code; torch's Adafactor needs real numbers
             return None
