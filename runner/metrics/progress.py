@@ -121,6 +121,18 @@ def quantity(number: float) -> str:
     return f"{number:.0f}"
 
 
+def size(count: float | None) -> str:
+    """Bytes as `312 B` or `1.2 MB` (powers of 1000); empty for None."""
+    if count is None:
+        return ""
+    amount, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as 0:42, 12:05 or 3:07:09; `?` for None."""
     if seconds is None:

@@ -34,6 +34,7 @@ from runner.training.effects import mixing_without_effect
 from runner.training.ending import EarlyEnd, Ending
 from runner.training.evaluation.evaluation import Evaluation
 from runner.training.exactness import begin_exactly, inexact
+from runner.training.model import footprint
 from runner.training.model.build import seed_everything
 from runner.training.records.profiler import Profiler
 from runner.training.records.recorder import Recorder
@@ -282,7 +283,18 @@ class _Opening:
         if of.trained.device.type == "cuda":
             self.log.note(gpus=self.world.size)
         show_start(recorder, self.config, of.step, self.world.size)
+        recorder.bar.say(f"model: {self._model(of)}")
         return recorder
+
+    def _model(self, of: _Restored) -> str:
+        """Describe the model on this rank, and what a step trains on."""
+        average = of.trained.average is not None
+        held = footprint.measured(of.trained.model, of.trained.optimizers, average)
+        stated, samples = tokens_per_sample(of.datasets), None
+        if of.datasets:
+            samples = of.shapes[-1].global_batch_size
+        same = len({*stated.values()}) == 1 and len(stated) == len(of.datasets)
+        return f"{held}{footprint.per_step(self.world.size, samples, next(iter(stated.values())) if same else None)}"
 
     def _add_evaluation(self, record: dict[str, Any]) -> None:
         """Record a result beside those of `runner evaluate`, which then need not compute it.

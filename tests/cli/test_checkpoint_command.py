@@ -18,7 +18,7 @@ from faults import reads_intercepted
 from safetensors.torch import load_file
 
 from runner.__main__ import run as command
-from runner.cli.base.console import size
+from runner.metrics.progress import size
 from runner.rundir.lease import Lease
 from runner.system import clock, files
 

@@ -1,12 +1,17 @@
-"""`runner show`: every setting."""
+"""`runner show`: every setting, and the model of a run; a dry run shows it as well."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import here
 import pytest
+from composing import compose
+from torch import nn
 
 from runner import __main__ as entry
+from runner.cli.start.start import start
 from runner.config.settings import settings
 from runner.errors import ExitStatus
 
@@ -41,3 +46,57 @@ def test_a_setting_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) 
     assert entry.run(["show", "--settings", "train.stps"]) == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert "did you mean 'train.steps'?" in line
+
+
+class Fussy(nn.Module):
+    """A model that looks at its weights when it is created."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.largest = float(self.layer.weight.max())
+
+
+def frozen(path: Path, *words: str) -> Path:
+    path.mkdir()
+    (path / "config.yaml").write_text(compose([*words, f"run.dir={path}"]).text)
+    return path
+
+
+def test_the_model_of_a_run_is_a_table_and_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = frozen(tmp_path / "run", *here.SHORT, "train.global_batch_size=8")
+    heading, *rows, line = shown(capsys, str(run), "--model")
+    assert heading.split() == ["module", "parameters", "trainable", "weights"]
+    assert [row.split()[0] for row in rows] == ["tokens", "positions", "blocks", "norm", "total"]
+    assert line.startswith("model: 7.7k parameters (100 % trainable), ")
+    assert line.endswith("; 8 samples (128 tokens) per step")
+    (text,) = shown(capsys, str(run), "--model", "--json")
+    assert sum(part["parameters"] for part in json.loads(text)["parts"]) == int(rows[-1].split()[1].replace(",", ""))
+
+
+def test_a_model_that_needs_memory_is_created_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = frozen(tmp_path / "run", *here.OWN_MODEL, "model=own", "model._target_=test_show.Fussy")
+    assert entry.run(["show", str(run), "--model"]) == 0
+    out, err = capsys.readouterr()
+    assert "created without its memory" in err
+    assert out.splitlines()[1].split()[:3] == ["layer", "6", "6"]
+
+
+def test_a_dry_run_shows_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a sweep once; one that needs memory is not created."""
+    monkeypatch.chdir(tmp_path)
+    assert start([*here.SHORT, "-m", "-n", "model.layers=1,2", "seed=1,2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("model: ")] == ["7.7k", "10.9k"]
+    assert start([*here.OWN_MODEL, "-n", "model=own", "model._target_=test_show.Fussy"]) == 0
+    assert "the model is not shown: it cannot be created without its memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["outputs/x"], ["--model"], ["outputs/x", "--settings"]])
+def test_what_to_show_must_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.run(["show", *words]) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pass a run and --model" in line
+    assert "--settings [PREFIX]" in line

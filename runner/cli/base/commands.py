@@ -11,7 +11,7 @@ COMMANDS = {
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
     "logs": ("look", "RUN", "what a run prints"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
-    "show": ("look", "--settings [PREFIX]", "every setting there is"),
+    "show": ("look", "RUN --model | --settings", "the model of a run, or every setting there is"),
     "diff": ("look", "A B", "how two runs differ, and from which step on"),
     "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),
     "checkpoints": ("runs", "RUN", "list, verify, compare, export and prune checkpoints"),
@@ -29,7 +29,7 @@ COMMANDS = {
 }
 # Those that take settings, and those that create classes that a config names.
 WITH_SETTINGS = ("resume", "fork", "evaluate", "doctor", "chaos")
-WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect")
+WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect", "show")
 
 
 def module(name: str) -> ModuleType:

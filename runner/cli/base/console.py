@@ -193,18 +193,6 @@ class Lines:
         return made
 
 
-def size(count: float | None) -> str:
-    """Bytes as `312 B` or `1.2 MB` (powers of 1000); empty for None."""
-    if count is None:
-        return ""
-    amount, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 1000:
-            break
-        amount, unit = amount / 1000, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-
-
 def shown(path: Path) -> str:
     """`path` as one would type it in the current directory."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from runner.cli.base import model
 from runner.cli.base.arguments import add_config_dir
-from runner.cli.base.console import PROGRAM, Parser, console, size
+from runner.cli.base.console import PROGRAM, Parser, console
 from runner.cli.doctor import sizes
 from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import ExitStatus, UserError
+from runner.metrics.progress import size
 from runner.system import clock, files, processes
 
 if TYPE_CHECKING:
     from runner.config.composition import Composed
     from runner.config.schema import Config
+    from runner.training.model.footprint import Footprint
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 SLOW_FSYNC_S = 0.5  # an fsync that takes longer slows every save down
@@ -55,14 +58,11 @@ def main(arguments: Sequence[str]) -> int:
         if not options.json:
             _print(finding)
     failed = any(finding.level == "error" for finding in found)
-    rows, more = ([], []) if failed else _sizes(composed)
+    about = _About() if failed else _About.of(composed)
     if options.json:
-        findings = [asdict(finding) for finding in (*found, *more)]
-        print(json.dumps({"findings": findings, "sizes": [asdict(row) for row in rows]}))
-    elif rows:
-        for finding in more:
-            _print(finding)
-        console().print(sizes.listing(rows))
+        print(json.dumps({"findings": [asdict(each) for each in (*found, *about.findings)], **about.to_json()}))
+    else:
+        about.print()
     return int(ExitStatus.USAGE if failed else ExitStatus.FINISHED)
 
 
@@ -73,12 +73,45 @@ def _print(finding: Finding) -> None:
     console().print(Text(f"{finding.level:8}", style=STYLES[finding.level]) + Text(finding.text + remedy))
 
 
-def _sizes(composed: Composed) -> tuple[list[sizes.Size], list[Finding]]:
-    """What each size of the run costs, if its number of ranks may vary."""
-    from runner.cli.base.launcher import make_launcher
+@dataclass
+class _About:
+    """What the doctor tells of a config without an error: its model, and each size that the run may have."""
 
-    counts = make_launcher(composed.plain["launcher"]).rank_counts()
-    return sizes.sizes(composed.config, counts) if counts.vary else ([], [])
+    held: Footprint | None = None
+    listing: list[Any] = field(default_factory=list)
+    rows: list[sizes.Size] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @staticmethod
+    def of(composed: Composed) -> _About:
+        """Measure the model without taking its memory."""
+        from runner.cli.base.launcher import make_launcher
+
+        counts = make_launcher(composed.plain["launcher"]).rank_counts()
+        held, reason = model.held_by(composed.config)
+        reason = f"the model cannot be created without its memory ({reason})"
+        if held and held.optimizers is None:
+            reason = "the state of an optimizer is known after its first step only"
+        unknown = held is None or held.optimizers is None
+        return _About(
+            held,
+            list(model.listing(held, composed.config, counts.counts[0])) if held else [],
+            sizes.sizes(composed.config, counts, held) if counts.vary else [],
+            [Finding("warning", f"the memory of a rank is not known: {reason}")] if unknown else [],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the model, null if it is not known, and the sizes."""
+        return {"model": self.held and asdict(self.held), "sizes": [asdict(row) for row in self.rows]}
+
+    def print(self) -> None:
+        """Print it below the findings."""
+        for finding in self.findings:
+            _print(finding)
+        for each in self.listing:
+            console().print(each)
+        if self.rows:
+            console().print(sizes.listing(self.rows))
 
 
 def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:

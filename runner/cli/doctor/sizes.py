@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.cli.base.console import size, table
-from runner.contracts import Finding, RankCounts
+from runner.cli.base.console import table
+from runner.contracts import RankCounts
+from runner.metrics.progress import size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,22 +38,22 @@ class Size:
     memory: int | None
 
 
-def sizes(config: Config, counts: RankCounts) -> tuple[list[Size], list[Finding]]:
-    """List every size that a run may have, and why its memory is not known.
+def sizes(config: Config, counts: RankCounts, held: Footprint | None) -> list[Size]:
+    """List every size that a run may have.
 
     Args:
         config: of the run, with a global batch.
         counts: the numbers of ranks.
+        held: the memory that its model takes; None: not known.
     """
     assert config.train.global_batch_size is not None
     whole = config.train.global_batch_size // config.train.batch_size
-    held, findings = _footprint(config)
     found = []
     for ranks in _thinned(counts.counts):
         most = -(-whole // ranks)
         memory = None if held is None else held.per_rank(config, ranks, most)
         found.append(Size(ranks, ranks // counts.per_node if counts.per_node else None, most, most / whole, memory))
-    return found, findings
+    return found
 
 
 def _thinned(counts: range) -> Iterator[int]:
@@ -65,17 +66,6 @@ def _thinned(counts: range) -> Iterator[int]:
         yield counts[number - 1]
         number *= 2
     yield counts[-1]
-
-
-def _footprint(config: Config) -> tuple[Footprint | None, list[Finding]]:
-    from runner.training.model.footprint import footprint
-
-    try:
-        return footprint(config), []
-    except Exception as error:  # noqa: BLE001 the model is the user's own code
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        text = f"the memory of a rank is not known: the model cannot be created without its memory ({reason})"
-        return None, [Finding("warning", text)]
 
 
 def listing(rows: list[Size]) -> Table:

@@ -1,14 +1,22 @@
-"""`runner show --settings [PREFIX]`: every setting there is."""
+"""`runner show --settings [PREFIX]`: every setting there is; `runner show RUN --model`: the model of a run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli.base.console import PROGRAM, Parser, console, table
+from runner.cli.base import model
+from runner.cli.base.console import PROGRAM, Parser, console, table, tell
 from runner.config.settings import settings
+from runner.errors import UserError
+from runner.rundir.attempt_log import ended_attempts
+from runner.rundir.find import run_dir
+from runner.rundir.origin import search_modules
+from runner.rundir.trust import check_trusted, reading
+from runner.system import files
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,12 +30,15 @@ def parser() -> Parser:
     """Make the parser of the command's arguments."""
     made = Parser(
         prog=f"{PROGRAM} show",
-        description="Prints every setting: its type, default, allowed values, whether it may change in an existing "
+        description="Prints the model of a run: its modules, their parameters, and the memory that training takes. Or "
+        "every setting: its type, default, allowed values, whether it may change in an existing "
         "run, and what it is.",
     )
     made.add_argument(
         "--settings", nargs="?", const="", metavar="PREFIX", help="all settings, or those of a part such as eval"
     )
+    made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run directory, such as outputs/NAME")
+    made.add_argument("--model", action="store_true", help="the model that RUN trains")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -36,14 +47,43 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; its exit status.
 
     Raises:
-        UserError: there is no such setting.
+        UserError: there is no such setting or run, or the run's model cannot be created.
     """
     options = parser().parse_args(arguments)
+    asked = options.run is not None, options.model, options.settings is not None
+    if asked not in ((True, True, False), (False, False, True)):
+        raise UserError(f"pass a run and --model ({PROGRAM} show outputs/NAME --model), or --settings [PREFIX]")
+    if options.model:
+        return _show_model(options.run, options.json)
     rows = settings((options.settings or "").strip("."))
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         console().print(_listing(rows) if console().width >= WIDE else _paragraphs(rows))
+    return 0
+
+
+def _show_model(path: Path, as_json: bool) -> int:
+    """Print the model of a run, from its frozen config; the exit status."""
+    from runner.config.frozen import load
+    from runner.training.model.footprint import footprint
+
+    run = run_dir(path)
+    with reading(run):
+        check_trusted(run)
+        config = load(run.path)
+        attempts = ended_attempts(run)
+        ranks = (attempts[-1] if attempts else files.read_object(run.attempt)).get("ranks") or 1
+    search_modules(run, config.run.directory)
+    held, reason = model.held_by(config)
+    if held is None:
+        tell(f"the model cannot be created without its memory ({reason}), so it was created with it")
+        held = footprint(config, "cpu")
+    if as_json:
+        print(json.dumps({**asdict(held), "ranks": ranks}))
+    else:
+        for each in model.listing(held, config, ranks):
+            console().print(each)
     return 0
 
 

@@ -17,9 +17,10 @@ from runner.checkpoint.files.adoption import UNLINKABLE
 from runner.checkpoint.files.directory import store_of
 from runner.checkpoint.files.pins import pinned
 from runner.checkpoint.files.store import Fence, step_name
-from runner.cli.base.console import PROGRAM, Parser, say, shown, size, tell
+from runner.cli.base.console import PROGRAM, Parser, say, shown, tell
 from runner.cli.runs.housekeeping import refuse_inside_run, typed
 from runner.errors import FileError, UserError
+from runner.metrics.progress import size
 from runner.rundir.custody import custody, run_at
 from runner.rundir.evaluations import submitted
 from runner.rundir.paths import RunDir

@@ -19,8 +19,9 @@ from runner.checkpoint.files import directory as checkpoint_dir
 from runner.checkpoint.files.choice import Candidate, Intact, Retention, Stranger
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
-from runner.cli.base.console import PROGRAM, Parser, console, size, skip_corrupt, table, tell
+from runner.cli.base.console import PROGRAM, Parser, console, skip_corrupt, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
+from runner.metrics.progress import size
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_kinds

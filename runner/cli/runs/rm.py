@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoint.files.pins import pinned
-from runner.cli.base.console import PROGRAM, Parser, say, shown, size, tell
+from runner.cli.base.console import PROGRAM, Parser, say, shown, tell
 from runner.cli.runs.housekeeping import leftovers, remove, remove_rest
 from runner.errors import FileError, UserError
+from runner.metrics.progress import size
 from runner.rundir.custody import check_idle, custody, run_at
 from runner.rundir.paths import RunDir
 from runner.system import files

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from runner.cli.base import model
 from runner.cli.base.arguments import dirs, parse
-from runner.cli.base.console import counted, say, shown, tell
+from runner.cli.base.console import console, counted, say, shown, tell
 from runner.cli.base.launcher import common_launcher, idle_ranks
 from runner.cli.runs.housekeeping import remove, remove_rest
 from runner.cli.start.edits import Changes
@@ -20,12 +21,14 @@ from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.cli.start.relatives import nearest
 from runner.config.composition import Composed, Composer
 from runner.config.finished import has_finished
+from runner.config.identity import canonical
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, UserError, refuse
 from runner.rundir import provenance
 from runner.rundir.attempt_log import last_step
 from runner.rundir.custody import custody
 from runner.rundir.lease import Heart, Lease
+from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
 from runner.rundir.sources import Sources
 from runner.rundir.trunk import find
@@ -39,6 +42,8 @@ ATTEMPT = "runner.training.attempt:attempt"
 RANK_TIMEOUT_S, RANK_POLL_S = 120.0, 0.05
 # How long a command waits for another one that submits the same runs.
 SUBMISSION_WAIT_S = 120.0
+# What a dry run shows the model of.
+DECIDES_MODEL, MOST_MODELS = ("model", "optimizer", "optimizers", "strategy", "train"), 8
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -87,6 +92,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         _show_code_changes([run.job for run in planned if run.starts])
         if starting:
             print(launcher.preview(starting))
+            _show_models([run.job for run in planned if run.starts], launcher)
         return _status(planned)
     return _start_all(planned, launcher, single)
 
@@ -327,6 +333,24 @@ def _show_code_changes(jobs: Sequence[Composed]) -> None:
     for job in jobs:
         for change in provenance.code_changes(job.run_dir, code, sources):
             say(f"  the code has changed since {shown(job.run_dir)} last started: {change}")
+
+
+def _show_models(jobs: Sequence[Composed], launcher: Launcher) -> None:
+    """Print the models that the first jobs train; most sweeps have one."""
+    settings = {canonical([job.plain[key] for key in DECIDES_MODEL]): job for job in reversed(jobs)}
+    several, seen = [*reversed(settings.values())], set()
+    for job in several[:MOST_MODELS]:
+        search_modules(RunDir(job.run_dir), job.config.run.directory)
+        held, reason = model.held_by(job.config)
+        listed = [] if held is None else [*model.listing(held, job.config, launcher.rank_counts().counts[0])]
+        if held is None:
+            listed = [f"the model is not shown: it cannot be created without its memory ({reason})"]
+        if listed[-1] not in seen:
+            for each in [f"model of {shown(job.run_dir)}", *listed] if len(several) > 1 else listed:
+                console().print(each)
+        seen.add(listed[-1])
+    if len(several) > MOST_MODELS:
+        say(f"further models are not shown: only {MOST_MODELS} are looked at")
 
 
 def _begin_branch(job: Composed, run: RunDir, guard: files.Guard) -> None:

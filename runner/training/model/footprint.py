@@ -1,29 +1,75 @@
-"""How much memory a model and its optimizers take, without taking any: they are created on the meta device."""
+"""What a model consists of and how much memory training it takes.
+
+It is measured without taking any: on the meta device, or on copies of the parameters there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from runner.config.identity import DEFAULT_STEPS
 from runner.config.schema import Config, Strategy, rank_invariant
+from runner.metrics.progress import quantity, size
 from runner.training.model import build
+from runner.training.model.optimizers import Optimizers
+from runner.training.model.parameters import named_parameters
+
+
+@dataclass(frozen=True)
+class Part:
+    """A top-level module of a model: its parameters, how many are trained, and the bytes of its weights.
+
+    A parameter that several modules share counts in the first one alone.
+    """
+
+    name: str
+    parameters: int = 0
+    trainable: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of the model with its buffers, of one copy of its gradients, of the state of its optimizers, and of the
-    average of its weights (0 without `train.ema_decay`)."""
+    """A model on one rank; with FSDP2 its sizes are those of this rank's part.
+
+    Attributes:
+        model: bytes of its parameters and buffers.
+        gradients: of one copy of its gradients.
+        optimizers: of the state of its optimizers after their first step, None where only that step tells.
+        average: of the average of its weights, 0 without `train.ema_decay`.
+        parts: its top-level modules that have parameters.
+    """
 
     model: int
     gradients: int
-    optimizers: int
+    optimizers: int | None
     average: int
+    parts: tuple[Part, ...]
 
-    def per_rank(self, config: Config, ranks: int, micro_batches: int) -> int:
+    @property
+    def total(self) -> Part:
+        """Add up the parts; the weights include the model's buffers."""
+        counts = [sum(getattr(part, name) for part in self.parts) for name in ("parameters", "trainable")]
+        return Part("total", counts[0], counts[1], self.model)
+
+    def __str__(self) -> str:
+        """Write it in one line."""
+        whole = self.total
+        share = f" ({100 * whole.trainable / whole.parameters:.3g} % trainable)" if whole.parameters else ""
+        state = "optimizer not known" if self.optimizers is None else f"about {size(self.optimizers)} optimizer"
+        average = f" + {size(self.average)} average" if self.average else ""
+        memory = f"{size(self.model)} weights + {size(self.gradients)} gradients + {state}{average}"
+        return f"{quantity(whole.parameters)} parameters{share}, {memory}"
+
+    def per_rank(self, config: Config, ranks: int, micro_batches: int) -> int | None:
         """An estimate of the bytes that a rank holds in a step, without activations and batches.
 
         In rank-invariant training a rank adds up the gradients of its micro-batches as a binary tree, of which it keeps
@@ -35,6 +81,8 @@ class Footprint:
             ranks: how many there are.
             micro_batches: the most that one rank computes in a step.
         """
+        if self.optimizers is None:
+            return None
         copies = 1 if ranks == 1 or config.strategy is Strategy.fsdp else 2
         if rank_invariant(config):
             copies += math.ceil(math.log2(max(micro_batches, 1)))
@@ -42,31 +90,119 @@ class Footprint:
         return -(-whole // ranks) if config.strategy is Strategy.fsdp else whole
 
 
-def footprint(config: Config) -> Footprint:
-    """That of the model of a config, after one step of its optimizers on zero gradients.
+def footprint(config: Config, device: str = "meta") -> Footprint:
+    """Create the model of a config and its optimizers, to measure them.
+
+    Args:
+        config: of the run.
+        device: where; anything but meta takes the memory.
 
     Raises:
         UserError: the model or an optimizer cannot be created.
         Exception: the model or an optimizer needs real memory, such as weights that it reads from a file.
     """
     known = replace(config, train=replace(config.train, steps=config.known_steps or DEFAULT_STEPS, epochs=None))
-    with torch.device("meta"):
+    with torch.device(device):
         model = build.model(known)
-        optimizers = build.optimizers(known, model, torch.device("meta"))
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        for name in optimizers.names:
-            optimizers[name].step()
-    states = [each for name in optimizers.names for each in optimizers[name].state.values()]
-    held = _bytes([*model.parameters(), *model.buffers()])
+        optimizers = build.optimizers(known, model, torch.device(device))
+    return measured(model, optimizers, config.train.ema_decay is not None, to_try=True)
+
+
+def measured(model: nn.Module, optimizers: Optimizers, averaged: bool, to_try: bool = False) -> Footprint:
+    """Measure what is trained here, and leave it as it is.
+
+    Args:
+        model: as it is trained.
+        optimizers: of its parameters.
+        averaged: whether there is an average of the weights.
+        to_try: whether a user's optimizer may make a step on copies of the parameters: it may change more than those.
+    """
+    parts: dict[str, Part] = {}
+    parameters = {name: each for name, each in named_parameters(model).items() if not is_lazy(each)}
+    for name, parameter in parameters.items():
+        top, below, _ = name.partition(".")
+        part = parts.get(top := top if below else "(itself)", Part(top))
+        count = parameter.numel()
+        parts[top] = Part(
+            top,
+            part.parameters + count,
+            part.trainable + count * parameter.requires_grad,
+            part.weights + _bytes([parameter]),
+        )
+    held = _bytes([*parameters.values(), *model.buffers()])
+    states = [_state_bytes(optimizers[name], to_try) for name in optimizers.names]
     return Footprint(
         model=held,
-        gradients=_bytes(trained),
-        optimizers=_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor)),
-        average=held if config.train.ema_decay is not None else 0,
+        gradients=_bytes(each for each in parameters.values() if each.requires_grad),
+        optimizers=None if None in states else sum(filter(None, states)),
+        average=held if averaged else 0,
+        parts=tuple(parts.values()),
     )
 
 
+def _state_bytes(optimizer: torch.optim.Optimizer, to_try: bool) -> int | None:
+    """The bytes of an optimizer's state; before its first step those of a copy that makes one on the meta device.
+
+    None if that is impossible, or must not be tried with a class that is neither torch's nor ours.
+    """
+    state = optimizer.state
+    if not state:
+        if not to_try and not type(optimizer).__module__.startswith(("torch.optim.", "runner.training.optim")):
+            return None
+        copy = object.__new__(type(optimizer))
+        # Not `step`, which a scheduler has wrapped for the original.
+        vars(copy).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        state = copy.state = defaultdict(dict)
+        try:
+            copy.param_groups = [_on_meta(group) for group in optimizer.param_groups]
+            copy.step()
+        except Exception:  # noqa: BLE001 it may be the user's own code; torch's Adafactor needs real numbers
+            return None
+    return _bytes(value for each in state.values() for value in each.values() if isinstance(value, torch.Tensor))
+
+
+def _on_meta(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of an optimizer with parameters that take no memory, and have gradients."""
+    made = []
+    for parameter in group["params"]:
+        if parameter.requires_grad and not is_lazy(parameter):
+            made.append(nn.Parameter(torch.empty_like(_local(parameter), device="meta")))
+            made[-1].grad = torch.empty_like(made[-1])
+    needs_device = {name: False for name in ("fused", "capturable") if group.get(name)}
+    return {**group, **needs_device, "params": made}
+
+
+def per_step(ranks: int, samples: int | None, tokens: int | None, divided: bool = False) -> str:
+    """Write where a footprint is, and what a step trains on.
+
+    Args:
+        ranks: how many there are.
+        divided: whether the footprint is that of all ranks, each of which has a part of it.
+        samples: over all ranks; None: not known.
+        tokens: in each sample; None: not known, or it has none.
+    """
+    where = f"{', divided over' if divided else ' on each of'} {ranks} ranks" if ranks > 1 else ""
+    if samples is None:
+        return where
+    return f"{where}; {samples:,} samples{f' ({samples * tokens:,} tokens)' if tokens else ''} per step"
+
+
+def planned_step(config: Config, ranks: int) -> str:
+    """Write what a step of a config trains on, as far as it is known before the data are open."""
+    train, nodes = config.train, [node for node in config.data.sources.values() if isinstance(node, dict)]
+    samples = train.global_batch_size or train.batch_size * (train.grad_accum_steps or 1) * ranks
+    ours = [node.get("sequence_length") for node in nodes if str(node.get("_target_")).startswith("runner.data.")]
+    tokens = ours[0] if len(ours) == len(nodes) and len({*ours}) == 1 else None
+    divided = config.strategy is Strategy.fsdp
+    return per_step(
+        ranks, None if config.data.loader else samples, tokens if isinstance(tokens, int) else None, divided
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
