@@ -19,10 +19,12 @@ from runner.errors import ExitStatus, RunDirError, UserError, unchained
 from runner.metrics.external import flattened
 from runner.metrics.records import read_records
 from runner.rundir import evaluations, submitted_jobs
+from runner.rundir.artifacts import Artifact, artifacts
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.find import find_runs, run_dir
 from runner.rundir.lease import LeaseWatcher
 from runner.rundir.paths import RunDir
+from runner.rundir.provenance import code_facts
 from runner.rundir.state import State, look
 from runner.rundir.trust import reading
 from runner.system import files, processes
@@ -140,6 +142,22 @@ class Run:
                 for record in evaluations.results(self._run)
             ]
         return _table(sorted([*during, *later], key=lambda record: int(record["step"])))
+
+    def timings(self) -> Any:
+        """Return speed, data wait and memory over the steps (timings.jsonl), in the form of `metrics`."""
+        with reading(self._run):
+            return _table(read_records(self._run.timings))
+
+    def artifacts(self) -> list[Artifact]:
+        """List the images and texts that callbacks logged, by name and step; their `read()` returns the content."""
+        with reading(self._run):
+            return artifacts(self._run)
+
+    @property
+    def code(self) -> dict[str, Any]:
+        """Return what identifies the code: commits, digests of uncommitted changes and of the user's own files."""
+        with reading(self._run):
+            return code_facts(files.read_object(self._run.code))
 
     @property
     def checkpoints(self) -> list[int]:

@@ -325,7 +325,7 @@ def test_a_setting_is_not_called_like_another_column(tmp_path: Path, report: Rep
         write_run(tmp_path / "outputs" / f"run{number}", settings=settings)
     shown = report(tmp_path / "outputs", "--by", "train.loss")
     words = shown.splitlines()[0].split()
-    assert sorted(words) == sorted("run state step slow.step lr train.loss loss best at step".split())
+    assert sorted(words) == sorted("run state step lr train.loss loss best at step".split())
     assert "train.loss  runs  left out  loss" in shown
     names = page_data(tmp_path / "outputs" / "report.html")["short"]
     assert names == {"train.loss": "train.loss", "callbacks.slow.step": "slow.step", "optimizer.lr": "lr"}
