@@ -213,9 +213,9 @@ def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
     choose(page, "filter", "onerror")
     assert EVIL in "".join(texts(page, "#runs tbody tr"))
     assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
-    for plot in ("curves", "timeline", "sources", "mixture"):
-        shown = page.evaluate(f"document.getElementById('{plot}').textContent")
-        assert "<img src=x" in shown, plot
+    for place in ("curves-legend", "timeline", "sources-legend", "mixture-legend", "parallel", "facts", "config"):
+        shown = page.evaluate(f"document.getElementById('{place}').textContent")
+        assert "<img src=x" in shown, place
     assert page.problems == []
 
 
