@@ -17,7 +17,7 @@
   function drawTimeline() {
     const runs = visible().filter((run) => run.attempts.length).slice(0, MOST_LINES);
     const labels = runs.map((run) => run.name), traces = [];
-    const bars = { type: "bar", orientation: "h", base: [], x: [], y: [], text: [], textposition: "none", marker: { color: "#8b98a6" }, name: "attempt",
+    const bars = { type: "bar", orientation: "h", base: [], x: [], y: [], text: [], textposition: "none", marker: { color: "#7f8c9a" }, name: "attempt",
       hovertemplate: "%{text}<extra></extra>" };
     const marks = {};
     runs.forEach((run) => {
