@@ -10,6 +10,7 @@
   const PALE = "#8b949d";
   const GRID = "#eef0f3";
   const MOST_COLORED = 8;
+  const MOST_DRAWN = 100;  // runs of which more than the chosen number is drawn without being asked for
   const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
   const PLAIN = { ...CONFIG, displayModeBar: false };  // its buttons would cover what is drawn
   const LAYOUT = { margin: { l: 60, r: 15, t: 10, b: 40 }, font: { family: "system-ui, sans-serif", size: 12, color: "#1d2329" },
@@ -93,7 +94,7 @@
 
   const plottable = [...data.metrics, ...data.others, ...data.hardware];
   function firstPanels() {
-    const others = single ? [...data.results, ...data.metrics, ...data.others] : ["loss"];
+    const others = single ? [...data.results, ...data.metrics, ...data.others] : data.runs.length <= MOST_DRAWN ? ["loss"] : [];
     return [...new Set(others)].filter((name) => plottable.includes(name) && name !== data.metric && !name.includes("/")).slice(0, 5);
   }
   const DEFAULTS = { metric: data.metric || plottable[0] || "loss", x: "step", by: data.by, filter: "", sort: "rank", down: false, run: "", beside: "",

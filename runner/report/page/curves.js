@@ -14,7 +14,7 @@
   }
   function runTraces(name, runs) {
     const colors = runColors(), many = runs.length > MOST_COLORED, one = chosen();
-    const gl = runs.length * 400 > 60000 ? "scattergl" : "scatter";
+    const points = runs.reduce((sum, run) => sum + (series(run, name) ? series(run, name).x.length : 0), 0), gl = points > 60000 ? "scattergl" : "scatter";
     const order = many ? [...runs].sort((a, b) => colors.has(a.index) - colors.has(b.index)) : runs;
     const shown = new Set(runs.map((run) => run.index));
     return order.map((run) => {
@@ -88,7 +88,9 @@
     element("curves-hint").textContent = found[0] && found[0].length ? hint : "No run that is shown has " + state.metric + " by " + state.x + ".";
   }
   function drawHardware() {
-    const names = data.hardware.filter((name) => name !== "samples/s" || !data.hardware.includes("tokens/s"));
+    const names = data.hardware.filter((name) => name !== "samples/s" || !data.hardware.includes("tokens/s")), runs = visible(), colors = runColors();
+    const few = runs.length <= MOST_DRAWN || state.by.length, shown = few ? runs : runs.filter((run) => colors.has(run.index) || run === chosen());
     element("hardware-section").hidden = !names.length;
-    if (names.length) drawPanels("hardware", names, visible());
+    element("hardware-hint").textContent = few ? "" : "Of the runs that have a color, and of the chosen one.";
+    if (names.length) drawPanels("hardware", names, shown);
   }

@@ -4,7 +4,7 @@
     state.run = run.name;
     remember();
     const focused = document.activeElement && document.activeElement.closest("#runs, #curves-legend"), label = focused && document.activeElement.textContent;
-    drawCurves(); drawRuns(); drawSettings(); drawOne();
+    drawCurves(); drawRuns(); drawSettings(); drawOne(); drawHardware();
     if (focused) [...focused.querySelectorAll("button")].find((button) => button.textContent === label)?.focus();
   }
   const all = (run, part) => (run.state === "unreadable" ? {} : { ...data.common[part], ...run[part] });

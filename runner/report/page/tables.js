@@ -48,7 +48,7 @@
       column("best", "best", (run) => result(run, 1), { shown: ranks }), column("best step", "at step", (run) => result(run, 2), { shown: ranks }),
       column("state", "state", (run) => run.state, { kind: "", shown: true }), column("steps", "step", (run) => run.steps, { shown: true }),
       ...data.keys.map((key) => column("setting " + key, data.short[key], (run) => run.settings[key],
-        { whole: key, kind: isNumber(key) ? "number" : "", shown: data.main.includes(key) && key !== "fork", write: (value, run) => (key in run.settings ? asText(value) : "") })),
+        { whole: key, kind: isNumber(key) ? "number" : "", shown: data.main.includes(key) && key !== "fork", write: (value, run) => (typeof value === "number" ? Number(value.toPrecision(12)).toString() : key in run.settings ? asText(value) : "") })),
       column("ranks", "ranks", (run) => run.ranks || 1, { shown: several }), column("attempts", "attempts", (run) => run.attempts.length || null),
       column("useful", "useful", (run) => run.useful, { write: share }),
       ...[...data.metrics, ...data.others].filter((name) => name !== metric).map((name) => column("last " + name, name, (run) => result(run, 0, name))),
