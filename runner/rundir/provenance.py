@@ -207,7 +207,9 @@ def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
     for root, described in object_in(code, "repositories").items():
         if isinstance(described, dict):
             found[f"commit of {root}"] = str(described.get("commit"))[:12]
-            found[f"uncommitted changes in {root}"] = described.get("diff_digest")
+            found[f"uncommitted changes in {root}"] = (
+                "none" if described.get("diff") == "" else described.get("diff_digest")
+            )
     return found | {str(path): digest for path, digest in object_in(code, "modules").items()}
 
 

@@ -306,6 +306,8 @@ def test_the_address_keeps_what_is_chosen(browser: Chromium, varied: Path) -> No
     assert all(len(value) <= 28 and value.endswith("tokenizer.json") for value in shown), shown
     assert texts(page, "#curves-panels figcaption") == ["eval_loss", "loss", "tokens/s"]
     assert len(curves(page)) == 9
+    fits = "e.querySelector('.main-svg').getBoundingClientRect().width <= e.clientWidth + 1"
+    assert page.evaluate(f"[...document.querySelectorAll('.panels .plot')].every((e) => {fits})")
     differing = {row.split("\t")[0]: row.split("\t")[1:] for row in texts(page, "#facts tr, #code tr")}
     assert differing["init_from.digest"] == ["31a2b3c4d5e6f70", "61a2b3c4d5e6f70"]
     assert differing["commit of /code"] == ["3" * 12, "6" * 12]

@@ -69,8 +69,10 @@
       const [title, plot] = grid.children[i].children;
       title.textContent = name;
       plot.setAttribute("aria-label", name + " by " + state.x + " of " + runs.length + " runs; the tables below have the numbers");
-      const percent = name.endsWith("%") ? { rangemode: "tozero" } : {}, layout = axes({ ...LAYOUT, hovermode: "closest" }, state.logy && !data.hardware.includes(name));
-      Plotly.react(plot, found[i], { ...layout, yaxis: { ...layout.yaxis, ...percent } }, CONFIG);
+      const logy = state.logy && !data.hardware.includes(name);  // what was zoomed stays so while the axes are the same
+      const layout = axes({ ...LAYOUT, hovermode: "closest", width: plot.clientWidth, height: plot.clientHeight, uirevision: [name, state.x, state.logx, logy].join(" ") }, logy);
+      if (name.endsWith("%")) layout.yaxis.rangemode = "tozero";
+      Plotly.react(plot, found[i], layout, CONFIG);
     });
     return found;
   }

@@ -80,7 +80,7 @@
   prepare();
   await unpackPlotly();
   drawAll();
-  let width = innerWidth;  // what is drawn as SVG follows the window
-  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawRuns(); drawSettings(); drawTimeline(); drawGoodput(); } });
+  let width = innerWidth, timer = 0;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; clearTimeout(timer); timer = setTimeout(drawAll, 150); } });
   if (data.refresh) setInterval(() => { if (!isZoomed()) location.reload(); }, 1000 * data.refresh);
   document.body.dataset.drawn = "yes";

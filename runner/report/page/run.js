@@ -16,7 +16,7 @@
     const facts = { state: run.state + (run.reason ? ": " + run.reason : ""), steps: run.steps, directory: run.path };
     if (run.fork) facts["fork of"] = run.fork.run + " at step " + run.fork.step;
     for (const name of data.metrics.filter((name) => !name.includes("/"))) if (run.metrics[name]) facts[name] = resultText(run, name);
-    for (const name of data.hardware) if (used(run, name) !== null) facts[name] = (name.includes("memory") ? "at most " : "median ") + text(Number(used(run, name).toPrecision(4)));
+    for (const name of data.hardware) if (used(run, name) !== null) facts[name] = (name.includes("memory") ? "at most " : "median ") + Number(used(run, name).toPrecision(4));
     return facts;
   }
   // What differs of two runs, or all of it of one.
@@ -32,9 +32,9 @@
     element("one").value = run.name;
     element("beside").value = other ? other.name : "";
     const titles = ["", ...(other ? [run, other].map((each) => shortened(each.label, 40)) : [""])];
-    element("facts").classList.toggle("two", Boolean(other));
+    for (const id of ["facts", "code"]) element(id).classList.toggle("alone", !other);
     fill(element("facts"), titles, [...rowsOf(run, other, "facts"), ...rowsOf(run, other, "settings", other ? null : data.main.filter((key) => key in run.settings && key !== "fork"))]);
-    fill(element("code"), [other ? "code that differs" : "code", ...titles.slice(1)], [...rowsOf(run, other, "code"), ...rowsOf(run, other, "environment")]);
+    fill(element("code"), titles, [...rowsOf(run, other, "code"), ...rowsOf(run, other, "environment")]);
     element("code-same").hidden = !other || !element("code").parentElement.hidden;
     drawDiffs(other ? [run, other] : [run]);
     const config = Object.entries(all(run, "settings")).sort(([a], [b]) => (a < b ? -1 : 1));

@@ -14,7 +14,7 @@
       return { at: (value) => (typeof value !== "number" ? null : most === least ? 0.5 : (by(value) - by(least)) / (by(most) - by(least))), ticks: few.map((value) => [value, String(value).length < 8 ? String(value) : text(value)]), log };
     }
     const list = [...new Set(given.map(asText))].sort(), at = (value) => (value === null || value === undefined ? null : list.length < 2 ? 0.5 : list.indexOf(asText(value)) / (list.length - 1));
-    return { at, ticks: list.length <= 12 ? list.map((value) => [value, value]) : [[list[0], list[0]], [list[list.length - 1], list[list.length - 1]]] };
+    return { at, ticks: (list.length <= 12 ? list : [list[0], list[list.length - 1]]).map((value) => [value, value]) };
   }
   const reached = (run) => (isResult(state.metric) ? result(run, 1) : result(run, 0));
   function colorOf(run, scale) {
@@ -22,14 +22,14 @@
     return at === null ? PALE : SCALE[Math.round(at * (SCALE.length - 1))];
   }
   function drawParallel(runs) {
-    const keys = comparedSettings(), place = element("parallel"), width = Math.max(place.clientWidth, 300), height = 260, top = 34, bottom = 16;
-    const all = [...keys.map((key) => ({ title: data.short[key], whole: key, value: (run) => run.settings[key] })), { title: (isResult(state.metric) ? "best " : "") + state.metric, value: reached }];
-    const gap = (width - 150) / Math.max(all.length - 1, 1), x = (i) => 60 + i * gap;
-    const svg = drawn("svg", { width, height, role: "img", "aria-label": "Parallel coordinates of " + all.map(({ title }) => title).join(", ") + "; the table of runs has the values" });
-    all.forEach((axis) => { axis.scale = scaleOf(runs.map(axis.value)); axis.y = (value) => { const at = axis.scale.at(value); return at === null ? null : height - bottom - at * (height - top - bottom); }; });
-    const results = all[all.length - 1].scale, one = chosen();
+    const keys = comparedSettings(), place = element("parallel"), width = Math.max(place.clientWidth, 300), height = 270, top = 34, bottom = 26;
+    const verticals = [...keys.map((key) => ({ title: data.short[key], whole: key, value: (run) => run.settings[key] })), { title: (isResult(state.metric) ? "best " : "") + state.metric, value: reached }];
+    const gap = (width - 150) / Math.max(verticals.length - 1, 1), x = (i) => 60 + i * gap;
+    const svg = drawn("svg", { width, height, role: "img", "aria-label": "Parallel coordinates of " + verticals.map(({ title }) => title).join(", ") + "; the table of runs has the values" });
+    verticals.forEach((axis) => { axis.scale = scaleOf(runs.map(axis.value)); axis.y = (value) => { const at = axis.scale.at(value); return at === null ? height - 6 : height - bottom - at * (height - top - bottom); }; });
+    const results = verticals[verticals.length - 1].scale, one = chosen();
     for (const run of [...runs].sort((a, b) => (a === one) - (b === one))) {
-      const points = all.map((axis, i) => [x(i), axis.y(axis.value(run))]).filter(([, y]) => y !== null);
+      const points = verticals.map((axis, i) => [x(i), axis.y(axis.value(run))]);
       const line = drawn("polyline", { points: points.map((point) => point.map((part) => part.toFixed(1)).join(",")).join(" "), fill: "none", stroke: colorOf(run, results), "stroke-width": run === one ? 4 : 1.8 });
       line.append(drawn("title", {}));
       line.firstChild.textContent = run.name + ": " + text(reached(run));
@@ -37,11 +37,12 @@
       svg.append(line);
     }
     const most = Math.max(6, Math.floor(gap / 7));
-    all.forEach((axis, i) => {
+    verticals.forEach((axis, i) => {
       svg.append(drawn("line", { x1: x(i), x2: x(i), y1: top, y2: height - bottom, stroke: "#5b6570" }));
       const write = (content, at, kind) => { const made = drawn("text", { x: x(i) + (kind ? 0 : 5), y: at, class: kind }); made.textContent = shortened(content, most); made.append(drawn("title", {})); made.lastChild.textContent = axis.whole || content; svg.append(made); };
       write(axis.title, 16, "axis");
       for (const [value, label] of axis.scale.ticks) write(label, axis.y(value) + 4, "");
+      if (runs.some((run) => axis.scale.at(axis.value(run)) === null)) write("none", height - 2, "");
     });
     place.replaceChildren(svg);
   }
