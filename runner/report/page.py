@@ -131,7 +131,7 @@ def page_data(
         "keys": keys,
         "main": list(dict.fromkeys([*main_settings(runs), *by])),
         "common": {part: for_json(found) for part, found in common.items()},
-        "diffs": {digest: text[:MAX_DIFF] for digest, text in list(diffs.items())[:MAX_DIFFS]},
+        "diffs": {digest: _beginning(text) for digest, text in list(diffs.items())[:MAX_DIFFS]},
         "left_out": left_out,
         "combined": combined,
         "short": short_names(keys, metrics),
@@ -156,6 +156,11 @@ def _has_best(run: RunResults, name: str) -> bool:
     return name in run.metrics and run.metrics[name].best is not None
 
 
+def _beginning(diff: str) -> str:
+    more = len(diff) - MAX_DIFF
+    return diff if more <= 0 else f"{diff[:MAX_DIFF]}\n… and {more} more characters: see code.json in the run directory"
+
+
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all of them that are not empty have in common."""
     first, *others = [part for part in parts if part] or [{}]
@@ -178,10 +183,11 @@ def _fork(run: RunResults, places: Mapping[Path, int]) -> dict[str, Any] | None:
 
 
 def _budget(runs: Sequence[RunResults]) -> int:
-    """The points of a curve, so that all together are not more than POINTS; those of parts count a quarter."""
+    """The points of a curve, so that all are at most POINTS; those of parts and of the hardware have a quarter."""
     names = [name for run in runs for name in run.series if is_plotted(name)]
     parts = sum("/" in name for name in names)
-    return max(MIN_POINTS, 4 * POINTS // max(4 * (len(names) - parts) + parts, 1))
+    quarters = parts + sum(name in HARDWARE or name == "data_wait_s" for run in runs for name in run.timings)
+    return max(MIN_POINTS, 4 * POINTS // max(4 * (len(names) - parts) + quarters, 1))
 
 
 def is_plotted(name: str) -> bool:

@@ -79,10 +79,10 @@
   function drawCurves() {
     const runs = visible(), names = [state.metric, ...state.panels.filter((name) => name !== state.metric)];
     const found = drawPanels("curves", names, runs), traces = found.find((each) => each.length) || [];
-    const many = !state.by.length && runs.length > MOST_COLORED;
+    const many = !state.by.length && runs.length > MOST_COLORED, one = chosen();
     legend("curves-legend", single ? [] : traces.filter((trace) => trace.showlegend !== false).map((trace) => {
       const run = data.runs[trace.index];
-      return run ? { label: shortened(run.label, 44), title: run.name, ...trace.line, action: () => choose(run), pressed: run === chosen() } : { label: trace.label, ...trace.line };
+      return run ? { label: shortened(run.label, 44), title: run.name, ...trace.line, action: () => choose(run), pressed: run === one } : { label: trace.label, ...trace.line };
     }));
     let hint = "";
     if (state.by.length) hint = "Mean over the finished runs of each group that have this metric, as far as the shortest of them goes; the band is one standard deviation. In a group without a finished run, over all that have not failed.";
@@ -90,8 +90,8 @@
     element("curves-hint").textContent = found[0] && found[0].length ? hint : "No run that is shown has " + state.metric + " by " + state.x + ".";
   }
   function drawHardware() {
-    const names = data.hardware.filter((name) => name !== "samples/s" || !data.hardware.includes("tokens/s")), runs = visible(), colors = runColors();
-    const few = runs.length <= MOST_DRAWN || state.by.length, shown = few ? runs : runs.filter((run) => colors.has(run.index) || run === chosen());
+    const names = data.hardware.filter((name) => name !== "samples/s" || !data.hardware.includes("tokens/s")), runs = visible(), colors = runColors(), one = chosen();
+    const few = runs.length <= MOST_DRAWN || state.by.length, shown = few ? runs : runs.filter((run) => colors.has(run.index) || run === one);
     element("hardware-section").hidden = !names.length;
     element("hardware-hint").textContent = few ? "" : "Of the runs that have a color, and of the chosen one.";
     if (names.length) drawPanels("hardware", names, shown);

@@ -46,8 +46,8 @@
     drawMixture(run);
   }
   function drawDiffs(runs) {
-    element("diffs").replaceChildren(...runs.flatMap((run) => run.diffs.filter((digest) => digest in data.diffs).map((digest) => {
-      const details = make("details"), words = make("pre", data.diffs[digest]);
+    element("diffs").replaceChildren(...runs.flatMap((run) => run.diffs.map((digest) => {
+      const details = make("details"), words = make("pre", digest in data.diffs ? data.diffs[digest] : "They are not on this page, which has those of 50 states of the code: see code.json in " + run.path);
       words.tabIndex = 0;
       details.append(make("summary", "Uncommitted changes " + digest + (runs.length > 1 ? " of " + shortened(run.label, 40) : "")), words);
       return details;

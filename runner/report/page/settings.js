@@ -50,16 +50,16 @@
     const key = data.keys.includes(state.setting) ? state.setting : comparedSettings()[0];
     options(element("setting"), data.keys.filter((each) => each !== "fork").map((each) => [each, each]), key);
     const found = runs.filter((run) => key in run.settings && reached(run) !== null), scale = scaleOf(found.map((run) => run.settings[key])), results = scaleOf(found.map(reached));
-    const numbers = found.every((run) => typeof run.settings[key] === "number");
+    const one = chosen(), numbers = found.every((run) => typeof run.settings[key] === "number");
     const trace = { type: "scatter", mode: "markers", x: found.map((run) => (numbers ? run.settings[key] : shortened(asText(run.settings[key]), 20))), y: found.map(reached), text: found.map((run) => escaped(run.name)),
-      marker: { opacity: 1, size: found.map((run) => (run === chosen() ? 15 : 10)), color: found.map((run) => colorOf(run, results)), line: { color: "#fff", width: 1 } }, hovertemplate: "%{text}<br>%{x}: %{y:.5g}<extra></extra>" };
+      marker: { opacity: 1, size: found.map((run) => (run === one ? 15 : 10)), color: found.map((run) => colorOf(run, results)), line: { color: "#fff", width: 1 } }, hovertemplate: "%{text}<br>%{x}: %{y:.5g}<extra></extra>" };
     plotOrNothing("scatter", found.length ? [trace] : [], { ...LAYOUT, hovermode: "closest", xaxis: { type: numbers ? (scale.log ? "log" : "linear") : "category", gridcolor: GRID, zeroline: false, title: { text: escaped(key), standoff: 8 } },
       yaxis: { gridcolor: GRID, zeroline: false, title: { text: escaped((isResult(state.metric) ? "best " : "") + state.metric) }, type: state.logy ? "log" : "linear" } }, PLAIN);
   }
   function drawSettings() {
     element("settings-section").hidden = single || !comparedSettings().length;
     if (element("settings-section").hidden) return;
-    const runs = visible().slice(0, 1000);
+    const runs = visible();
     drawParallel(runs);
     drawScatter(runs);
   }

@@ -68,7 +68,7 @@
     return depths;  // in the order of the rows
   }
   function drawRuns() {
-    const columns = allColumns().filter(isShown), colors = runColors();
+    const columns = allColumns().filter(isShown), colors = runColors(), one = chosen();
     const order = ranked(visible()), ranks = new Map(order.filter((run) => result(run, 1) !== null).map((run, i) => [run, i + 1]));
     const column = allColumns().find(({ key }) => key === state.sort);
     let depths = new Map();
@@ -79,7 +79,7 @@
     const most = element("runs").parentElement.clientWidth < 900 ? 34 : 56;
     for (const run of order) {
       const row = body.insertRow();
-      row.classList.toggle("chosen", run === chosen());
+      row.classList.toggle("chosen", run === one);
       row.addEventListener("click", () => choose(run));
       for (const { key, kind, value, write } of columns) {
         const content = key === "rank" ? ranks.get(run) : value(run);
