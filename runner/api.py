@@ -24,7 +24,7 @@ from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.find import find_runs, run_dir
 from runner.rundir.lease import LeaseWatcher
 from runner.rundir.paths import RunDir
-from runner.rundir.provenance import code_facts
+from runner.rundir.provenance import code_facts, environment_facts
 from runner.rundir.state import State, look
 from runner.rundir.trust import reading
 from runner.system import files, processes
@@ -158,6 +158,14 @@ class Run:
         """Return what identifies the code: commits, digests of uncommitted changes and of the user's own files."""
         with reading(self._run):
             return code_facts(files.read_object(self._run.code))
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Return what the last start and the last attempt ran on: versions of packages, platform, node, ranks."""
+        with reading(self._run):
+            attempts = ended_attempts(self._run)
+            last = attempts[-1] if attempts else files.read_object(self._run.attempt)
+            return environment_facts(files.read_object(self._run.code), last)
 
     @property
     def checkpoints(self) -> list[int]:

@@ -49,6 +49,7 @@ def test_python_has_what_the_report_shows(tmp_path: Path) -> None:
     assert list(run.timings()["step_s"]) == [0.5, 0.5]
     (run.path / "code.json").write_text('{"repositories": {"/code": {"commit": "abc", "diff_digest": "d"}}}')
     assert run.code == {"runner": None, "commit of /code": "abc", "uncommitted changes in /code": "d"}
+    assert run.environment == {"python": None, "platform": None, "node": None, "ranks": None}
 
 
 def test_as_many_as_fit_are_embedded_and_the_rest_is_counted(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@
     const name = names.includes(state.media) ? state.media : names[0];
     element("media-controls").hidden = !name;
     options(element("media"), names.map((each) => [each, each]), name);
-    const having = runs.filter((run) => name in run.media), colors = runColors();
+    const having = ranked(runs).filter((run) => name in run.media), colors = runColors();
     const steps = [...new Set(data.runs.flatMap((run) => (run.media[name] || []).map(([at]) => at)))].sort((a, b) => a - b);
     const last = steps.length - 1, place = state.at < 0 ? last : Math.max(0, steps.filter((at) => at <= state.at).length - 1), slider = element("media-step");
     slider.max = String(Math.max(last, 0)); slider.value = String(Math.max(place, 0));

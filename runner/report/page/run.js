@@ -24,7 +24,7 @@
     const mine = part === "facts" ? factsOf(run) : all(run, part), theirs = other && (part === "facts" ? factsOf(other) : all(other, part));
     const write = (found, key) => (key in found ? asText(found[key]) : "");
     const rows = (keys || [...new Set([...Object.keys(mine), ...Object.keys(theirs || {})])]).map((key) => [key, write(mine, key), ...(other ? [write(theirs, key)] : [])]);
-    return other ? rows.filter(([, a, b]) => a !== b) : rows;
+    return other ? rows.filter(([key, a, b]) => a !== b && !["run.dir", "run.name"].includes(key)) : rows;
   }
   function drawOne() {
     const run = chosen(), other = state.beside && runNamed(state.beside) !== run ? runNamed(state.beside) : null;

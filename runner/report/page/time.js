@@ -65,7 +65,7 @@
       margin: { l: width, r: 20, t: 10, b: 30 }, showlegend: false,
       xaxis: { tickformat: ".0%", range: [0, 1], gridcolor: GRID },
       yaxis: { type: "category", ...ticks, tickfont: { size: 11 } } }, PLAIN);
-    const body = head(element("goodput-table"), [{ title: "node time" }, { title: "hours", kind: "number" }, { title: "share", kind: "number" }]);
+    const body = head(element("goodput-table"), [{ title: "node time" }, { title: "time", kind: "number" }, { title: "share", kind: "number" }]);
     for (const bucket of all.filter((each) => sum[each])) {
       const row = body.insertRow();
       cell(row, data.buckets[bucket]).prepend(swatch(BUCKET_COLORS[bucket])); cell(row, hours(sum[bucket]), "number");
