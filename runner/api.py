@@ -19,9 +19,11 @@ from runner.errors import ExitStatus, RunDirError, UserError, unchained
 from runner.metrics.external import flattened
 from runner.metrics.records import read_records
 from runner.rundir import evaluations
+from runner.rundir.artifacts import Artifact, artifacts
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.find import find_runs, run_dir
 from runner.rundir.paths import RunDir
+from runner.rundir.provenance import code_facts, environment_facts
 from runner.rundir.state import State, asked
 from runner.rundir.trust import reading
 from runner.system import files, processes
@@ -133,6 +135,30 @@ class Run:
                 for record in evaluations.results(self._run)
             ]
         return _table(sorted([*during, *later], key=lambda record: int(record["step"])))
+
+    def timings(self) -> Any:
+        """Return speed, data wait and memory over the steps (timings.jsonl), in the form of `metrics`."""
+        with reading(self._run):
+            return _table(read_records(self._run.timings))
+
+    def artifacts(self) -> list[Artifact]:
+        """List the images and texts that callbacks logged, by name and step; their `read()` returns the content."""
+        with reading(self._run):
+            return artifacts(self._run)
+
+    @property
+    def code(self) -> dict[str, Any]:
+        """Return what identifies the code: commits, digests of uncommitted changes and of the user's own files."""
+        with reading(self._run):
+            return code_facts(files.read_object(self._run.code))
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Return what the last start and the last attempt ran on: versions of packages, platform, node, ranks."""
+        with reading(self._run):
+            attempts = ended_attempts(self._run)
+            last = attempts[-1] if attempts else files.read_object(self._run.attempt)
+            return environment_facts(files.read_object(self._run.code), last)
 
     @property
     def checkpoints(self) -> list[int]:

@@ -1,31 +1,46 @@
-"""The page of a report: one HTML file with its data and its script, which needs no network."""
+"""The page of a report: one HTML file with its data and its scripts, which needs no network."""
 
 from __future__ import annotations
 
 import base64
+import gzip
 import importlib.util
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from runner.config.identity import as_text
 from runner.errors import UserError
 from runner.report import goodput
-from runner.report.compare import FAILED, differing, for_json, is_lower_better
+from runner.report.compare import FAILED, differing, for_json, is_lower_better, main_settings
+from runner.report.media import embedded
 from runner.report.runs import FINISHED, RunResults, ends, is_metric
 from runner.report.series import Series
 from runner.report.tables import fork_lines, ranks_text, short_names
+from runner.system import files
 
 POINTS = 1_200_000
 """Of all curves of a page together: about 13 MB."""
 MIN_POINTS = 40  # of a curve
 MAX_EVENTS = 60  # evaluations of a run that the time line shows
 PLOTTED = ("lr", "grad_norm")  # besides metrics
+HARDWARE = {  # of timings.jsonl, on the page in these units
+    "tokens_per_s": ("tokens/s", 1.0),
+    "samples_per_s": ("samples/s", 1.0),
+    "memory_bytes": ("memory, GiB", 2.0**30),
+    "gpu_memory_bytes": ("GPU memory, GiB", 2.0**30),
+}
+WAIT = "data wait, %"
+MAX_DIFF = 20_000  # characters of the uncommitted changes of a run
+MAX_DIFFS = 50  # of different ones on a page
+SCRIPTS = ("core", "curves", "tables", "settings", "run", "media", "time", "main")  # of page/, in this order
 AXES = {"step": "step", "tokens_seen": "tokens", "samples_seen": "samples", "hours": "hours"}
 
 
@@ -51,15 +66,14 @@ def page(
     """
     parts = resources.files("runner.report") / "page"
     html = (parts / "page.html").read_text()
-    plotly = _plotly().read_text()
     data = {**page_data(runs, title, metric, by, together), "refresh": refresh_s}
     # In this order: what is put in is not searched again.
     filled = {
         "/*STYLE*/": (parts / "page.css").read_text(),
         "<!--INTRO-->": f'<div id="intro">{intro}</div>' if intro else "",
-        "/*PLOTLY*/": plotly.replace("</script", "<\\/script"),
+        "/*PLOTLY*/": _packed_plotly(_plotly()),
         "/*DATA*/": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "/*SCRIPT*/": (parts / "page.js").read_text(),
+        "/*SCRIPT*/": "".join((parts / f"{name}.js").read_text() for name in SCRIPTS),
     }
     made = ""
     for mark, content in filled.items():
@@ -82,6 +96,12 @@ def _plotly() -> Path:
     raise UserError("the page needs the script of the package 'plotly', which is not there: pip install 'plotly>=6'")
 
 
+@cache
+def _packed_plotly(script: Path) -> str:
+    """The script, compressed to 1.5 MB and in base64: the browser unpacks it in a tenth of a second."""
+    return base64.b64encode(gzip.compress(script.read_bytes(), mtime=0)).decode()
+
+
 def page_data(
     runs: Sequence[RunResults], title: str, metric: str | None, by: Sequence[str] = (), together: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -93,16 +113,26 @@ def page_data(
     axes = [name for name in AXES if name == "step" or any(name in run.series or name == "hours" for run in runs)]
     states = ", ".join(f"{number} {state}" for state, number in Counter(run.state for run in runs).most_common())
     points, keep = _budget(runs), ends(runs)
+    media, left_out = embedded(runs)
+    common = {part: _common([getattr(run, part) for run in runs]) for part in ("settings", "code", "environment")}
+    diffs = {digest: text for run in runs for digest, text in run.diffs.items()}
+    places = {files.resolve(run.path): index for index, run in enumerate(runs)}
     combined = [list(each) for each in dict.fromkeys([tuple(by), tuple(together)]) if len(each) > 1]
     return {
         "title": title,
         "summary": f"{len(runs)} run{'s' if len(runs) != 1 else ''}: {states}",
         "metric": metric,
         "metrics": metrics,
+        "results": [name for name in metrics if any(_has_best(run, name) for run in runs)],
         "others": others,
+        "hardware": list(dict.fromkeys(name for run in runs for name in _hardware(run))),
         "lower": {name: is_lower_better(runs, name) for name in metrics},
         "by": list(by),
         "keys": keys,
+        "main": list(dict.fromkeys([*main_settings(runs), *by])),
+        "common": {part: for_json(found) for part, found in common.items()},
+        "diffs": {digest: _beginning(text) for digest, text in list(diffs.items())[:MAX_DIFFS]},
+        "left_out": left_out,
         "combined": combined,
         "short": short_names(keys, metrics),
         "axes": [[name, AXES[name]] for name in axes],
@@ -110,15 +140,54 @@ def page_data(
         "waiting": goodput.WAITING,
         "weeks": goodput.by_week(attempt for run in runs for attempt in run.accounts),
         "forks": fork_lines(runs),
-        "runs": [_run(run, keys, points, keep) for run in runs],
+        "runs": [
+            {
+                **_run(run, points, keep),
+                **{part: _rest(getattr(run, part), found) for part, found in common.items()},
+                "fork": _fork(run, places),
+                "media": of_run,
+            }
+            for run, of_run in zip(runs, media, strict=True)
+        ],
     }
 
 
+def _has_best(run: RunResults, name: str) -> bool:
+    return name in run.metrics and run.metrics[name].best is not None
+
+
+def _beginning(diff: str) -> str:
+    more = len(diff) - MAX_DIFF
+    return diff if more <= 0 else f"{diff[:MAX_DIFF]}\n… and {more} more characters: see code.json in the run directory"
+
+
+def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of them that are not empty have in common."""
+    first, *others = [part for part in parts if part] or [{}]
+    return {key: value for key, value in first.items() if all(_is(one, key, value) for one in others)}
+
+
+def _is(part: Mapping[str, Any], key: str, value: Any) -> bool:
+    return key in part and as_text(part[key]) == as_text(value)
+
+
+def _rest(part: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: for_json(value) for key, value in part.items() if key not in common}
+
+
+def _fork(run: RunResults, places: Mapping[Path, int]) -> dict[str, Any] | None:
+    """Its trunk with the index of that on the page, if it is there, and the step at which it left it."""
+    if run.fork is None or run.trunk is None:
+        return None
+    return {"run": run.fork[0], "step": run.fork[1], "index": places.get(run.trunk)}
+
+
 def _budget(runs: Sequence[RunResults]) -> int:
-    """The points of a curve, so that all together are not more than POINTS; those of parts count a quarter."""
+    """The points of a curve, so that all are at most POINTS; those of parts and of the hardware have a quarter."""
     names = [name for run in runs for name in run.series if is_plotted(name)]
     parts = sum("/" in name for name in names)
-    return max(MIN_POINTS, 4 * POINTS // max(4 * (len(names) - parts) + parts, 1))
+    quarters = parts + sum(name in HARDWARE or name == "data_wait_s" for run in runs for name in run.timings)
+    return max(MIN_POINTS, 4 * POINTS // max(4 * (len(names) - parts) + quarters, 1))
 
 
 def is_plotted(name: str) -> bool:
@@ -126,7 +195,7 @@ def is_plotted(name: str) -> bool:
     return is_metric(name) or name in (*PLOTTED, *AXES) or name.startswith("sources/")
 
 
-def _run(run: RunResults, keys: Sequence[str], points: int, keep: Sequence[int]) -> dict[str, Any]:
+def _run(run: RunResults, points: int, keep: Sequence[int]) -> dict[str, Any]:
     seconds = run.seconds
     return {
         "name": run.name,
@@ -136,14 +205,15 @@ def _run(run: RunResults, keys: Sequence[str], points: int, keep: Sequence[int])
         "reason": run.reason,
         "steps": run.steps,
         "ranks": ranks_text(run.ranks) if run.ranks not in ([], [1]) else None,
-        "settings": {key: for_json(run.settings[key]) for key in keys if key in run.settings},
+        "path": str(run.path),
+        "diffs": list(run.diffs),
         "metrics": {name: [for_json(one.last), one.best, one.best_step] for name, one in run.metrics.items()},
         "series": {
             name: _packed(one.thinned(points // 4 if "/" in name else points, keep))
             for name, one in {**run.series, **_hours(run)}.items()
             if is_plotted(name)
         },
-        "fork": None if run.fork is None else dict(zip(("run", "step"), run.fork, strict=True)),
+        "hardware": {name: _packed(one.thinned(points // 4)) for name, one in _hardware(run).items()},
         "attempts": [_attempt(attempt) for attempt in run.attempts if _has_times(attempt)],
         "events": _events(run),
         "seconds": {bucket: round(value, 1) for bucket, value in seconds.items()},
@@ -169,6 +239,18 @@ def _hours(run: RunResults) -> dict[str, Series]:
     each = np.append(timed.values, timed.values[-1])
     taken = np.nancumsum(np.diff(steps, prepend=0) * each) / 3600
     return {"hours": Series(np.insert(steps, 0, 0), np.insert(taken, 0, 0.0))}
+
+
+def _hardware(run: RunResults) -> dict[str, Series]:
+    """Speed and memory over the steps, and the share of the time of steps in which they waited for data, in percent."""
+    scaled = {title: (run.timings[name], scale) for name, (title, scale) in HARDWARE.items() if name in run.timings}
+    found = {title: Series(one.steps, one.values / scale) for title, (one, scale) in scaled.items()}
+    waited, step = run.timings.get("data_wait_s"), run.timings.get("step_s")
+    if waited is not None and step is not None and len(step):
+        taken = np.interp(waited.steps, step.steps, step.values)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found[WAIT] = Series(waited.steps, 100 * waited.values / taken)
+    return found
 
 
 def _has_times(attempt: dict[str, Any]) -> bool:

@@ -14,11 +14,13 @@ from runner.config.plain_yaml import read_plain
 from runner.errors import RunDirError
 from runner.report import goodput
 from runner.report.series import Columns, Series, merged, read_series
+from runner.rundir import trunk
+from runner.rundir.artifacts import Artifact, artifacts
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.evaluations import results
 from runner.rundir.lease import read_carried
 from runner.rundir.paths import RunDir
-from runner.rundir.provenance import edits
+from runner.rundir.provenance import code_facts, edits, environment_facts, object_in
 from runner.rundir.time_account import latest
 from runner.rundir.trust import reading
 from runner.system import files
@@ -39,7 +41,7 @@ HIGHER_IS_BETTER = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a metric has come to. `best` and `best_step` are None if it was never finite."""
+    """What a metric has come to. `best` and `best_step` are None if it was never finite, or is no result."""
 
     last: float
     best: float | None
@@ -59,9 +61,14 @@ class RunResults:
         series: every number over the steps, thinned.
         steps, total: made so far, and in all.
         fork: of a branch, the name of its trunk's directory, and the step at which it left it.
+        trunk: of a branch, the directory of its trunk, where it is now.
         attempts: the ended ones, as in attempts.jsonl.
         under_way: one that has not recorded its end, in the same form.
         status: as in status.json.
+        artifacts: the images and texts that its callbacks logged.
+        code: what identifies its code.
+        environment: what it ran on.
+        diffs: the uncommitted changes of its code by their digests.
     """
 
     name: str
@@ -73,10 +80,15 @@ class RunResults:
     series: dict[str, Series] = field(default_factory=dict)
     timings: dict[str, Series] = field(default_factory=dict)
     fork: tuple[str, int] | None = None
+    trunk: Path | None = None
     attempts: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
     under_way: dict[str, Any] | None = None
     steps: int = 0
+    artifacts: list[Artifact] = field(default_factory=list)
+    code: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    diffs: dict[str, str] = field(default_factory=dict)
 
     @property
     def accounts(self) -> list[Mapping[str, Any]]:
@@ -125,14 +137,13 @@ def read_run(run: RunDir, root: Path, points: int, keep: Collection[int] = ()) -
 
 
 def _fill(results: RunResults, run: RunDir, points: int, keep: Collection[int]) -> None:
-    results.settings, results.fork = _settings(run)
-    mode = results.settings.get("checkpoint.best.mode")
-    judged = {results.settings.get("checkpoint.best.metric"): mode}
+    _fill_settings(results, run)
+    judged = judges(results.settings)
     series = _with_evaluations(read_series(run.metrics, is_shown), run)
     for name, one in series.items():
         results.steps = max(results.steps, int(one.steps[-1]))
         if is_metric(name):
-            best = one.best(lower_is_better(name, judged))
+            best = one.best(lower_is_better(name, judged)) if may_rank(name, judged) else None
             results.metrics[name] = Result(one.last, *(best or (None, None)))
     results.series = {name: one.thinned(points, keep) for name, one in series.items()}
     results.timings = {name: one.thinned(points) for name, one in read_series(run.timings).items()}
@@ -142,6 +153,17 @@ def _fill(results: RunResults, run: RunDir, points: int, keep: Collection[int]) 
     if current and current.get("attempt") not in [attempt["attempt"] for attempt in results.attempts]:
         time = latest(current.get("attempt"), results.status, read_carried(run.lease))
         results.under_way = goodput.under_way(current, time, run.newest_step())
+    results.artifacts = artifacts(run)
+    _fill_code(results, run)
+
+
+def _fill_code(results: RunResults, run: RunDir) -> None:
+    code = files.read_object(run.code)
+    last = results.attempts[-1] if results.attempts else results.under_way
+    results.code, results.environment = code_facts(code), environment_facts(code, last or {})
+    for described in object_in(code, "repositories").values():
+        if isinstance(described, dict) and described.get("diff"):
+            results.diffs[str(described.get("diff_digest"))] = str(described["diff"])
 
 
 def _possible(record: Any) -> Any:
@@ -153,18 +175,19 @@ def _possible(record: Any) -> Any:
     return record
 
 
-def _settings(run: RunDir) -> tuple[dict[str, Any], tuple[str, int] | None]:
-    """The settings, with one for all entries of `fork`, and what that is."""
+def _fill_settings(results: RunResults, run: RunDir) -> None:
+    """Read the settings, with one for all entries of `fork`, and which trunk that names."""
     settings = flatten(read_plain(run.config))
-    trunk, step = settings.get("fork.run"), settings.get("fork.step")
+    path, step = settings.get("fork.run"), settings.get("fork.step")
     elsewhere = ("fork.", "run.tags", "run.notes")
     plain = {key: value for key, value in settings.items() if not key.startswith(elsewhere)}
     changed = [f"{', '.join(map(str, one.get('changes') or []))} at step {one.get('step')}" for one in edits(run.path)]
     plain["edited"] = "; ".join(changed) or None
-    if trunk is None or step is None:
-        return {**plain, "fork": None}, None
-    name = Path(str(trunk)).name
-    return {**plain, "fork": f"{name}@{step}"}, (name, int(step))
+    results.settings = {**plain, "fork": None}
+    if path is not None and step is not None:
+        name = Path(str(path)).name
+        results.settings["fork"], results.fork = f"{name}@{step}", (name, int(step))
+        results.trunk = files.resolve(trunk.find(str(path), run.path).path)
 
 
 def _with_evaluations(series: dict[str, Series], run: RunDir) -> dict[str, Series]:
@@ -193,9 +216,36 @@ def is_shown(name: str) -> bool:
     return not name.startswith(NESTED_COUNTS) or (name.startswith("sources/") and name.endswith("/samples"))
 
 
+def judges(settings: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the metrics by which a run judges itself: name -> `min` or `max`."""
+    judged = {
+        settings.get(f"{part}.metric"): settings.get(f"{part}.mode") for part in ("early_stopping", "checkpoint.best")
+    }
+    return {name: mode for name, mode in judged.items() if name is not None}
+
+
+def may_rank(name: str, judged: Collection[Any]) -> bool:
+    """Whether a number can be a result, of which one value is better than another.
+
+    A loss and what a run is judged by are, and names such as accuracy, and whatever an evaluation found. Of the latter,
+    `compare.without_counts` takes out what the weights do not change.
+    """
+    return has_direction(name, judged) or name.startswith("eval_")
+
+
+def has_direction(name: str, judged: Collection[Any]) -> bool:
+    """Whether the config or the name of a number says that less or more of it is better."""
+    words = _words(name)
+    return name in judged or "loss" in words or any(word in HIGHER_IS_BETTER for word in words)
+
+
 def lower_is_better(name: str, modes: Mapping[Any, Any]) -> bool:
     """Whether less of a metric is better: as `modes` (`min` or `max` by name) say, or as its name suggests."""
-    if name in modes:
+    if modes.get(name):
         return bool(modes[name] != "max")
-    words = name.lower().replace("/", "_").replace("@", "_").split("_")
+    words = _words(name)
     return "loss" in words or not any(word in HIGHER_IS_BETTER for word in words)
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("/", "_").replace("@", "_").split("_")

@@ -48,6 +48,11 @@ class Series:
         at = finite[int(np.argmin(values) if lowest else np.argmax(values))]
         return float(self.values[at]), int(self.steps[at])
 
+    @property
+    def is_constant(self) -> bool:
+        """Tell whether it is one finite value throughout."""
+        return bool(np.isfinite(self.values[0]) and (self.values == self.values[0]).all())
+
     def at(self, step: int) -> float:
         """The value at a step that it has a point for."""
         return float(self.values[np.searchsorted(self.steps, step)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from runner.config.identity import as_text
 from runner.report import goodput
-from runner.report.compare import Group, Spread, differing
+from runner.report.compare import Group, Spread, main_settings
 from runner.report.runs import Result, RunResults
+from runner.system import files
 
 MAX_SETTINGS = 6  # columns for settings that differ; the page has them all
 MAX_TEXT = 40
@@ -40,21 +42,22 @@ def short_names(keys: Sequence[str], metrics: Iterable[str]) -> dict[str, str]:
 
 
 def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the runs: name, state, steps, settings that differ, last and best of each metric.
+    """Columns and rows of the runs: name, state, steps, last and best of each metric, settings that differ.
 
     Also the numbers of ranks of their attempts, if any had several.
     """
     several = any(run.ranks not in ([], [1]) for run in runs)
-    keys = differing(runs)[:MAX_SETTINGS]
+    keys = main_settings(runs)[:MAX_SETTINGS]
     names = short_names(keys, metrics)
-    columns = ["run", "state", "step", *(["ranks"] if several else []), *(names[key] for key in keys)]
+    columns = ["run", "state", "step", *(["ranks"] if several else [])]
     columns += [title for metric in metrics for title in (metric, "best", "at step")]
+    columns += [names[key] for key in keys]
     rows = []
     for run in runs:
         row = [run.name, run.state, str(run.steps or ""), *([ranks_text(run.ranks)] if several else [])]
-        row += [_setting(run.settings, key) for key in keys]
         for metric in metrics:
             row += _result_cells(run.metrics.get(metric))
+        row += [_setting(run.settings, key) for key in keys]
         rows.append(row)
     return columns, rows
 
@@ -97,30 +100,30 @@ def _left_out(group: Group) -> str:
 
 
 def fork_lines(runs: Sequence[RunResults]) -> list[str]:
-    """The branches below their trunks, each with the step at which it left; nothing if there are none.
+    """Draw the branches below their trunks, each with the step at which it left; nothing if there are none.
 
     A trunk that is not among the runs is named, too.
     """
-    trunks = {run.name.rpartition("/")[2]: run for run in runs}
-    branches: dict[str, list[RunResults]] = {}
+    by_path = {files.resolve(run.path): run for run in runs}
+    branches: dict[Path, list[RunResults]] = {}
     for run in runs:
-        if run.fork is not None:
-            branches.setdefault(run.fork[0], []).append(run)
-    shown: set[str] = set()
+        if run.trunk is not None:
+            branches.setdefault(run.trunk, []).append(run)
+    shown: set[Path] = set()
 
-    def below(trunk: str, indent: str) -> list[str]:
+    def below(trunk: Path, indent: str) -> list[str]:
         lines = []
         for place, run in enumerate(branches.get(trunk, []), start=1):
             corner, rest = ("└ ", "  ") if place == len(branches[trunk]) else ("├ ", "│ ")
-            name = run.name.rpartition("/")[2]
+            path = files.resolve(run.path)
             lines.append(f"{indent}{corner}{run.name} from step {run.fork[1] if run.fork else ''}")
-            if name not in shown:
-                shown.add(name)
-                lines += below(name, indent + rest)
+            if path not in shown:
+                shown.add(path)
+                lines += below(path, indent + rest)
         return lines
 
-    roots = [name for name in branches if name not in trunks or trunks[name].fork is None]
-    return [line for name in roots for line in (trunks[name].name if name in trunks else name, *below(name, ""))]
+    roots = [path for path in branches if path not in by_path or by_path[path].trunk is None]
+    return [line for path in roots for line in (by_path[path].name if path in by_path else path.name, *below(path, ""))]
 
 
 def goodput_table(seconds: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:

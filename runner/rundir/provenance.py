@@ -201,6 +201,24 @@ def changes_at_start(run_dir: Path, since: float) -> list[str]:
     return list(changes) if isinstance(changes, list) and isinstance(time, float) and time > since else []
 
 
+def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what identifies the code of a run: commits, uncommitted changes, and the user's own files."""
+    found: dict[str, Any] = {"runner": object_in(code, "runner").get("digest")}
+    for root, described in object_in(code, "repositories").items():
+        if isinstance(described, dict):
+            found[f"commit of {root}"] = str(described.get("commit"))[:12]
+            found[f"uncommitted changes in {root}"] = (
+                "none" if described.get("diff") == "" else described.get("diff_digest")
+            )
+    return found | {str(path): digest for path, digest in object_in(code, "modules").items()}
+
+
+def environment_facts(code: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's last start and one of its attempts ran on."""
+    found = {"python": code.get("python"), "platform": code.get("platform"), **object_in(code, "packages")}
+    return found | {key: attempt.get(key) for key in ("node", "ranks")}
+
+
 def object_in(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return an object within a record, which may have been edited; empty if it is none."""
     part = record.get(name)

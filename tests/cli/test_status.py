@@ -398,7 +398,7 @@ def test_how_long_a_job_has_waited_and_when_it_may_start(slurm: FakeSlurm, tmp_p
     make(tmp_path, "unknown", None, "13")
     starts = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
     cells = {"StartTime": "2026-03-01T12:30:00", "PendingTime": "720"}
-    slurm.prints("squeue", row("12", "PENDING", "Priority", **cells) + row("13", "PENDING", PendingTime="9000"))
+    slurm.prints("squeue", row("12", "PENDING", "Priority", 0, **cells) + row("13", "PENDING", PendingTime="9000"))
     rows, messages = status.collect(tmp_path)
     assert {each.run: (each.waited_s, each.starts) for each in rows} == {
         "waits": (720, starts.timestamp()),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chromium import Chromium, chromium, executable
 from reported import losses, write_run
@@ -18,6 +19,7 @@ from runs import ROOT, TINY, Run
 
 from runner.__main__ import run as command_line
 from runner.cli.look.report import results
+from runner.metrics.media import png
 from runner.report.page import page
 from runner.system import files
 
@@ -80,7 +82,7 @@ def choose(page: Chromium, control: str, value: str) -> None:
     page.evaluate(
         f"(() => {{ const e = document.getElementById({json.dumps(control)}); e.value = {json.dumps(value)};"
         f" if (e.value !== {json.dumps(value)}) throw new Error('no such choice');"
-        " e.dispatchEvent(new Event(e.type === 'search' ? 'input' : 'change')); })()"
+        " e.dispatchEvent(new Event(['search', 'range'].includes(e.type) ? 'input' : 'change')); })()"
     )
 
 
@@ -211,12 +213,185 @@ def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
     page = browser
     page.open(sixty)
     choose(page, "filter", "onerror")
+    choose(page, "one", f"{EVIL}-1")
+    choose(page, "beside", f"{EVIL}-0")
     assert EVIL in "".join(texts(page, "#runs tbody tr"))
     assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
-    for plot in ("curves", "timeline", "sources", "mixture"):
-        shown = page.evaluate(f"document.getElementById('{plot}').textContent")
-        assert "<img src=x" in shown, plot
+    for place in ("curves-legend", "timeline", "sources-legend", "mixture-legend", "parallel", "facts"):
+        shown = page.evaluate(f"document.getElementById('{place}').textContent")
+        assert "<img src=x" in shown, place
     assert page.problems == []
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of nine runs with all that used to push the results off the screen, and images, texts and a fork."""
+    root = tmp_path_factory.mktemp("varied") / "outputs"
+    for number in range(9):
+        loss = [4.0 - number / 9, 3.0 - number / 9]
+        records = losses(loss, loss=loss[0], eval_n_tokens=126.9375)
+        settings: dict[str, Any] = {
+            "optimizer.lr": 0.1 / (number % 3 + 1),
+            "data.tokenizer": f"/data/shared/tokenizers/a-long-name/of-a-version-{number}/tokenizer.json",
+            "init_from.digest": f"{number}1a2b3c4d5e6f70",
+            "model.dims": [number] * 30,
+            "callbacks.pictures.at": number,
+        }
+        if number == 3:
+            settings |= {"fork.run": str(root / "sweep-lr0.05-b-1a2b3c41"), "fork.step": 1}
+        run = write_run(root / f"sweep-lr{settings['optimizer.lr']:.2g}-b-1a2b3c4{number}", records, settings=settings)
+        timings = [{"step": step, "step_s": 0.5, "data_wait_s": 0.1, "tokens_per_s": 9e3} for step in (1, 2)]
+        timings = [{**one, "memory_bytes": 2**31} for one in timings]
+        (run / "timings.jsonl").write_text(
+            "".join(json.dumps({**one, "memory_bytes": 2**31}) + "\n" for one in timings)
+        )
+        diff = {"commit": f"{number}" * 40, "diff": f"+ change {number}", "diff_digest": f"d{number}"}
+        (run / "code.json").write_text(json.dumps({"repositories": {"/code": diff}}))
+        (run / "artifacts" / "texts").mkdir(parents=True)
+        for step in (1, 2):
+            (run / "artifacts" / f"drawn-{step:08d}.png").write_bytes(png(np.full((4, 6, 3), 20 * number, np.uint8)))
+            (run / "artifacts" / "texts" / f"said-{step:08d}.txt").write_text(f"{EVIL} of {number} at {step}")
+    assert command_line(["report", str(root)]) == 0
+    return root / "report.html"
+
+
+@pytest.mark.parametrize("width", [1400, 700])
+@pytest.mark.slow
+def test_the_results_are_on_the_screen_whatever_else_differs(browser: Chromium, varied: Path, width: int) -> None:
+    """Last, best and its step come before the settings, and nothing is wider than the window."""
+    page = browser
+    page.open(varied, width)
+    page.wait_for(f"document.documentElement.scrollWidth <= {width}")
+    titles = [title.strip(" ▴▾") for title in texts(page, "#runs th")]
+    assert titles[:5] == ["rank", "run", "eval_loss", "best", "at step"]
+    assert titles[5:] == ["state", "step", "lr"]
+    right = page.evaluate("document.querySelector('#runs th:nth-child(5)').getBoundingClientRect().right")
+    assert right <= page.evaluate("document.querySelector('#runs').parentElement.getBoundingClientRect().right")
+    overlap = """[...document.querySelectorAll('.legend')].some((one) => { const a = one.getBoundingClientRect(),
+        plots = [...document.querySelectorAll('.plot:not(.nothing)')].map((each) => each.getBoundingClientRect());
+        return a.height && plots.some((b) => a.top < b.bottom - 1 && b.top < a.bottom - 1 && b.height); })"""
+    assert not page.evaluate(overlap)
+    assert page.problems == []
+
+
+@pytest.mark.slow
+def test_a_fork_is_below_its_trunk_and_only_results_are_ranked(browser: Chromium, varied: Path) -> None:
+    page = browser
+    page.open(varied)
+    rows = [row.split("\t")[1] for row in texts(page, "#runs tbody tr")]
+    (at,) = [number for number, name in enumerate(rows) if "└" in name]
+    assert (rows[at - 1].strip(), rows[at].strip(" \u00a0")) == ("sweep-lr0.05-b-1a2b3c41", "└ sweep-lr0.1-b-1a2b3c43")
+    assert texts(page, "#metric optgroup:nth-child(1) option") == ["eval_loss", "loss"]
+    choose(page, "metric", "eval_n_tokens")
+    assert not {"rank", "best"} & {title.strip(" ▴▾") for title in texts(page, "#runs th")}
+    assert page.problems == []
+
+
+@pytest.mark.slow
+def test_the_address_keeps_what_is_chosen(browser: Chromium, varied: Path) -> None:
+    """Columns, panels, smoothing, two runs. An address that does not fit the page is ignored."""
+    page = browser
+    page.open(varied)
+    page.evaluate("document.querySelector('#columns input[value=\"setting data.tokenizer\"]').click()")
+    page.evaluate("document.querySelector('#panels input[value=\"tokens/s\"]').click()")
+    choose(page, "smooth", "0.5")
+    choose(page, "one", "sweep-lr0.1-b-1a2b3c43")
+    choose(page, "beside", "sweep-lr0.1-b-1a2b3c46")
+    address = page.evaluate("location.hash")
+    page.evaluate("location.hash = ''")
+    page.wait_for("![...document.querySelectorAll('#runs th')].some((e) => e.title === 'data.tokenizer')")
+    page.evaluate(f"location.hash = {json.dumps(address)}")
+    page.wait_for("[...document.querySelectorAll('#runs th')].some((e) => e.title === 'data.tokenizer')")
+    shown = page.evaluate("[...document.querySelectorAll('#runs tbody tr')].map((e) => e.cells[7].innerText)")
+    assert all(len(value) <= 28 and value.endswith("tokenizer.json") for value in shown), shown
+    assert texts(page, "#curves-panels figcaption") == ["eval_loss", "loss", "tokens/s"]
+    assert len(curves(page)) == 9
+    fits = "e.querySelector('.main-svg').getBoundingClientRect().width <= e.clientWidth + 1"
+    assert page.evaluate(f"[...document.querySelectorAll('.panels .plot')].every((e) => {fits})")
+    differing = {row.split("\t")[0]: row.split("\t")[1:] for row in texts(page, "#facts tr, #code tr")}
+    assert differing["init_from.digest"] == ["31a2b3c4d5e6f70", "61a2b3c4d5e6f70"]
+    assert differing["commit of /code"] == ["3" * 12, "6" * 12]
+    assert "seed" not in differing
+    assert page.evaluate("[...document.querySelectorAll('#diffs pre')].map((e) => e.textContent)") == [
+        "+ change 3",
+        "+ change 6",
+    ]
+    page.evaluate("location.hash = '#x=nowhere&smooth=7&columns=3&run=none&panels=[1]&by={'")
+    page.wait_for("document.getElementById('smooth').value === '0'")
+    assert page.problems == []
+
+
+@pytest.mark.slow
+def test_images_and_texts_of_runs_are_beside_each_other(browser: Chromium, varied: Path) -> None:
+    page = browser
+    page.open(varied)
+    page.wait_for("[...document.querySelectorAll('#media-runs img')].filter((e) => e.naturalWidth === 6).length === 9")
+    assert page.evaluate("[...document.querySelectorAll('#media-runs img')].every((e) => e.alt.endsWith('at step 2'))")
+    choose(page, "media", "texts/said")
+    page.evaluate("document.getElementById('media-step').stepDown()")
+    page.evaluate("document.getElementById('media-step').dispatchEvent(new Event('input'))")
+    assert f"{EVIL} of 4 at 1" in texts(page, "#media-runs pre")
+    assert texts(page, "#media-runs b") == []
+    assert page.problems == []
+
+
+@pytest.mark.slow
+def test_the_keyboard_reaches_everything(browser: Chromium, varied: Path) -> None:
+    """Tab goes to every control, Enter sorts and chooses a run, and the focus stays where it was."""
+    page = browser
+    page.open(varied, 700)
+    seen: set[str] = set()
+    describe = "((e) => e.id || (e.closest('table') || e.closest('.legend') || e.closest('details') || e).id)"
+    for _ in range(80):
+        page.press("Tab")
+        name = page.evaluate(f"{describe}(document.activeElement)")
+        if name == "runs" and "runs" not in seen:
+            page.press("Enter")  # the first title
+            assert page.evaluate("document.activeElement.closest('th').getAttribute('aria-sort')") == "descending"
+        seen.add(name)
+    controls = {"metric", "x", "by", "logx", "logy", "smooth", "filter", "runs", "curves-legend", "setting", "media"}
+    assert seen >= controls | {"media-step", "one", "beside"}, controls - seen
+    page.evaluate("document.querySelectorAll('#runs td button')[4].focus()")
+    name = page.evaluate("document.activeElement.textContent")
+    page.press("Enter")
+    assert texts(page, "#runs tr.chosen td button") == [name]
+    assert page.evaluate("document.activeElement.textContent") == name
+    assert page.problems == []
+
+
+@pytest.mark.slow
+def test_the_page_of_one_run(browser: Chromium, varied: Path, tmp_path: Path) -> None:
+    """Its curves, images, config, code and attempts, and nothing that compares."""
+    run = next(iter(sorted(varied.parent.glob("sweep*"))))
+    assert command_line(["report", str(run), "--html", str(tmp_path / "one.html")]) == 0
+    page = browser
+    for width in (1400, 700):
+        page.open(tmp_path / "one.html", width)
+        page.wait_for(f"document.documentElement.scrollWidth <= {width}")
+        assert texts(page, "#curves-panels figcaption") == ["eval_loss", "loss", "eval_n_tokens"]
+        assert texts(page, "#hardware-panels figcaption") == ["tokens/s", "memory, GiB", "data wait, %"]
+        assert page.evaluate("[...document.querySelectorAll('.many')].every((e) => !e.offsetParent)")
+        assert "commit of /code" in texts(page, "#code")[0]
+        assert page.evaluate("document.getElementById('config').textContent").count("optimizer.lr") == 1
+        assert len(texts(page, "#attempts tbody tr")) == 1
+        assert page.problems == []
+
+
+@pytest.mark.slow
+def test_odd_runs_make_no_error(browser: Chromium, tmp_path: Path) -> None:
+    """Without metrics, crashed, unreadable, with nothing but NaN, and a branch of itself."""
+    write_run(tmp_path / "none", [], state="failed")
+    (write_run(tmp_path / "damaged") / "config.yaml").write_text("a: [1\n")
+    write_run(tmp_path / "nan", losses([math.nan, math.nan]), seed=2, settings={"model.width": None})
+    write_run(tmp_path / "self", losses([1.0]), settings={"fork.run": str(tmp_path / "self"), "fork.step": 1})
+    write_run(tmp_path / "constructor-1a2b3c4d", losses([2.0]), settings={"model.width": [1, {"a": 2}]})
+    for roots in (["none"], ["damaged"], ["nan"], ["none", "damaged", "nan", "self", "constructor-1a2b3c4d"]):
+        page_file = tmp_path / "page.html"
+        assert command_line(["report", *(str(tmp_path / root) for root in roots), "--html", str(page_file)]) == 0
+        browser.open(page_file)
+        for name in [*roots, ""] if len(roots) > 1 else []:
+            choose(browser, "one", name) if name else choose(browser, "x", "hours")
+        assert browser.problems == []
 
 
 @pytest.mark.slow

@@ -264,6 +264,77 @@ def test_forks_are_a_tree(tmp_path: Path, report: Report) -> None:
     assert page_data(root / "report.html")["forks"][:2] == ["trunk", "└ low from step 1"]
 
 
+def test_a_branch_is_below_its_own_trunk_and_no_run_of_the_same_name(tmp_path: Path, report: Report) -> None:
+    root = tmp_path / "outputs"
+    for folder in ("a", "b"):
+        write_run(root / folder / "base", losses([3.0]))
+    write_run(root / "low", losses([3.0]), settings={"fork.run": str(root / "b" / "base"), "fork.step": 1})
+    assert "b/base\n└ low from step 1\n" in report(root)
+    data = page_data(root / "report.html")
+    (low,) = [run for run in data["runs"] if run["fork"]]
+    assert data["runs"][low["fork"]["index"]]["name"] == "b/base"
+
+
+# ---- what is a result, and what has a column
+
+
+def test_numbers_that_no_weights_change_are_not_ranked(tmp_path: Path, report: Report) -> None:
+    """An evaluation counts the same tokens whatever the model is. A loss, or what the config judges by, is a result."""
+    for number in (1, 2, 3):
+        records = [
+            {"step": step, "loss": 2.0, "eval_n_tokens": 126.9375 + number, "eval_f": float(step), "drawn": float(step)}
+            | {"eval_flat": 1.0, "eval_once": 5.0 if number == 3 else float(step)}
+            for step in ((1, 2) if number < 3 else (1,))
+        ]
+        settings = {"early_stopping.metric": "eval_flat", "early_stopping.mode": "max"}
+        write_run(tmp_path / f"r{number}", records, seed=number, settings=settings)
+    runs = as_json(report, tmp_path)["runs"]
+    for run in runs:
+        bests = {name: one["best"] for name, one in run["metrics"].items()}
+        assert bests.pop("eval_n_tokens") is bests.pop("drawn") is None
+        assert None not in bests.values(), bests
+    asked = as_json(report, tmp_path, "--metric", "eval_n_tokens")["runs"]  # whoever asks for it gets it
+    assert [run["run"] for run in asked] == ["r1", "r2", "r3"]
+    assert asked[0]["metrics"]["eval_n_tokens"]["best"] == 127.9375
+    data = page_data(write_page(report, tmp_path))
+    assert data["results"] == ["loss", "eval_f", "eval_flat", "eval_once"]
+    assert not data["lower"]["eval_flat"]
+
+
+def write_page(report: Report, root: Path) -> Path:
+    report(root)
+    return root / "report.html"
+
+
+def test_columns_are_short_settings_that_can_change_a_result(tmp_path: Path, report: Report) -> None:
+    """And that most runs have; all others can be chosen, and what is the same in all runs is there once."""
+    for number in range(3):
+        settings: dict[str, Any] = {
+            "optimizer.lr": 0.1 * number,
+            "train.clip_norm": None if number else 1.0,
+            "data.tokenizer": f"/a/b{number}",
+            "model.dims": [number],
+            "init_from.digest": f"{number}1a2b3c4d5",
+            "callbacks.draw.at": number,
+            "model.note": "long " * 9 + str(number),
+        }
+        if number == 0:
+            settings |= {"phases.cooldown.start_step": 7}
+        write_run(tmp_path / f"r{number}", losses([3.0 + number]), settings=settings)
+    data = page_data(write_page(report, tmp_path))
+    assert data["main"] == ["optimizer.lr", "train.clip_norm"]
+    assert {*settings, "phases.cooldown.start_step"} <= set(data["keys"])
+    assert data["common"]["settings"]["sampler.temperature"] == 1.0
+    assert not any("sampler.temperature" in run["settings"] for run in data["runs"])
+    assert "eval_loss  best    at step  lr" in report(tmp_path)
+
+
+def test_a_page_of_nine_small_runs_is_small(tmp_path: Path, report: Report) -> None:
+    for number in range(9):
+        write_run(tmp_path / f"r{number}", losses([3.0] * 200, loss=1.0), seed=number)
+    assert write_page(report, tmp_path).stat().st_size < 2_300_000
+
+
 # ---- where the runs are
 
 
@@ -325,7 +396,7 @@ def test_a_setting_is_not_called_like_another_column(tmp_path: Path, report: Rep
         write_run(tmp_path / "outputs" / f"run{number}", settings=settings)
     shown = report(tmp_path / "outputs", "--by", "train.loss")
     words = shown.splitlines()[0].split()
-    assert sorted(words) == sorted("run state step slow.step lr train.loss loss best at step".split())
+    assert sorted(words) == sorted("run state step lr train.loss loss best at step".split())
     assert "train.loss  runs  left out  loss" in shown
     names = page_data(tmp_path / "outputs" / "report.html")["short"]
     assert names == {"train.loss": "train.loss", "callbacks.slow.step": "slow.step", "optimizer.lr": "lr"}

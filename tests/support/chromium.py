@@ -120,6 +120,13 @@ class Chromium:
         except ReloadedError:
             return False
 
+    def press(self, key: str) -> None:
+        """Press and release Tab or Enter."""
+        code, content = {"Tab": (9, ""), "Enter": (13, "\r")}[key]
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=content, **common)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """Write a picture of what is seen, or of the whole page."""
         data = self.call(

@@ -18,7 +18,7 @@ from runner.metrics.external import scalars
 from runner.metrics.records import read_records
 from runner.rundir.attempt_log import ended_attempts
 from runner.rundir.paths import RunDir
-from runner.rundir.provenance import object_in
+from runner.rundir.provenance import code_facts, environment_facts, object_in
 from runner.rundir.trust import reading
 from runner.system import files
 
@@ -137,8 +137,9 @@ def compare(one: RunDir, other: RunDir) -> Difference:
         into = found.others if kind_of(change.key) == "free" else found.settings
         into[change.key] = change.old, change.new
     found.data = _unequal(*(object_in(files.read_object(run.order), "sizes") for run in (one, other)))
-    found.code = _unequal(_code(one), _code(other))
-    found.environment = _unequal(_environment(one), _environment(other))
+    code = [files.read_object(run.code) for run in (one, other)]
+    found.code = _unequal(*map(code_facts, code))
+    found.environment = _unequal(*map(_environment, (one, other), code))
     _compare_metrics(found, one, other)
     return found
 
@@ -149,23 +150,9 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tupl
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _code(run: RunDir) -> dict[str, Any]:
-    """Return what identifies the code of a run: commits, uncommitted changes, and the user's own files."""
-    code = files.read_object(run.code)
-    found: dict[str, Any] = {"runner": object_in(code, "runner").get("digest")}
-    for root, described in object_in(code, "repositories").items():
-        if isinstance(described, dict):
-            found[f"commit of {root}"] = str(described.get("commit"))[:12]
-            found[f"uncommitted changes in {root}"] = described.get("diff_digest")
-    return found | {str(path): digest for path, digest in object_in(code, "modules").items()}
-
-
-def _environment(run: RunDir) -> dict[str, Any]:
-    """Return what a run's last start and its last attempt ran on."""
-    code, attempts = files.read_object(run.code), ended_attempts(run)
-    last = attempts[-1] if attempts else files.read_object(run.attempt)
-    found = {"python": code.get("python"), "platform": code.get("platform"), **object_in(code, "packages")}
-    return found | {key: last.get(key) for key in ("node", "ranks")}
+def _environment(run: RunDir, code: Mapping[str, Any]) -> dict[str, Any]:
+    attempts = ended_attempts(run)
+    return environment_facts(code, attempts[-1] if attempts else files.read_object(run.attempt))
 
 
 def _compare_metrics(found: Difference, one: RunDir, other: RunDir) -> None:

@@ -14,7 +14,7 @@ from runner.cli.look.status_table import STYLES, Row
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet
-from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked
+from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked, without_counts
 from runner.report.page import page
 from runner.report.runs import RunResults, ends, read_run
 from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
@@ -116,6 +116,7 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
         where = ", ".join(map(str, roots)) + (f" with the tags {', '.join(options.tag)}" if options.tag else "")
         raise UserError(f"there are no runs in {where}: name the directory that contains them")
     metric = _metric(runs, options.metric)
+    without_counts(runs, options.metric)
     by = options.by or default_by(runs)
     groups = grouped(runs, by)
     order = ranked(runs, metric)

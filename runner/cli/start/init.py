@@ -52,7 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise FileError(f"{error.filename or directory}: {error.strerror or error}") from error
     say(f"wrote a project in {shown(directory.absolute())}. Next:")
-    for line in (f"cd {directory}", f"{PROGRAM} experiment=spirals", "python -m pip install pytest && python -m pytest"):
+    for line in (
+        f"cd {directory}",
+        f"{PROGRAM} experiment=spirals",
+        "python -m pip install pytest && python -m pytest",
+    ):
         say(f"  {line}")
     return 0
 
