@@ -14,7 +14,7 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
-    """The type without `None`, and whether it allowed `None`."""
+    """Return the type without `None`, and whether it allowed `None`."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
         return kinds[0], True
@@ -22,14 +22,14 @@ def without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def expected(key: str) -> str:
-    """A description of what the schema allows for the dotted `key`; empty where it allows anything."""
+    """Describe what the schema allows for the dotted `key`; empty where it allows anything."""
     hint, optional = without_none(type_of(key))
     text = description(hint)
     return f"{text} or null" if text and optional else text
 
 
 def type_of(key: str) -> Any:
-    """The type that the schema gives the dotted `key`; None where it gives none."""
+    """Return the type that the schema gives the dotted `key`; None where it gives none."""
     hint: Any = Config
     for name in key.split("."):
         hint = without_none(hint)[0]
@@ -43,7 +43,7 @@ def type_of(key: str) -> Any:
 
 
 def description(hint: Any) -> str:
-    """What values of a type are, in words; empty where they may be anything."""
+    """Describe values of a type in words; empty where they may be anything."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     origin = get_origin(hint)

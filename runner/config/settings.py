@@ -83,7 +83,7 @@ def settings(prefix: str = "") -> list[Setting]:
 
 @cache
 def _all() -> tuple[Setting, ...]:
-    """All of them, in the order of the schema; after those of a group what its options add."""
+    """Return all of them, in the order of the schema; after those of a group what its options add."""
     options = groups([conf_dir()])
     primary = _read("config")
     made = [_group("experiment", options["experiment"], primary)]
@@ -101,13 +101,13 @@ def _all() -> tuple[Setting, ...]:
 
 
 def _group(name: str, options: list[str], primary: _File) -> Setting:
-    """The row of a config group."""
+    """Return the row of a config group."""
     about, default = primary.comments[name].partition(":")[0], as_text(primary.values[name])
     return Setting(name, "option of a group", default, ", ".join(options), "as the settings in it", _sentence(about))
 
 
 def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Setting]:
-    """The rows of a part of the schema.
+    """Yield the rows of a part of the schema.
 
     Args:
         key: of the part.
@@ -141,7 +141,7 @@ def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Sett
 
 
 def _added(group: str, found: Mapping[str, _File]) -> Iterator[Setting]:
-    """The rows of what the options of a group add to the schema, one for all that explain it in the same way."""
+    """Yield the rows of what the options of a group add to the schema, one for all that explain it in the same way."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, read in found.items():
         for key, comment in read.comments.items():
@@ -218,11 +218,11 @@ def _comments(text: str) -> dict[str, str]:
 
 
 def _sentence(comment: str) -> str:
-    """The first sentence of a comment, and those that state what a value means: `null: none.`"""
+    """Return the first sentence of a comment, and those that state what a value means: `null: none.`"""
     parts = re.split(r"(?<=\.)\s+|(?<=\.\))\s+", comment.strip())
     return " ".join(part for number, part in enumerate(parts) if number == 0 or MEANS.match(part))
 
 
 def _arguments(kind: type) -> dict[str, str]:
-    """The arguments of a class by name, as its docstring explains them."""
+    """Return the arguments of a class by name, as its docstring explains them."""
     return dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(kind) or "", re.MULTILINE))

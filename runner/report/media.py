@@ -57,7 +57,7 @@ def embedded(runs: Sequence[RunResults], most: int = MAX_BYTES) -> tuple[list[Me
 
 
 def _by_importance(listed: list[Artifact]) -> list[Artifact]:
-    """The last one, the first one, and between them always those farthest from the ones before."""
+    """Order a list: the last one, the first one, and between them always those farthest from the ones before."""
     last = len(listed) - 1
     strides = [1 << power for power in reversed(range(len(listed).bit_length()))]
     order = [last, 0, *(last - back for stride in strides for back in range(0, len(listed), stride))]

@@ -418,8 +418,10 @@ def test_gpu_hours_are_those_of_all_attempts(tmp_path: Path) -> None:
     run.attempts.write_text("".join(json.dumps({**ended, **attempt}) + "\n" for attempt in attempts))
     run.attempt.write_text(json.dumps({"attempt": 3, "gpus": 4}))
     make(tmp_path, "cpu", {"state": "finished"})
+    begun = make(tmp_path, "begun", {"state": "running", "attempt": 1})
+    begun.attempt.write_text(json.dumps({"attempt": 1, "gpus": 4, "started": 1e9}))  # and nothing is timed yet
     rows, messages = status.collect(tmp_path)
-    assert {each.run: each.gpu_hours for each in rows} == {"run": 8 + 2, "cpu": None}
+    assert {each.run: each.gpu_hours for each in rows} == {"run": 8 + 2, "cpu": None, "begun": 0}
     assert printed(rows, messages)[0].endswith("; 10.0 GPU-hours")
 
 

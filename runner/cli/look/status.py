@@ -119,10 +119,9 @@ def _gpu_hours(run: RunDir, state: State) -> float | None:
     current = files.read_object(run.attempt)
     if current.get("attempt") == state.status.get("attempt"):
         current = {**current, **(entry(state.status, "time", dict) or {})}
-    hours = [
-        lived_s(each) * each["gpus"] / 3600 for each in (*state.attempts, current) if type(each.get("gpus")) is int
-    ]
-    return sum(hours) if hours else None
+    under_way = [current] if current.get("attempt") not in [each.get("attempt") for each in state.attempts] else []
+    had = [each for each in (*state.attempts, *under_way) if type(each.get("gpus")) is int]
+    return sum((lived_s(each) or 0.0) * each["gpus"] / 3600 for each in had) if had else None
 
 
 def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:

@@ -201,7 +201,7 @@ def fitting(rows: Sequence[Row], messages: Sequence[str], width: int | None = No
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """What there is to say about the rows besides their cells; what several have in common is said once."""
+    """Yield notes about the rows besides their cells, once for all rows that share one."""
     sharing: dict[str, list[str]] = {}
     for row in rows:
         idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None

@@ -28,7 +28,6 @@ from runner.system.signals import STOP
 # How long a command waits for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
 ENDING_WAIT_S, ENDING_POLL_S = 180.0, 1.0
 MAX_REASON = 1000  # characters; all of our own messages are shorter
-WITHDRAWN = "withdrawn by cancel: `{} resume {}` continues it, and launcher.retry_failed=true all such runs"
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,8 @@ def plan_run(
         reason = _one_line(state.status.get("reason") or state.status.get("cause") or "see its logs")
         return PlannedRun(job, "failed", f"{recorded} ({reason}); launcher.retry_failed=true restarts it", notes)
     if state.word == "withdrawn" and not retry_failed:
-        return PlannedRun(job, "withdrawn", WITHDRAWN.format(PROGRAM, shown(run.path)), notes)
+        how = f"`{PROGRAM} resume {shown(run.path)}` continues it, and launcher.retry_failed=true all such runs"
+        return PlannedRun(job, "withdrawn", f"withdrawn by cancel: {how}", notes)
     check_trusted(run)
     if not run.newest_step():
         _trunk_of(job)
