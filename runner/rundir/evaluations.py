@@ -100,6 +100,15 @@ def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
     return {int(one["step"]): one for one in results(run) if one.get("digest") == settings}
 
 
+def by_own_settings(run: RunDir) -> dict[int, dict[str, Any]]:
+    """Read the results by the run's own settings, by step.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    return {int(one["step"]): one for one in results(run) if not one.get("overrides")}
+
+
 def recorded(run: RunDir) -> Iterator[dict[str, Any]]:
     """Yield the evaluations in metrics.jsonl, in the order of their steps.
 

@@ -82,6 +82,9 @@ class Memory:
     def sweep(self) -> None:
         self.fence.check()
 
+    def results(self) -> dict[int, dict[str, Any]]:
+        return {}
+
     def pinned(self) -> set[int]:
         return set()
 

@@ -18,8 +18,12 @@ from faults import reads_intercepted
 from safetensors.torch import load_file
 
 from runner.__main__ import run as command
+from runner.checkpoint.files import choice
+from runner.checkpoint.files.directory import Directory
 from runner.metrics.progress import size
+from runner.rundir import evaluations
 from runner.rundir.lease import Lease
+from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
 
@@ -57,6 +61,22 @@ def test_the_list_names_the_metric_and_the_best(run: Path, capsys: pytest.Captur
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [row["step"] for row in rows if row["best"]] == [3]
     assert {row["metric_name"] for row in rows} == {"eval_loss"}
+
+
+@pytest.mark.promise("the best checkpoint is the best of all that have a result, whenever it was evaluated")
+def test_a_result_that_came_after_the_save_counts_for_the_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toy, saving = Toy(), manager(run / "checkpoints", keep_last=9)
+    toy.train(3)
+    for _ in range(3):
+        toy.train()
+        toy.save(saving)
+    for step, others, loss in ((1, {}, 0.0), (5, {}, 0.2), (6, {"overrides": ["eval.batches=1"]}, 0.1)):
+        evaluations.add(RunDir(run), {"step": step, "eval_loss": loss, "digest": "0" * 8, **others})
+    assert main([str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert {row["step"]: row["metric"] for row in rows} == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: None, 5: 0.2, 6: None}
+    assert [row["step"] for row in rows if row["best"]] == [5]
+    assert choice.choose(Directory(run / "checkpoints"), "best").manifest.metric is None, "it is the one on the disk"
 
 
 def test_a_list_reads_manifests_only_and_verify_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

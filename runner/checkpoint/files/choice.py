@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -302,29 +302,46 @@ def choose(
         return latest
     found = candidates(store)
     if which == BEST:
-        chosen = best(found)
-        if chosen is None:
+        by_result = best(judged(store, found))
+        if by_result is None:
             raise UserError(
-                f"no checkpoint in {store.path} was judged by a metric: evaluate at the steps that are saved "
-                f"(eval.every_steps, checkpoint.best.metric), or name a step ({_steps(found)})"
+                f"no checkpoint in {store.path} was judged by a metric: evaluate them (runner evaluate RUN --step "
+                f"all), or name a step ({_steps(found)})"
             )
-    else:
-        chosen = next((one for one in found if str(one.step) == str(which)), None)
-        if chosen is None:
-            raise UserError(f"there is no checkpoint of step {which} in {store.path}; available: {_steps(found)}")
+        which = by_result.step
+    chosen = next((one for one in found if str(one.step) == str(which)), None)
+    if chosen is None:
+        raise UserError(f"there is no checkpoint of step {which} in {store.path}; available: {_steps(found)}")
     corruption = corruption_of(chosen)
     if corruption is not None or not isinstance(chosen, Intact):
         raise CheckpointError(f"{chosen.path} is corrupt: {corruption}")
     return chosen
 
 
-def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The best by the metric and the mode of the newest one that has a metric; None if none has."""
-    judged = [one.manifest for one in candidates if one.manifest and one.manifest.metric is not None]
-    if not judged:
+def judged(store: Store, found: Iterable[Candidate]) -> list[Candidate]:
+    """Return `found`, whose manifests have the result of an evaluation that came after the save, if there is one.
+
+    Raises:
+        CheckpointError: the results are not readable.
+    """
+    results = store.results()
+
+    def with_result(one: Candidate) -> Candidate:
+        if one.manifest is None or one.manifest.metric is not None:
+            return one
+        number = results.get(one.step, {}).get(one.manifest.metric_name)
+        return replace(one, manifest=replace(one.manifest, metric=number)) if isinstance(number, float) else one
+
+    return [with_result(one) for one in found]
+
+
+def best(judged: Sequence[Candidate]) -> Candidate | None:
+    """Return the best by the metric and the mode of the newest one that has a metric; None if none has."""
+    manifests = [one.manifest for one in judged if one.manifest and one.manifest.metric is not None]
+    if not manifests:
         return None
-    by = Retention(best_metric=judged[0].metric_name, best_mode=judged[0].metric_mode)
-    return next(iter(by.best(candidates)), None)
+    by = Retention(best_metric=manifests[0].metric_name, best_mode=manifests[0].metric_mode)
+    return next(iter(by.best(judged)), None)
 
 
 def _steps(found: Sequence[Candidate]) -> str:

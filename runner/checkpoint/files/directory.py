@@ -23,13 +23,14 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from runner.checkpoint.files.commit import NewFiles, Transaction, remove_tree, temporary_name
 from runner.checkpoint.files.pins import is_pinned, pinned
 from runner.checkpoint.files.reading import patiently
 from runner.checkpoint.files.store import SET_ASIDE, Fence, Store
 from runner.errors import CheckpointError
+from runner.rundir.evaluations import by_own_settings
 from runner.rundir.paths import RunDir
 from runner.system import files
 
@@ -98,6 +99,15 @@ class Directory:
             return []
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror}); restore it and rerun") from error
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        run = RunDir(self.path.parent)
+        try:
+            return patiently(run.evaluations, lambda: by_own_settings(run))
+        except OSError as error:
+            raise CheckpointError(
+                f"{run.evaluations} cannot be read ({error.strerror}); restore it and rerun"
+            ) from error
 
     def at(self, name: str) -> Folder:
         return Folder(self.path / name)

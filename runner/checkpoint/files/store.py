@@ -140,5 +140,8 @@ class Store(Place, Protocol):
     def pinned(self) -> set[int]:
         """The steps that are not to be deleted."""
 
+    def results(self) -> dict[int, dict[str, Any]]:
+        """Return what evaluations gave for checkpoints that were saved before, by step; raises CheckpointError."""
+
     def warning(self) -> str | None:
         """Who else may change the checkpoints, as a warning, or None."""

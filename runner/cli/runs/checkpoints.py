@@ -127,7 +127,7 @@ def show(directory: Path, verify: bool, as_json: bool) -> int:
     """List all checkpoints; with `verify`, after reading every byte."""
     store = Directory(directory)
     found = list(reversed(choice.scan(store)))
-    candidates = [entry for entry in found if isinstance(entry, Candidate)]
+    candidates = choice.judged(store, (entry for entry in found if isinstance(entry, Candidate)))
     best = choice.best(candidates)
     rows = [{**_row(entry, verify), "best": entry is best} for entry in candidates]
     others = {
