@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from runner.system import clock, files
 from runner.system.terminal import Fitting
 
 REFRESH_S = 2.0
+
+
+def console() -> Console:
+    """Return a console as wide as the terminal; wide enough for whole names where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
 def show_submitted(rows: list[tuple[Path, str]], console: Console) -> None:
@@ -42,7 +48,13 @@ def follow(
     console: Console,
     every_s: float = REFRESH_S,
 ) -> None:
-    """Show the state of each run, as `states` returns it, until all are over (see `is_over`)."""
+    """Show the state of each run, as `states` returns it, until all are over (see `is_over`).
+
+    A table that is refreshed; where there is no terminal, a line for each change, and the table at the end.
+    """
+    if not console.is_terminal:
+        _follow_in_lines(run_dirs, states, console, every_s)
+        return
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         while True:
             now = states()
@@ -50,8 +62,23 @@ def follow(
             if all(is_over(now[run_dir]) for run_dir in run_dirs):
                 break
             clock.sleep(every_s)
-    if not console.is_terminal:
-        console.line()  # which Live leaves out
+
+
+def _follow_in_lines(
+    run_dirs: list[Path], states: Callable[[], dict[Path, str]], console: Console, every_s: float
+) -> None:
+    before: dict[Path, str] = {}
+    while True:
+        now = states()
+        for run_dir in run_dirs:
+            if now[run_dir] not in (before.get(run_dir), "waiting"):
+                over = sum(map(is_over, now.values()))
+                print(f"{run_dir.name}: {now[run_dir]} ({over} of {len(run_dirs)} are over)", flush=True)
+        before = now
+        if all(map(is_over, now.values())):
+            break
+        clock.sleep(every_s)
+    console.print(_table(run_dirs, now, 0))
 
 
 def is_over(state: str) -> bool:

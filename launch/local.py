@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -10,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from launch import display, ranges
 from launch.rank_processes import RankProcesses
@@ -126,6 +125,10 @@ class LocalLauncher:
                 errors = [f"{run_dir.name}: {line}" for line in lines]
             for error in errors:
                 print(f"error: {error}", file=sys.stderr)
+        if not alone and ExitStatus.INTERRUPTED in statuses:
+            print("interrupted: rerun the command, which resumes what has not finished", file=sys.stderr)
+        elif not alone:
+            print(f"compare the runs: python -m runner report {shlex.quote(os.path.relpath(run_dirs[0].parent))}")
         return next((status for status in statuses if status), 0)
 
     def follow(self, run_dirs: list[Path]) -> int:
@@ -167,7 +170,7 @@ class Sweep:
                     while not all(map(display.is_over, self._step().values())):
                         clock.sleep(POLL_S)
                 else:
-                    display.follow(self._run_dirs, self._step, _console(), POLL_S)
+                    display.follow(self._run_dirs, self._step, display.console(), POLL_S)
             finally:
                 for _, attempt in self._running.values():
                     attempt.wait()
@@ -191,7 +194,8 @@ class Sweep:
     def _state(self, run_dir: Path) -> str:
         if run_dir in self._statuses:
             status = self._statuses[run_dir]
-            return "finished" if status == 0 else f"exited with status {status}"
+            words = {ExitStatus.FINISHED: "finished", ExitStatus.INTERRUPTED: "interrupted"}
+            return next((word for known, word in words.items() if known == status), f"exited with status {status}")
         if run_dir in self._waiting:
             return "not started" if self._stopping else "waiting"
         return "running"
@@ -225,11 +229,6 @@ class Sweep:
             signum = self._received.pop(0)
             for _, attempt in self._running.values():
                 attempt.send(signum)
-
-
-def _console() -> Console:
-    """As wide as the terminal; whole names where there is none."""
-    return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
 def visible_gpus() -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -47,6 +47,8 @@ BATCH_BEGAN = "RUNNER_BATCH_BEGAN"
 """The variable in which the batch script passes on when it began: the boot of its machine, and the seconds since."""
 ARM_SCRIPT = "requeue_arm"
 """The line of the batch script after the user's setup: from here on, a job that fails may be requeued."""
+CHECK_SETUP, CHECKED_SETUP = "requeue_check_setup", "trap - ERR"
+"""The lines around the user's setup: a command in it that fails ends the job."""
 
 Record = Mapping[str, str]
 """A job as `scontrol show job` prints it; empty if Slurm did not answer."""
@@ -127,6 +129,11 @@ def script_lines(folder: Path, requeue_killed: bool, submission: str = "") -> li
     }
     assignments = [f"REQUEUE_{name}={shlex.quote(str(value))}" for name, value in parameters.items()]
     return [*assignments, *files.read_text(SCRIPT).splitlines()]
+
+
+def setup_lines(setup: Sequence[str]) -> list[str]:
+    """Return the user's setup for the batch script, with what ends the job if one of its commands fails."""
+    return [CHECK_SETUP, *setup, CHECKED_SETUP] if setup else []
 
 
 def is_running(job: Record) -> bool:

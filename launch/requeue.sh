@@ -51,6 +51,19 @@ note_failed_starts() (
 read_failed_starts || :
 [ -z "$REQUEUE_STARTS" ] || note_failed_starts "$REQUEUE_STARTS" || :
 
+# A command of the setup that fails ends the job, which would train in another environment than the one that was meant. What
+# fails in a file that is sourced there is left to that file; only how it ends counts.
+requeue_check_setup() {
+    REQUEUE_DEPTH=$((${#BASH_SOURCE[@]} - 1))
+    trap 'requeue_setup_failed "$?" "$BASH_COMMAND" "${#BASH_SOURCE[@]}"' ERR
+}
+requeue_setup_failed() {
+    [ "$1" -le 128 ] && [ "$3" -le "$REQUEUE_DEPTH" ] || return 0
+    REQUEUE_SETUP_FAILED="launcher.setup failed: $2 ended with status $1"
+    echo "[launch] $REQUEUE_SETUP_FAILED: correct it, and rerun the command"
+    exit "$1"
+}
+
 # A signal that ends a command of the setup lets the script continue, and the ranks do what a preemption asks for. But a
 # setup that reaches the time limit would reach it again.
 requeue_arm() {
@@ -70,6 +83,8 @@ requeue_unless_decided() {
     elif [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" != yes ] && is_out_of_time; then
         note_failed_starts "1 ${REQUEUE_GIVEN_UP}launcher.setup reached the time limit: increase launcher.time"
         echo "[launch] launcher.setup reached the time limit: increase launcher.time"
+    elif [ -n "${REQUEUE_SETUP_FAILED:-}" ]; then
+        note_failed_starts "1 $REQUEUE_GIVEN_UP$REQUEUE_SETUP_FAILED"
     else
         rm -f "$REQUEUE_VERDICT"
         if [ "$status" -ne 0 ] && [ "${REQUEUE_ARMED:-}" = yes ]; then

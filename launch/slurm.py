@@ -18,8 +18,6 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from launch import batch, display, node_range, requeue, scheduler, submission
 from launch.checks import cluster_errors, cluster_findings, minutes, option_errors, path_errors, start_errors
 from launch.environment import environment_lines, examine_environment
@@ -28,6 +26,7 @@ from launch.scheduler import RecordedJob
 from runner.contracts import Finding, JobInfo, RankCounts, is_same_job
 from runner.errors import ExitStatus, SupersededError, UserError
 from runner.rundir.paths import RunDir
+from runner.rundir.state import sweep_of
 from runner.system import clock, files, processes
 
 # Variables that tell Slurm's commands where the cluster is; all others of SLURM_* describe the job that one is in.
@@ -157,7 +156,7 @@ class SlurmLauncher(SlurmOptions):
             print("interrupted: a job may have been submitted; rerun the command, which finds out", file=sys.stderr)
             raise
         if submitted:
-            display.show_submitted(list(zip(run_dirs, submitted, strict=False)), Console())
+            display.show_submitted(list(zip(run_dirs, submitted, strict=False)), display.console())
         if error is None:
             return 0
         done = f"{len(submitted)} of {len(run_dirs)} runs were submitted" if submitted else "nothing was submitted"
@@ -183,7 +182,7 @@ class SlurmLauncher(SlurmOptions):
 
     def follow(self, run_dirs: list[Path]) -> int:
         """Show the runs until they are over; 0 if all of them finished, and after a Ctrl-C, else 1."""
-        console = Console()
+        console = display.console()
 
         def states() -> dict[Path, str]:
             try:
@@ -258,7 +257,7 @@ class SlurmLauncher(SlurmOptions):
         else:
             files.make_dirs(folder, files.OWNED)
         batch.check_folder(folder)
-        unique, is_asked = submission.new_name(), False
+        unique, is_asked, sweep = submission.new_name(), False, self._sweep_of(runs)
         notice_s = None if "signal" in self._own_options() else self.signal_delay_s
         options = (self.max_timeouts, self.requeue_killed, notice_s)
         starts = [batch.Start(str(run.path), attempt, unique, *options) for run in runs]
@@ -279,7 +278,7 @@ class SlurmLauncher(SlurmOptions):
                     files.remove_dir(folder)
             raise
         try:
-            identity = {"submission": unique, **self._identity(ids[0], name, unique)}
+            identity = {"submission": unique, **self._identity(ids[0], name, unique), "sweep": sweep}
             for run, each in zip(runs, ids, strict=True):
                 self._register(run, each, folder, identity)
         except (OSError, SupersededError) as error:
@@ -294,6 +293,11 @@ class SlurmLauncher(SlurmOptions):
             raise
         submission.end(runs, unique)
         return ids
+
+    def _sweep_of(self, runs: Sequence[RunDir]) -> str:
+        """Name the sweep of runs that are submitted now: the one that those belong to that were submitted before."""
+        before = {name for run in runs if (name := sweep_of(run)) is not None}
+        return before.pop() if len(before) == 1 else self._sweep
 
     def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:
         """What tells the submitted job from later ones with the same id; if Slurm does not tell, without its time."""
@@ -312,7 +316,6 @@ class SlurmLauncher(SlurmOptions):
         """Write the job into the run directory, with links to logs that are elsewhere."""
         launcher = f"{type(self).__module__}.{type(self).__qualname__}"
         job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
-        job["sweep"] = self._sweep
         files.write_json(run.job, job, guard=run.guard)
         logs = run.logs
         if logs == folder:
@@ -354,7 +357,7 @@ class SlurmLauncher(SlurmOptions):
         return [
             *environment_lines(),
             *requeue.script_lines(folder, self.requeue_killed, unique),
-            *self.setup,
+            *requeue.setup_lines(self.setup),
             *node_range.script_lines(self),
             *([port] if self.tasks > 1 else []),
             requeue.ARM_SCRIPT,
@@ -444,7 +447,7 @@ def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) ->
     if not reason or (info is not None and info.job_id != job.job_id):
         return info
     if info is not None and info.state in ("pending", "requeued"):
-        return replace(info, reason=f"{info.reason or 'waiting'}; its last start failed: {reason}")
+        return replace(info, reason=f"{info.reason or 'waiting'}; its last start ended early: {reason}")
     if reason.startswith(requeue.GIVEN_UP) and (info is None or info.state == "failed"):
         return JobInfo(job.job_id, "failed", reason=reason)
     return info

@@ -253,6 +253,12 @@ def _composed(overrides: Sequence[str], config_dir: str | os.PathLike[str] | Non
     from runner.config.composition import Composer
 
     with unchained():
+        for each in overrides:
+            if not isinstance(each, str) or each.startswith("-"):
+                raise UserError(
+                    f"{each!r} is no override: pass each as a text, such as 'train.steps=100'; for a sweep call train "
+                    "in a loop, or run the command with -m"
+                )
         return Composer([] if config_dir is None else [os.fspath(config_dir)]).compose(list(overrides))
 
 

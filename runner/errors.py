@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitStatus(IntEnum):
@@ -127,6 +130,18 @@ def refuse(errors: Iterable[str], kind: type[UserError] = UserError) -> None:
     """
     if lines := "\n".join(errors):
         raise kind(lines)
+
+
+def line_of_user(error: BaseException) -> str:
+    """Return ` (FILE, line N)`: the last line on the way to an error that is of no installed package; else nothing."""
+    installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen ")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(__file__).parent not in Path(frame.filename).parents
+        and not any(part in frame.filename for part in installed)
+    ]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

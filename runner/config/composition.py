@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -304,7 +304,11 @@ class Composer:
         overrides, others = [text for text in given if text not in unused and text not in wrong], list[str]()
         try:
             chosen, plain = self._composed(overrides, compose, over)
-            others = [*self._dropping_nothing(overrides, compose), *self._all_errors(plain)]
+            others = [
+                *self._dropping_nothing(overrides, compose),
+                *_emptying(overrides, plain),
+                *self._all_errors(plain),
+            ]
         except UserError as missing:
             others = [str(missing)]
         except ERRORS as error:
@@ -435,6 +439,23 @@ class Composer:
             anchor(self._bases[experiment, data], base)
         title = str(experiment or data or self.tree.config_name).replace("/", "_")
         return readable_name(title, self._bases[experiment, data], plain, *self._given(overrides))
+
+
+def _emptying(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each override that is to empty a dictionary, which Hydra merges into what is there."""
+    for text in overrides:
+        found = re.fullmatch(r"\+*(?:(phases)=none|([\w.]+)=\{\})", text)
+        key = found and (found[1] or found[2])
+        if not key:
+            continue
+        node: Any = plain
+        for word in key.split("."):
+            node = node.get(word) if isinstance(node, Mapping) else None
+        added = tuple(other.lstrip("+") for other in overrides)
+        left = [name for name in node or {} if not any(other.startswith(f"{key}.{name}") for other in added)]
+        if isinstance(node, Mapping) and left:
+            removed = " ".join(f"~{key}.{name}" for name in left[:3])
+            yield f"{text} has no effect: {key} has {', '.join(map(str, left))} from an experiment or a file; {removed}"
 
 
 _FORK = re.compile(r"\+*fork=")

@@ -86,6 +86,7 @@ def stopped(options: EarlyStoppingConfig, evaluations: Iterable[Mapping[str, Any
             continue
         waited += 1
         if waited >= options.patience and step > 0:
-            since = f"{sign * best:.6g} at step {best_step}" if best < math.inf else "any value"
-            return f"{options.metric} has not improved on {since} in {waited} evaluations"
+            since = f"{sign * best:.6g} (step {best_step})" if best < math.inf else "any value"
+            more = f" by more than {options.min_delta:g}" if options.min_delta else ""
+            return f"{options.metric} has not improved on {since}{more} in {waited} evaluations"
     return None

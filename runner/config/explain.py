@@ -47,6 +47,26 @@ REPLACED = {
 }
 
 
+# What other trainers call it, and what we do.
+OF_OTHERS = {
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "train.grad_accum_steps"),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip"), "train.clip_norm"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "train.batch_size"),
+    **dict.fromkeys(("max_epochs", "num_train_epochs", "epochs"), "train.epochs"),
+    **dict.fromkeys(("max_steps", "limit_train_batches", "num_steps"), "train.steps"),
+    **dict.fromkeys(("val_check_interval", "eval_steps"), "eval.every_steps"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps"), "checkpoint.every_steps"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "init_from"),
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.lr"),
+    "check_val_every_n_epoch": "eval.every_epochs",
+    "limit_val_batches": "eval.batches",
+    "save_total_limit": "checkpoint.keep_last",
+    "devices": "launcher.ranks",
+    "tags": "run.tags",
+    "notes": "run.notes",
+}
+
+
 def unused_setting(override: str) -> str | None:
     """One line for a setting of Hydra's own that would have no effect; None for any other."""
     instead = _replaced(override.partition("=")[0].lstrip("+~"))
@@ -105,6 +125,11 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
         file, message, key = match.groups()
         if instead := _replaced(key):  # an option of a plugin of Hydra's
             return f"{file}.yaml: {key} has no effect here: {instead}"
+        if message.startswith("Key ") and "not in " in message:
+            options = _siblings(key, config)
+            name = key.rpartition(".")[2]
+            hint = _known_elsewhere(key) or nearest(name, options)
+            return f"{file}.yaml: {key}: no such option{hint}; there are {', '.join(options)}"
         allowed = expected(key)
         return f"{file}.yaml: {key}: {message}" + (f"; allowed is {allowed}" if allowed else "")
     return where + " ".join(line.strip() for line in str(error if str(error) else cause).splitlines())
@@ -158,7 +183,7 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
     key = str(cause.full_key or _key(override or ""))
     parent, _, name = key.rpartition(".")
     options = _siblings(key, config)
-    close = nearest(name, options)
+    close = _known_elsewhere(_key(override or key)) or nearest(name, options)
     if not close and config is not None:
         close = _elsewhere(name, config)
     line = f"{override or key}: no such option{f' in {parent}' if parent else ''}{close}"
@@ -171,6 +196,12 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
     if "_target_" in options and override:
         line += f"; to pass its class another argument, write +{override.lstrip('+')}"
     return line
+
+
+def _known_elsewhere(key: str) -> str:
+    """Return ` (here it is 'train.clip_norm')` for what other trainers call by the last word of `key`."""
+    known = OF_OTHERS.get(key.rpartition(".")[2])
+    return f" (here it is {known!r})" if known and known != key else ""
 
 
 def _below_a_value(override: str, config: DictConfig) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +10,19 @@ from runner.config.identity import ABSENT, as_text
 from runner.config.plain_yaml import read_section
 from runner.rundir.notes import notes
 from runner.rundir.paths import RunDir
+
+_VAGUE = ("_target_", "name", "path", "step", "steps", "start_step", "every", "size")
+_BELOW_NAMES = (
+    "sampler.weights.",
+    "data.sources.",
+    "data.eval_sources.",
+    "callbacks.",
+    "fork.",
+    "init_from.",
+    "phases.",
+    "user.",
+)
+"""Settings whose last word alone says little: they are named with the one before it."""
 
 
 def labels(run: RunDir) -> tuple[list[str], list[str]]:
@@ -41,8 +54,36 @@ def telling(settings: Sequence[Mapping[str, Any]], most: int = 4) -> list[str]:
     first = known[0]
     differing = [key for key in keys if any(each.get(key, ABSENT) != first.get(key, ABSENT) for each in known)]
     found: dict[tuple[int, ...], str] = {}
-    for key in sorted(differing, key=lambda key: (any(isinstance(each.get(key), list) for each in known), len(key))):
+
+    def order(key: str) -> tuple[bool, bool, int]:
+        is_list = any(isinstance(each.get(key), list) for each in known)
+        return is_list, key.startswith(("fork.", "init_from.")), len(key)
+
+    for key in sorted(differing, key=order):
         numbers: dict[str, int] = {}
         values = (as_text(each[key]) if key in each else "" for each in known)
         found.setdefault(tuple(numbers.setdefault(value, len(numbers)) for value in values), key)
     return [found[each] for each in sorted(found, key=max, reverse=True)][:most]
+
+
+def short_names(keys: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+    """Return the last words of dotted keys, as many as say what they are, and tell them apart.
+
+    Args:
+        keys: of the settings.
+        taken: names that others have.
+    """
+    found = {}
+    for key in keys:
+        words = key.split(".")
+        least = 2 if words[-1] in _VAGUE or key.startswith(_BELOW_NAMES) else 1
+        parts = (".".join(words[-count:]) for count in range(least, len(words) + 1))
+        found[key] = next(
+            (
+                part
+                for part in parts
+                if part not in taken and sum(f".{other}".endswith(f".{part}") for other in keys) == 1
+            ),
+            key,
+        )
+    return found

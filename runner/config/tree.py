@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from runner.config.identity import flatten
 from runner.config.plain_yaml import escaped
 from runner.config.search_path import conf_dir, groups, project_dirs
 from runner.errors import UserError
+from runner.system import files
 
 CONFIG_NAME = "config"
 # Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
@@ -128,8 +129,26 @@ class ConfigTree:
         finally:
             if frozen is not None:  # it may be large, and nothing needs it from here on
                 ConfigStore.instance().store(name=name, node={})
+        if frozen is None:
+            self._check_own_options(config.hydra.runtime.choices)
         HydraConfig.instance().cfg = cast(Any, config)  # without the copy that `set_config` makes
         return config
+
+    def _check_own_options(self, choices: Mapping[str, Any]) -> None:
+        """Refuse options of which the user has a file, while the shipped one of the same name is used.
+
+        Raises:
+            UserError: naming the first one.
+        """
+        for group, option in choices.items() if self.config_dirs else ():
+            name = f"{group.partition('@')[0]}/{option}.yaml"
+            shipped = conf_dir() / name
+            for own in (directory / name for directory in self.config_dirs):
+                if files.is_file(own) and files.is_file(shipped) and files.read_bytes(own) != files.read_bytes(shipped):
+                    raise UserError(
+                        f"{group}={option} is ambiguous: the runner comes with an option of this name, which differs "
+                        f"from {own}; give that file another name"
+                    )
 
     def hydra_changes(self, config: DictConfig) -> dict[str, Any]:
         """What the files of a composed config set of how Hydra would run an application, by key.

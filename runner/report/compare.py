@@ -15,7 +15,7 @@ import numpy as np
 from runner.config.identity import ABSENT, as_text, kind_of
 from runner.errors import UserError, nearest
 from runner.report import goodput
-from runner.report.runs import FINISHED, Result, RunResults, has_direction, judges, lower_is_better
+from runner.report.runs import FINISHED, RunResults, lower_is_better
 from runner.report.series import Series
 
 FAILED = ("failed", "crash loop", "unreadable")
@@ -87,37 +87,29 @@ def main_settings(runs: Sequence[RunResults]) -> list[str]:
     """Pick the settings that deserve a column unless somebody chooses others.
 
     They differ, can change a result, are in the config of at least half of the runs, and have short values: no paths,
-    no digests, no lists.
+    no digests, no lists, no notes. Those with most values come first, and the seed last.
     """
     readable = [run.settings for run in runs if run.settings]
 
     def is_main(key: str) -> bool:
         values = [settings[key] for settings in readable if key in settings]
-        return kind_of(key) != "free" and 2 * len(values) >= len(readable) and all(map(_is_short, values))
+        return (
+            kind_of(key) != "free"
+            and key != "notes"
+            and 2 * len(values) >= len(readable)
+            and all(map(_is_short, values))
+        )
 
-    return [key for key in differing(runs) if is_main(key)]
+    def order(key: str) -> tuple[bool, int]:
+        return key == "seed", -len({as_text(settings[key]) for settings in readable if key in settings})
+
+    return sorted(filter(is_main, differing(runs)), key=order)
 
 
 def _is_short(value: Any) -> bool:
     text = as_text(value)
     is_digest = re.fullmatch(r"(?=.*[0-9])[0-9a-f]{8,}", text) and isinstance(value, str)
     return not isinstance(value, dict | list) and len(text) <= MAX_SHORT and "/" not in text and not is_digest
-
-
-def without_counts(runs: Sequence[RunResults], metric: str | None = None) -> None:
-    """Take the best values from numbers that are no results: evaluations of all weights find the same, as of a count.
-
-    Args:
-        runs: those to compare.
-        metric: ranked in any case.
-    """
-    judged = {name for run in runs for name in judges(run.settings)} | {metric}
-    for name in {name for run in runs for name in run.metrics if not has_direction(name, judged)}:
-        curves = [run.series[name] for run in runs if name in run.metrics and len(run.series[name]) > 1]
-        if curves and all(curve.is_constant for curve in curves):
-            for run in runs:
-                if name in run.metrics:
-                    run.metrics[name] = Result(run.metrics[name].last, None, None)
 
 
 def grouped(runs: Sequence[RunResults], by: Sequence[str]) -> list[Group]:
@@ -199,7 +191,7 @@ def ranked(runs: Sequence[RunResults], metric: str | None) -> list[RunResults]:
 
 def is_lower_better(runs: Sequence[RunResults], metric: str) -> bool:
     """Whether less of a metric is better, by what the runs say or by its name."""
-    return lower_is_better(metric, {name: mode for run in runs for name, mode in judges(run.settings).items()})
+    return lower_is_better(metric, {name: mode for run in runs for name, mode in run.modes.items()})
 
 
 def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from runner.config.identity import as_text
+from runner.config.labels import short_names
 from runner.errors import UserError
 from runner.report import goodput
 from runner.report.compare import FAILED, differing, for_json, is_lower_better, main_settings
 from runner.report.media import embedded
 from runner.report.runs import FINISHED, RunResults, ends, is_metric
 from runner.report.series import Series
-from runner.report.tables import fork_lines, ranks_text, short_names
+from runner.report.tables import TITLES, fork_lines, ranks_text
 from runner.system import files
 
 POINTS = 1_200_000
@@ -134,7 +135,7 @@ def page_data(
         "diffs": {digest: _beginning(text) for digest, text in list(diffs.items())[:MAX_DIFFS]},
         "left_out": left_out,
         "combined": combined,
-        "short": short_names(keys, metrics),
+        "short": short_names(keys, {*TITLES, *metrics}),
         "axes": [[name, AXES[name]] for name in axes],
         "buckets": goodput.BUCKETS,
         "waiting": goodput.WAITING,
@@ -215,6 +216,7 @@ def _run(run: RunResults, points: int, keep: Sequence[int]) -> dict[str, Any]:
         },
         "hardware": {name: _packed(one.thinned(points // 4)) for name, one in _hardware(run).items()},
         "attempts": [_attempt(attempt) for attempt in run.attempts if _has_times(attempt)],
+        "current": _attempt(run.under_way) if run.under_way else None,
         "events": _events(run),
         "seconds": {bucket: round(value, 1) for bucket, value in seconds.items()},
         "useful": goodput.shares(seconds)["useful"] if any(seconds.values()) else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,16 +27,21 @@ from runner.rundir.trust import reading
 from runner.system import files
 
 FINISHED = "finished"
+NO_MODES: Mapping[str, str] = {}
 MAX_ENDS = 100
 RUNNING = ("running", "suspended", "ending")  # states of a run whose last steps may still be saved
 # Numbers of a record that describe the training, and are no results to compare runs by.
 COUNTS = ("lr", "samples_seen", "tokens_seen", "grad_norm")
 NESTED_COUNTS = ("sources/", "lr_by_optimizer/", "grad_norm_by_optimizer/")
 MAX_NUMBER = 1e11  # in the attempt log; as seconds since 1970, in the year 5138
-# Parts of names of metrics of which more is better; of all others less is.
+# Parts of the names of metrics of which more, or less, is better; of others nobody knows.
 HIGHER_IS_BETTER = (
     *("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "reward", "return", "score", "bleu", "rouge"),
-    *("r2", "psnr", "ssim", "iou", "dice", "map", "ndcg", "correct", "correlation"),
+    *("r2", "psnr", "ssim", "iou", "dice", "map", "ndcg", "correct", "correlation", "recall", "auprc", "kappa"),
+)
+LOWER_IS_BETTER = (
+    *("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer", "bpb", "fid"),
+    *("distance", "regret", "ece", "brier"),
 )
 
 
@@ -69,6 +75,7 @@ class RunResults:
         code: what identifies its code.
         environment: what it ran on.
         diffs: the uncommitted changes of its code by their digests.
+        modes: `min` or `max` of the metrics for which the config, or somebody, says it.
     """
 
     name: str
@@ -89,6 +96,7 @@ class RunResults:
     code: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     diffs: dict[str, str] = field(default_factory=dict)
+    modes: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def accounts(self) -> list[Mapping[str, Any]]:
@@ -117,7 +125,9 @@ def ends(runs: Iterable[RunResults]) -> list[int]:
     return sorted(found)[:MAX_ENDS]
 
 
-def read_run(run: RunDir, root: Path, points: int, keep: Collection[int] = ()) -> RunResults:
+def read_run(
+    run: RunDir, root: Path, points: int, keep: Collection[int] = (), modes: Mapping[str, str] = NO_MODES
+) -> RunResults:
     """The results of a run; `unreadable` if its directory holds anything unexpected.
 
     Args:
@@ -125,20 +135,22 @@ def read_run(run: RunDir, root: Path, points: int, keep: Collection[int] = ()) -
         root: what its name is relative to.
         points: about how many of each series to keep.
         keep: steps at which to keep them in any case.
+        modes: `min` or `max` of metrics for which neither the config nor their names say which is better.
     """
     name = os.path.relpath(run.path, root)
     results = RunResults(name if name != "." else Path(os.path.abspath(run.path)).name, run.path)
     try:
         with reading(run):
-            _fill(results, run, points, keep)
+            _fill(results, run, points, keep, modes)
     except RunDirError as error:
         results.state, results.reason = "unreadable", str(error)
     return results
 
 
-def _fill(results: RunResults, run: RunDir, points: int, keep: Collection[int]) -> None:
+def _fill(results: RunResults, run: RunDir, points: int, keep: Collection[int], modes: Mapping[str, str]) -> None:
     _fill_settings(results, run)
-    judged = judges(results.settings)
+    results.modes = {**judges(results.settings), **modes}
+    judged = results.modes
     series = _with_evaluations(read_series(run.metrics, is_shown), run)
     for name, one in series.items():
         results.steps = max(results.steps, int(one.steps[-1]))
@@ -227,16 +239,14 @@ def judges(settings: Mapping[str, Any]) -> dict[Any, Any]:
 def may_rank(name: str, judged: Collection[Any]) -> bool:
     """Whether a number can be a result, of which one value is better than another.
 
-    A loss and what a run is judged by are, and names such as accuracy, and whatever an evaluation found. Of the latter,
-    `compare.without_counts` takes out what the weights do not change.
+    What a run is judged by is, and whatever has a name that says whether less or more of it is better, such as a loss
+    or an accuracy. A guess would put the worst run first.
     """
-    return has_direction(name, judged) or name.startswith("eval_")
+    return name in judged or any(_is_high(word) or word in LOWER_IS_BETTER for word in _words(name))
 
 
-def has_direction(name: str, judged: Collection[Any]) -> bool:
-    """Whether the config or the name of a number says that less or more of it is better."""
-    words = _words(name)
-    return name in judged or "loss" in words or any(word in HIGHER_IS_BETTER for word in words)
+def _is_high(word: str) -> bool:
+    return word in HIGHER_IS_BETTER or re.fullmatch(r"top[0-9]+", word) is not None
 
 
 def lower_is_better(name: str, modes: Mapping[Any, Any]) -> bool:
@@ -244,7 +254,7 @@ def lower_is_better(name: str, modes: Mapping[Any, Any]) -> bool:
     if modes.get(name):
         return bool(modes[name] != "max")
     words = _words(name)
-    return "loss" in words or not any(word in HIGHER_IS_BETTER for word in words)
+    return any(word in LOWER_IS_BETTER for word in words) or not any(map(_is_high, words))
 
 
 def _words(name: str) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.config.identity import as_text
+from runner.config.labels import short_names
 from runner.report import goodput
 from runner.report.compare import Group, Spread, main_settings
-from runner.report.runs import Result, RunResults
+from runner.report.runs import FINISHED, Result, RunResults
 from runner.system import files
 
 MAX_SETTINGS = 6  # columns for settings that differ; the page has them all
@@ -26,21 +27,6 @@ def number(value: float | None) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
 
 
-def short_names(keys: Sequence[str], metrics: Iterable[str]) -> dict[str, str]:
-    """The last words of dotted keys, as many as tell them apart, and from the other columns of a table."""
-    taken = {*TITLES, *metrics}
-    found = {}
-    for key in keys:
-        words = key.split(".")
-        parts = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-        found[key] = next(
-            part
-            for part in parts
-            if part == key or (part not in taken and sum(f".{other}".endswith(f".{part}") for other in keys) == 1)
-        )
-    return found
-
-
 def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the runs: name, state, steps, last and best of each metric, settings that differ.
 
@@ -48,7 +34,7 @@ def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[
     """
     several = any(run.ranks not in ([], [1]) for run in runs)
     keys = main_settings(runs)[:MAX_SETTINGS]
-    names = short_names(keys, metrics)
+    names = short_names(keys, {*TITLES, *metrics})
     columns = ["run", "state", "step", *(["ranks"] if several else [])]
     columns += [title for metric in metrics for title in (metric, "best", "at step")]
     columns += [names[key] for key in keys]
@@ -81,15 +67,20 @@ def _result_cells(result: Result | None) -> list[str]:
 
 def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of groups: their settings, how many runs, how many left out, mean ± standard deviation."""
-    names = short_names(list(groups[0].by), metrics) if groups else {}
+    names = short_names(list(groups[0].by), {*TITLES, *metrics}) if groups else {}
     columns = [*names.values(), "runs", "left out", *metrics]
     rows = []
     for group in groups:
         row = [_setting(group.by, key) for key in group.by]
         row += [str(len(group.runs)), _left_out(group)]
-        row += [_spread_text(group.metrics.get(metric)) for metric in metrics]
+        row += [_spread_text(group.metrics.get(metric)) or _no_mean(group, metric) for metric in metrics]
         rows.append(row)
     return columns, rows
+
+
+def _no_mean(group: Group, metric: str) -> str:
+    """Say why a group has no mean, if it has finished runs: they were evaluated at different steps."""
+    return "no common step" if any(metric in run.metrics for run in group.runs if run.state == FINISHED) else ""
 
 
 def _left_out(group: Group) -> str:

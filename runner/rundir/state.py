@@ -102,7 +102,8 @@ def look(
     if job is not None and not job.live and not _knows_better(job, run, status, attempts, alive):
         job = None
     word = _word(run, status, finish, alive, job, unanswered)
-    if word in withdrawal.STOPPED and withdrawal.is_withdrawn(run, status):
+    stopped = word in withdrawal.STOPPED or (unanswered and word in ("pending", "requeued"))
+    if stopped and withdrawal.is_withdrawn(run, status):
         word = "withdrawn"
     return State(run, word, holder, job, status, attempts, last_record(run), finish)
 
@@ -155,6 +156,14 @@ def submitted_job(run: RunDir) -> str | None:
     """Read the id of the job that was submitted last."""
     job_id: str | None = entry(files.read_object(run.job), "job_id", str)
     return job_id
+
+
+def sweep_of(run: RunDir) -> str | None:
+    """Name what the run was submitted in, together with others; None if that is not known."""
+    with suppress(OSError):  # of a run that somebody else keeps here, say
+        name = files.read_object(run.job).get("sweep")
+        return name if isinstance(name, str) else None
+    return None
 
 
 def _word(

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from runner.config.finished import has_finished
 from runner.contracts import Job
-from runner.errors import CrashLoopError, ExitStatus, FileError, PeerError, SupersededError, TimeoutsError, UserError
+from runner.errors import (
+    CrashLoopError,
+    ExitStatus,
+    FileError,
+    PeerError,
+    SupersededError,
+    TimeoutsError,
+    UserError,
+    line_of_user,
+)
 from runner.rundir.attempt_log import (
     EARLY,
     TIME_LIMIT,
@@ -255,7 +264,8 @@ class _Attempt:
                 report_stop(self.world)
                 return self._break_off()
             _print_traceback(error)
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}{line_of_user(error)}"
+            print_error(f"error: {reason}")
             self._tell_ranks(error, reason)
             self._end("crash", ExitStatus.FAILED, reason, self.requeued)
             return ExitStatus.FAILED

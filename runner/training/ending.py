@@ -10,9 +10,9 @@ import torch
 
 from runner.config.early_stopping import EarlyStoppingConfig, stopped
 from runner.config.finished import options_of
-from runner.errors import UserError, nearest
 from runner.system.distributed import World
 from runner.training.callbacks.callbacks import Callbacks
+from runner.training.evaluation.evaluation import check_name
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,7 @@ class Ending:
 
     def _by_evaluations(self) -> EarlyEnd | None:
         metric, last = self.options.metric, self.evaluations[-1] if self._is_complete else {}
-        if last and not isinstance(last.get(str(metric)), int | float):
-            numbers = [key for key, value in last.items() if isinstance(value, float)]
-            raise UserError(
-                f"early_stopping.metric={metric}{nearest(str(metric), numbers)} is not a number that an evaluation "
-                f"gives: choose one of {', '.join(numbers)}"
-            )
+        if last:
+            check_name("early_stopping.metric", str(metric), last)
         reason = stopped(self.options, self.evaluations)
         return None if reason is None else EarlyEnd(reason)

@@ -91,6 +91,11 @@ class Trainer:
 
     def _run(self, steps: int) -> bool:
         started_at = self.step
+        if self.evaluation and not (self.step or self.evaluation.due(0)):
+            # A callback may add to the results.
+            stops = None if self.ending.nodes else self.ending.options.metric
+            best = self.evaluation.best_metric if self.evaluation.needs_best else None
+            self.evaluation.check_names({"early_stopping.metric": stops, "checkpoint.best.metric": best})
         self.callbacks.start(self.step)
         self._agree()  # a signal may have come while the session was opened
         self.account.switch("steps")

@@ -68,13 +68,18 @@ def test_a_job_and_its_sweep_are_cancelled_by_one_call_and_other_jobs_are_not(
     assert {name: word for name, word in states(tmp_path).items() if name in expected} == expected
 
 
-def test_a_withdrawal_holds_for_one_job_or_one_attempt(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_a_withdrawal_holds_for_one_job_or_one_attempt(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = "a" * 32, "b" * 32
     run = make(tmp_path, "run", "12", first)
     slurm.prints("squeue", row("12", Command=script(first)))
     assert command(["cancel", str(run.path)]) == 0
     slurm.prints("squeue", "")
     assert states(tmp_path) == {"run": "withdrawn"}  # before any attempt
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nonexistent")
+        assert states(tmp_path) == {"run": "withdrawn"}  # nor does it need Slurm
     run.status.write_text(json.dumps({"state": "cancelled", "attempt": 1, "submission": first}))
     assert states(tmp_path) == {"run": "withdrawn"}  # an attempt of that job had begun meanwhile
     run.status.write_text(json.dumps({"state": "failed", "attempt": 1, "submission": first}))

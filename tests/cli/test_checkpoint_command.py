@@ -203,6 +203,30 @@ def test_a_folder_is_durable_before_it_gets_its_name(
     assert names(tmp_path) == ["folder", "run"]
 
 
+def test_a_model_that_from_pretrained_could_not_read_is_not_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its class creates other tensors, as when adapters were put into it."""
+
+    class Pretrained(torch.nn.Module):
+        def __init__(self, config: dict[str, int]) -> None:
+            super().__init__()
+            self.config, self.head = config, torch.nn.Linear(config["width"], 2)
+
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder).mkdir()
+
+    model = Pretrained({"width": 3})
+    loaded = SimpleNamespace(model=model, step=3, averaged=False)
+    monkeypatch.setattr("runner.training.load.load", lambda *arguments, **options: loaded)
+    (run / "config.yaml").touch()
+    assert main([str(run), "--export", str(tmp_path / "plain")]) == 0
+    model.head = torch.nn.Sequential(model.head)  # type: ignore[assignment]
+    assert main([str(run), "--export", str(tmp_path / "wrapped")]) == 2
+    assert "it has no head.bias and 1 more; it also has head.0.bias and 1 more" in capsys.readouterr().err
+    assert names(tmp_path) == ["plain", "run"]
+
+
 def test_an_export_reports_that_the_newest_was_skipped(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -250,13 +252,30 @@ def test_interpolations_of_hydra_resolve(composer: Composer) -> None:
     assert (plain["callbacks"]["mine"]["a"], plain["callbacks"]["mine"]["b"]) == ("mixture", "runner")
 
 
-def test_a_shipped_file_wins_over_one_of_the_same_name(tmp_path: Path) -> None:
+@pytest.mark.promise("a config file of your own that has the name of a shipped one is refused, not ignored")
+def test_an_option_of_the_user_and_a_shipped_one_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
     for name in ("sgd", "mine"):
         (tmp_path / "optimizer" / f"{name}.yaml").write_text("_target_: builtins.dict\nlr: 7\n")
+    shutil.copy(conf_dir() / "optimizer" / "adamw.yaml", tmp_path / "optimizer")
     composer = Composer([tmp_path])
-    assert composer.compose(["optimizer=sgd"]).plain["optimizer"]["lr"] != 7
+    with pytest.raises(UserError, match=r"optimizer=sgd is ambiguous: .* differs from .*/sgd\.yaml; give that file"):
+        composer.compose(["optimizer=sgd"])
     assert composer.compose(["optimizer=mine"]).plain["optimizer"]["lr"] == 7
+    assert composer.compose([]).plain["optimizer"]["lr"] != 7, "a copy of the shipped file is no other option"
+
+
+@pytest.mark.parametrize("override", ["phases=none", "phases={}"])
+def test_what_an_experiment_has_put_into_a_dictionary_is_not_emptied(tmp_path: Path, override: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    experiment = "# @package _global_\nphases: {late: {start_step: 5, lr_scale: 0.1}}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(experiment)
+    composer = Composer([tmp_path])
+    with pytest.raises(UserError, match=f"{re.escape(override)} has no effect: phases has late from "):
+        composer.compose(["experiment=mine", override])
+    assert composer.compose(["experiment=mine", "~phases.late"]).plain["phases"] == {}
+    own = [override, "phases.own.start_step=3", "phases.own.lr_scale=0.5"]
+    assert list(composer.compose(own).plain["phases"]) == ["own"]
 
 
 def test_relative_paths_are_resolved_against_the_current_directory(composer: Composer, tmp_path: Path) -> None:

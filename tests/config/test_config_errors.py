@@ -70,7 +70,7 @@ MISTAKES = [
     (f"phases.a.lr_scale={HUGE}", [f"phases.a.lr_scale={HUGE} must be from"]),
     (f"sampler.weights.code=-{HUGE}", [f"sampler.weights.code=-{HUGE} must be from"]),
     (f"model.width={HUGE}", ["model.width=4444", "must be a whole number, 2**40 or less"]),
-    ("optimizer=null", ["optimizer=null: choose an option of optimizer", "adamw, sgd"]),
+    ("optimizer=null", ["optimizer=null: choose an option of optimizer", "adamw, own, sgd"]),
     ("experiment=null", ["experiment=null", "leave it out for none", "smoke"]),
     ("phases=3", ["phases=3: choose an option of phases", "curriculum"]),
     (

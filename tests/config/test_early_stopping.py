@@ -26,10 +26,14 @@ def options(patience: int = 2, mode: Best = Best.min, min_delta: float = 0.0, ab
 @pytest.mark.parametrize(
     ("chosen", "values", "reason"),
     [
-        (options(), [3, 2, 2, 2.5], "eval_loss has not improved on 2 at step 20 in 2 evaluations"),
+        (options(), [3, 2, 2, 2.5], "eval_loss has not improved on 2 (step 20) in 2 evaluations"),
         (options(), [3, 2, 2.5, 1, 2, 0.5], None),
-        (options(mode=Best.max), [1, 2, 1.5, 2], "eval_loss has not improved on 2 at step 20 in 2 evaluations"),
-        (options(min_delta=0.5), [3, 2.6, 2.5], "eval_loss has not improved on 3 at step 10 in 2 evaluations"),
+        (options(mode=Best.max), [1, 2, 1.5, 2], "eval_loss has not improved on 2 (step 20) in 2 evaluations"),
+        (
+            options(min_delta=0.5),
+            [3, 2.6, 2.5],
+            "eval_loss has not improved on 3 (step 10) by more than 0.5 in 2 evaluations",
+        ),
         (options(min_delta=0.5), [3, 2.6, 2.4], None),
         (options(above=20), [3, 21, 1], "eval_loss is 21 at step 20, above 20"),
         (options(above=20), [3, math.nan], "eval_loss is nan at step 20, above 20"),
@@ -55,7 +59,7 @@ def test_the_first_step_ends_no_run() -> None:
     """There is nothing to save yet; but what follows is compared with it."""
     start = {"step": 0, "eval_loss": 30.0}
     assert stopped(options(1, above=20), [start]) is None
-    assert stopped(options(1), [start, *records(40)]) == "eval_loss has not improved on 30 at step 0 in 1 evaluations"
+    assert stopped(options(1), [start, *records(40)]) == "eval_loss has not improved on 30 (step 0) in 1 evaluations"
 
 
 @given(

@@ -75,6 +75,8 @@ def test_a_sweep_runs_slots_at_a_time_and_a_failure_does_not_affect_the_others(
     shown = capsys.readouterr()
     assert "exited with status 3" in shown.out
     assert shown.out.count("finished") >= 3
+    assert "a: running (0 of 4 are over)" in shown.out, "a line for each change where there is no terminal"
+    assert "compare the runs: python -m runner report" in shown.out
     assert shown.err == f"error: b: the loss is nan (its log: {runs[1] / 'logs' / 'local.out'})\n"
 
 

@@ -140,7 +140,7 @@ def test_every_option_reaches_the_batch_script(slurm: FakeSlurm, runs: list[Path
         *("dependency=afterok:1", "comment='hello world'", "job-name=j", "licenses=matlab", "mail-user=me"),
     ):
         assert f"#SBATCH --{option}\n" in script, option
-    assert "\nmodule load cuda\nexport MASTER_PORT=" in script
+    assert "\nmodule load cuda\ntrap - ERR\nexport MASTER_PORT=" in script
     assert "--cpu-bind=cores" in script
     assert "wckey" not in script
 

@@ -776,6 +776,31 @@ def test_a_setup_that_fails_ends_the_job(slurm: FakeSlurm, tmp_path: Path) -> No
     assert not slurm.calls("scontrol requeue")
 
 
+@pytest.mark.promise("a job whose launcher.setup fails does not train in another environment")
+@pytest.mark.parametrize(
+    ("setup", "failed"),
+    [
+        (["source /nonexistent/activate", "true"], "source /nonexistent/activate ended with status 1"),
+        (["set -eu", "module-nowhere load cuda"], "module-nowhere load cuda ended with status 127"),
+        (["source SCRIPT", "[ -f /nonexistent ] && source /nonexistent", "false || true", "sh -c 'kill -TERM $$'"], ""),
+    ],
+)
+def test_a_command_of_the_setup_that_fails_ends_the_job(
+    slurm: FakeSlurm, tmp_path: Path, setup: list[str], failed: str
+) -> None:
+    """Not one in a file that is sourced, nor in a condition, nor one that a signal has ended."""
+    slurm.shows_job(**RUNNING)
+    (tmp_path / "script").write_text("false\ntrue\n")
+    ran = tmp_path / "ran"
+    setup = [line.replace("SCRIPT", str(tmp_path / "script")) for line in setup]
+    assert bool(batch_script(slurm, tmp_path / "run", f"touch {ran}", setup)) == bool(failed)
+    assert ran.exists() != bool(failed)
+    assert not slurm.calls("scontrol requeue")
+    starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
+    expected = f"{requeue.GIVEN_UP}launcher.setup failed: {failed}" if failed else ""
+    assert requeue.failed_starts(starts)[1] == expected
+
+
 @pytest.mark.parametrize("strict", [[], ["set -euo pipefail"]])
 @pytest.mark.parametrize("state", [{**ENDING, "Reason": "TimeLimit"}, {**RUNNING, "PreemptTime": AT}])
 def test_a_setup_that_reaches_the_time_limit_ends_the_job(
@@ -854,7 +879,7 @@ def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reaso
         assert requeue.failed_starts(requeue.starts_file(run / "logs", "12_1")) == (failed, "No space left on device")
         slurm.prints("squeue", row("12_1", "PENDING", "BeginTime", restarts=failed))
         assert launcher.jobs([run])[run].state == "requeued"
-        assert "its last start failed: No space left on device" in str(launcher.jobs([run])[run].reason)
+        assert "its last start ended early: No space left on device" in str(launcher.jobs([run])[run].reason)
     restarted(3)
     assert batch_script(slurm, run, f"cd {ROOT}; {rank}", []) == 1
     assert len(slurm.calls("scontrol requeue")) == 3

@@ -278,11 +278,18 @@ def test_a_branch_is_below_its_own_trunk_and_no_run_of_the_same_name(tmp_path: P
 # ---- what is a result, and what has a column
 
 
-def test_numbers_that_no_weights_change_are_not_ranked(tmp_path: Path, report: Report) -> None:
-    """An evaluation counts the same tokens whatever the model is. A loss, or what the config judges by, is a result."""
+@pytest.mark.promise("runs are ranked by what is known to be better, and by nothing else")
+def test_numbers_of_which_nobody_knows_what_is_better_are_not_ranked(tmp_path: Path, report: Report) -> None:
+    """A loss is, an accuracy, and what the config judges by; anything else once somebody says it."""
     for number in (1, 2, 3):
         records = [
-            {"step": step, "loss": 2.0, "eval_n_tokens": 126.9375 + number, "eval_f": float(step), "drawn": float(step)}
+            {
+                "step": step,
+                "loss": 2.0,
+                "eval_n_tokens": 126.9375 + number,
+                "eval_top3": float(step),
+                "drawn": float(step),
+            }
             | {"eval_flat": 1.0, "eval_once": 5.0 if number == 3 else float(step)}
             for step in ((1, 2) if number < 3 else (1,))
         ]
@@ -291,13 +298,15 @@ def test_numbers_that_no_weights_change_are_not_ranked(tmp_path: Path, report: R
     runs = as_json(report, tmp_path)["runs"]
     for run in runs:
         bests = {name: one["best"] for name, one in run["metrics"].items()}
-        assert bests.pop("eval_n_tokens") is bests.pop("drawn") is None
-        assert None not in bests.values(), bests
-    asked = as_json(report, tmp_path, "--metric", "eval_n_tokens")["runs"]  # whoever asks for it gets it
-    assert [run["run"] for run in asked] == ["r1", "r2", "r3"]
-    assert asked[0]["metrics"]["eval_n_tokens"]["best"] == 127.9375
+        assert {name for name, best in bests.items() if best is not None} == {"loss", "eval_flat", "eval_top3"}
+        assert bests["eval_top3"] == run["steps"]
+    asked = as_json(report, tmp_path, "--metric", "eval_n_tokens", "--mode", "max")["runs"]
+    assert [run["run"] for run in asked] == ["r3", "r2", "r1"]
+    assert asked[0]["metrics"]["eval_n_tokens"]["best"] == 129.9375
+    printed = report(tmp_path, "--metric", "eval_once")
+    assert "not ranked: whether less or more of eval_once is better is not known" in printed
     data = page_data(write_page(report, tmp_path))
-    assert data["results"] == ["loss", "eval_f", "eval_flat", "eval_once"]
+    assert data["results"] == ["loss", "eval_top3", "eval_flat"]
     assert not data["lower"]["eval_flat"]
 
 
@@ -525,8 +534,8 @@ def test_the_command_runs_once_the_sweep_has_ended(
     states = [{"t1-s1": "running"}, {"t1-s1": "not started"}, {"t1-s1": "pending"}, {"t1-s1": "finished"}]
     read = module.results
 
-    def results(roots: Any, tags: Any) -> Any:
-        runs = read(roots, tags)
+    def results(*arguments: Any) -> Any:
+        runs = read(*arguments)
         now = states.pop(0)
         for run in runs:
             run.state = now.get(run.name, run.state)

@@ -97,7 +97,7 @@ class Order:
 
 def settings(plain: dict[str, Any]) -> Settings:
     """What a config says."""
-    return Settings(int(plain["steps"]), SimpleNamespace(**plain["fork"]))
+    return Settings(int(plain["steps"]), SimpleNamespace(**{"was": {}, **plain["fork"]}))
 
 
 def order(run_dir: Path, name: str, steps: int = TOTAL, trunk: Path | None = None, at: int | None = None) -> Order:

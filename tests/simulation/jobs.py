@@ -170,7 +170,7 @@ class Jobs(Scenario):
 
             put(batch, "script", _script)
             put(submission, "new_name", lambda: f"{self.world.number():032x}")
-            put(launch.slurm, "Console", lambda: None)
+            put(launch.display, "console", lambda: None)
             put(display, "show_submitted", lambda *_: None)
             put(provenance, "describe_code", lambda *_: CODE)
             put(frozen, "load", partial(_load, frozen.load))

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -179,11 +180,15 @@ def test_a_bug_in_a_users_code_is_a_crash_with_its_traceback(run: RunDir, capsys
         assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FAILED
     assert done[:2] == ["not watched", "recorded"]
     (line,) = ended_attempts(run)
-    assert (line["cause"], line["reason"]) == ("crash", "LookupError: a bug in the model")
+    assert line["cause"] == "crash"
+    assert re.fullmatch(rf"LookupError: a bug in the model \({__file__}, line \d+\)", line["reason"])
     assert json.loads(run.status.read_text())["state"] == "failed"
     printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert "in raises" in printed
+    assert printed.endswith(f"error: {line['reason']}\n"), (
+        "its own line, and not one of the runner's, is what to look at"
+    )
 
 
 def test_what_the_disk_refuses_before_the_records_are_open_is_printed(

@@ -121,6 +121,20 @@ def test_every_result_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -
     assert {"eval_loss", "eval_loss_by_source", "eval_few_mae_by_source", "eval_seen_last"} <= found[0][-1].keys()
 
 
+@pytest.mark.promise("a metric that no evaluation gives is found before training, which is as without that look")
+def test_the_names_of_results_are_checked_with_a_batch_of_each_source() -> None:
+    config = configured({"a": 10, "b": 3}, 7, "eval.batch_size=2", *METRICS)
+    made = evaluation(config, World())
+    before = torch.get_rng_state(), results(config)
+    made.check_names({"early_stopping.metric": "eval_mae", "checkpoint.best.metric": None})
+    with pytest.raises(
+        UserError, match=r"early_stopping\.metric=eval_mea \(did you mean 'eval_mae'\?\) is not a number"
+    ):
+        made.check_names({"early_stopping.metric": "eval_mea"})
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert made.run(1, lambda: False) == before[1]
+
+
 def test_sources_are_evaluated_together_and_each_by_itself() -> None:
     """Against a computation of its own, from the samples."""
     config = configured({"a": 5, "b": 11}, 7, "eval.batch_size=2", "eval.batches=3", *METRICS)

@@ -136,8 +136,8 @@ def test_nothing_in_the_directory_is_executed(run: Path, tmp_path: Path) -> None
     ("arguments", "message"),
     [
         ({"run": "nowhere"}, r"^nowhere is not a run directory, which has a config.yaml: pass a directory such as"),
-        ({"step": 3}, r"^there is no checkpoint of step 3 in .*; available: 2, 4, 6$"),
-        ({"step": "newest"}, r"^there is no checkpoint of step newest in .*; available: 2, 4, 6$"),
+        ({"step": 3}, r"^there is no checkpoint of step 3 in .*; available: 2, 4, 6; or last, best$"),
+        ({"step": "newest"}, r"^there is no checkpoint of step newest in .*; available: 2, 4, 6; or last, best$"),
     ],
 )
 def test_mistakes_are_one_line(run: Path, arguments: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from runner.config.optimizers import optimizer_errors
 from runner.config.schema import Config
 from runner.errors import UserError
 from runner.training.model import build
+from runner.training.model.parameters import Group, named_parameters, param_groups
 
 ADAMW = "runner.training.optim.AdamW"
 
@@ -98,6 +99,14 @@ def test_a_group_without_effect_is_one_line(groups: list[dict[str, Any]], messag
     with pytest.raises(UserError, match=message) as caught:
         groups_of(config({"groups": groups}))
     assert "\n" not in str(caught.value)
+
+
+def test_a_group_of_parameters_that_the_model_has_frozen_is_one_line() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    groups = Group.all_of("optimizer", {"groups": [{"match": "weight", "lr": 1}]})
+    with pytest.raises(UserError, match=r"optimizer\.groups\.0 has no effect: the model has frozen weight"):
+        param_groups("optimizer", model, named_parameters(model), groups, None)
 
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}

@@ -311,7 +311,9 @@ def choose(
         which = by_result.step
     chosen = next((one for one in found if str(one.step) == str(which)), None)
     if chosen is None:
-        raise UserError(f"there is no checkpoint of step {which} in {store.path}; available: {_steps(found)}")
+        raise UserError(
+            f"there is no checkpoint of step {which} in {store.path}; available: {_steps(found)}; or last, best"
+        )
     corruption = corruption_of(chosen)
     if corruption is not None or not isinstance(chosen, Intact):
         raise CheckpointError(f"{chosen.path} is corrupt: {corruption}")

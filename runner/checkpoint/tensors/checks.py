@@ -27,8 +27,14 @@ def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], wher
     for key in present:
         if key in saved:
             _compare(saved[key], _as_json(present[key]), key, differences)
-    if differences:
-        raise MismatchError(f"{where} is of another run: {_joined(differences)}; restore these settings, {_REMEDY}")
+    if not differences:
+        return
+    if all(difference.startswith(("size of source ", "content of source ", "file ")) for difference in differences):
+        raise MismatchError(
+            f"{where}: the data have changed since it was saved: {_joined(differences)}; put the data back as they "
+            "were, accept other content of the same length with run.allow_data_change=true, or start a new run"
+        )
+    raise MismatchError(f"{where} is of another run: {_joined(differences)}; restore these settings, {_REMEDY}")
 
 
 def _as_json(value: Any) -> Any:
@@ -49,6 +55,9 @@ def _compare(saved: Any, present: Any, path: str, differences: list[str]) -> Non
                 differences.append(f"{path}.{key} is missing now")
             else:
                 _compare(saved[key], present[key], f"{path}.{key}", differences)
+    elif isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
+        for number, (old, new) in enumerate(zip(saved, present, strict=True)):
+            _compare(old, new, f"{path}.{number}", differences)
     elif saved != present:
         differences.append(f"{path} was {_short(saved)} and is {_short(present)} now")
 

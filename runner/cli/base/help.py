@@ -24,7 +24,7 @@ Examples
   python -m runner experiment=smoke                       the same in a few seconds
   python -m runner data=mixture sampler.temperature=0.7   a mixture of three sources
   python -m runner data=mixture sampler=elastic           resumes exactly with any number of ranks
-  python -m runner train.steps=2000                       a longer run; extends it if it is finished
+  python -m runner train.steps=2000                       a longer run, which is another run
   python -m runner -m seed=1,2,3 model.width=64,128       a sweep over all combinations
   python -m runner -m launcher=slurm seed=1,2,3           the same as Slurm jobs; returns at once
   python -m runner -m seed=1,2,3 --dry-run                print what would be started, and why

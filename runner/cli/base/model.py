@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from runner.cli.base.console import table
@@ -20,7 +21,7 @@ def held_by(config: Config) -> tuple[Footprint | None, str]:
     try:
         return footprint(config), ""
     except Exception as error:  # noqa: BLE001 the model is the user's own code
-        return None, " ".join(str(error).split())[:200] or type(error).__name__
+        return None, shorten(str(error).partition(". ")[0], 120, placeholder=" …") or type(error).__name__
 
 
 def listing(held: Footprint, config: Config, ranks: int) -> Iterator[Any]:

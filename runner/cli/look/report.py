@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from runner.cli.look.status_table import STYLES, Row
 from runner.config.identity import kind_of
 from runner.errors import FileError, UserError, nearest
 from runner.report import goodput, spreadsheet
-from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked, without_counts
+from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked
 from runner.report.page import page
-from runner.report.runs import RunResults, ends, read_run
+from runner.report.runs import NO_MODES, RunResults, ends, may_rank, read_run
 from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
@@ -44,6 +44,9 @@ def parser() -> Parser:
     )
     made.add_argument("--tag", action="append", default=[], help="only runs that have this one of run.tags")
     made.add_argument("--metric", metavar="NAME", help="rank by this metric (default: that of the best checkpoints)")
+    made.add_argument(
+        "--mode", choices=("min", "max"), help="whether less or more of --metric is better, where its name does not say"
+    )
     made.add_argument("--html", type=Path, metavar="FILE", help="the page (default: report.html in DIR)")
     made.add_argument("--json", action="store_true", help="print JSON; the page is written only with --html")
     made.add_argument(
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         if not files.is_dir(root):
             raise UserError(f"{root} is not a directory: name the one that contains the runs (run.root)")
     check_interval(options.watch)
+    if options.mode and not options.metric:
+        raise UserError(f"--mode {options.mode} needs --metric NAME: it says whether less or more of that is better")
     if options.notify is not None and not options.notify.strip():
         raise UserError("--notify: the command is empty: name a shell command, such as 'echo \"$RUNNER_SUMMARY\"'")
     if options.watch is None and not options.notify:
@@ -111,12 +116,11 @@ def _to_come(runs: Sequence[RunResults]) -> bool:
 
 
 def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = None) -> list[RunResults]:
-    runs = results(roots, options.tag)
+    runs = results(roots, options.tag, {options.metric: options.mode} if options.mode else {})
     if not runs:
         where = ", ".join(map(str, roots)) + (f" with the tags {', '.join(options.tag)}" if options.tag else "")
         raise UserError(f"there are no runs in {where}: name the directory that contains them")
     metric = _metric(runs, options.metric)
-    without_counts(runs, options.metric)
     by = options.by or default_by(runs)
     groups = grouped(runs, by)
     order = ranked(runs, metric)
@@ -135,6 +139,8 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
         print(spreadsheet.of_runs(order), end="")
     else:
         _print(order, groups, metric)
+        if metric and not any(may_rank(metric, run.modes) for run in runs):
+            say(f"not ranked: whether less or more of {metric} is better is not known; add --mode min or --mode max")
         for path in written:
             say(f"wrote {shown(path.absolute())}")
     return runs
@@ -150,14 +156,14 @@ def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any
     return written
 
 
-def results(roots: Sequence[Path], tags: Sequence[str] = ()) -> list[RunResults]:
+def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str, str] = NO_MODES) -> list[RunResults]:
     """Read the results of all runs at and below `roots` that have all of these tags, with their states; each once."""
     base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
     rows = {files.resolve(row.path): row for root in roots for row in having(collect(root)[0], tags)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(rows), 1))))
 
     def read_one(row: Row, keep: Collection[int] = ()) -> RunResults:
-        made = read_run(RunDir(Path(row.path)), base, points, keep)
+        made = read_run(RunDir(Path(row.path)), base, points, keep, modes)
         if made.state != "unreadable":
             made.state, made.reason = row.state, row.reason
             made.settings |= {"tags": ", ".join(row.tags) or None, "notes": "; ".join(row.notes) or None}

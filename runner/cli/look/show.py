@@ -52,7 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     asked = options.run is not None, options.model, options.settings is not None
     if asked not in ((True, True, False), (False, False, True)):
-        raise UserError(f"pass a run and --model ({PROGRAM} show outputs/NAME --model), or --settings [PREFIX]")
+        raise UserError(
+            f"pass a run and --model ({PROGRAM} show outputs/NAME --model), or --settings [PREFIX] without a run; the "
+            "settings of a run are in its config.yaml"
+        )
     if options.model:
         return _show_model(options.run, options.json)
     rows = settings((options.settings or "").strip("."))

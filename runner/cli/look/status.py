@@ -32,6 +32,8 @@ from runner.rundir.trust import reading
 from runner.system import clock, files
 from runner.system.terminal import printable
 
+SHOWN = ("train.steps", "train.epochs")  # settings that the column of the steps shows
+
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
     """A row for each run below `root`, and a message for each launcher that could not report its jobs.
@@ -93,7 +95,8 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     row.warnings = [str(message) for message in entry(state.status, "warnings", list) or []]
     row.attempts, row.steps_lost = row.attempts or 0, row.steps_lost or 0
     if row.state == "finished":
-        row.step = row.total = state.finish.steps or row.step
+        row.step = state.finish.steps or row.step
+        row.total = row.total if state.finish.early is not None else row.step
     # The status is refreshed every few seconds, by a step: a long one may be under way since, or the run was killed.
     newest = state.newest
     if newest and (entry(newest, "step", int) > (row.step or 0) or row.loss is None):
@@ -109,7 +112,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     row.tags, row.notes = labels(run)
     with suppress(ValueError, TypeError, LookupError):  # as `labels`: the rest is shown all the same
         settings = flatten(read_plain(run.config))
-        row.settings = {key: value for key, value in settings.items() if kind_of(key) != "free"}
+        row.settings = {key: value for key, value in settings.items() if kind_of(key) != "free" and key not in SHOWN}
     row.gpu_hours = _gpu_hours(run, state)
     return row
 

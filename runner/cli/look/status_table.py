@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.cli.base.console import Lines
 from runner.config.identity import as_text
+from runner.config.labels import short_names
 from runner.rundir.state import urgency
 from runner.system.terminal import Fitting, printable
 
@@ -137,12 +138,11 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         "last cause": [row.cause or "" for row in rows],
         "waits": [_waiting(row) for row in rows],
         "GPU-hours": ["" if row.gpu_hours is None else f"{row.gpu_hours:,.1f}" for row in rows],
-        "job": [row.job_id or "" for row in rows],
+        "job": [_shortened(row.job_id or "", MAX_VALUE) for row in rows],
         "node": [row.node or "" for row in rows],
         "saved": [_time_of_day(row.checkpoint_time) for row in rows],
     }
-    taken = Counter(["run", *cells, *(key.rpartition(".")[2] for key in keys)])
-    names = {key: key if taken[last := key.rpartition(".")[2]] > 1 else last for key in keys}
+    names = short_names(keys, {"run", *cells})
     told_apart = {names[key]: [_setting(row.differs.get(key)) for row in rows] for key in keys}
     known = {name: column for name, column in cells.items() if name == "state" or any(column)}
     return {"run": [row.run for row in rows], **told_apart, **known}

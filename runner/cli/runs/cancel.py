@@ -13,9 +13,9 @@ from runner.rundir import submitted_jobs, withdrawal
 from runner.rundir.find import find_runs, run_dir
 from runner.rundir.lease import describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
-from runner.rundir.state import State, look
+from runner.rundir.state import State, look, sweep_of
 from runner.rundir.trust import check_trusted, reading
-from runner.system import files, processes
+from runner.system import processes
 
 
 def parser() -> Parser:
@@ -75,18 +75,10 @@ def _submitted_with(run: RunDir) -> list[RunDir]:
     Raises:
         UserError: the run was never submitted.
     """
-    name = _sweep(run)
+    name = sweep_of(run)
     if name is None:
         raise UserError(f"{shown(run.path)} was not submitted to a scheduler, so no sweep is known: name all its runs")
-    return [other for other in find_runs(run.path.parent) if _sweep(other) == name]
-
-
-def _sweep(run: RunDir) -> str | None:
-    try:
-        name = files.read_object(run.job).get("sweep")
-    except OSError:  # of a run that somebody else keeps here, say
-        return None
-    return name if isinstance(name, str) else None
+    return [other for other in find_runs(run.path.parent) if sweep_of(other) == name]
 
 
 def _withdraw(state: State, job: str | None) -> int:

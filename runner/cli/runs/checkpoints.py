@@ -7,6 +7,7 @@ are listed: only manifests and sizes are read. Nothing in a checkpoint is execut
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Sequence
@@ -293,6 +294,12 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
             f"--export {target}: the file name must end in .safetensors; a folder is for models of Hugging Face's "
             f"libraries, and {type(loaded.model).__name__} has no save_pretrained"
         )
+    if differing := unlike_its_class(loaded.model):
+        raise UserError(
+            f"--export {target}: from_pretrained could not read it, since this {type(loaded.model).__name__} is not "
+            f"what its class creates: {differing}. Merge what was added (adapters, say) into the weights, or export "
+            "to a file that ends in .safetensors"
+        )
     if files.is_taken(target):
         raise UserError(f"--export {target} exists: choose another folder")
     temporary = target.with_name(f".{target.name}.tmp-{processes.tag()}")
@@ -311,6 +318,22 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
     else:
         print(f"wrote {type(loaded.model).__name__} of step {loaded.step} to {target}")
     return 0
+
+
+def unlike_its_class(model: Any) -> str:
+    """Say in which tensors a model differs from a new one of its class and its config; empty if in none.
+
+    Nothing is known of a class that is not created from a config alone.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            new = type(model)(copy.deepcopy(model.config)).state_dict().keys()
+    except Exception:  # noqa: BLE001 the user's own class
+        return ""
+    parts = {"has no": sorted(new - model.state_dict().keys()), "also has": sorted(model.state_dict().keys() - new)}
+    return "; ".join(f"it {verb} {names[0]} and {len(names) - 1} more" for verb, names in parts.items() if names)
 
 
 def _sync(folder: Path) -> None:

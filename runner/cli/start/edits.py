@@ -10,7 +10,7 @@ from runner.cli.base.console import PROGRAM, shown
 from runner.config.composition import Composed
 from runner.config.finished import has_finished
 from runner.config.frozen import holds, load_plain, to_config, trained
-from runner.config.identity import LENGTH_KEYS, ConfigChange, as_text, differences, identity, length_readers
+from runner.config.identity import ABSENT, LENGTH_KEYS, ConfigChange, as_text, differences, identity, length_readers
 from runner.config.schedule import learning_rate, to_scheduler
 from runner.config.schema import Config
 from runner.errors import refuse
@@ -78,9 +78,12 @@ class Changes:
         """
         where, resumes = self.job.run_dir, f"{PROGRAM} resume {shown(self.job.run_dir)}"
         errors = []
-        for change in self.all:
+        for change in self._by_source():
             if change.kind == "fixed":
-                what, remedy = "cannot be changed", "keep the old value, or choose another run.dir"
+                what = "cannot be changed"
+                remedy = "keep the old value, or choose another run.dir"
+                if change.key.startswith(("optimizer", "scheduler.", "train.")):  # what a branch may change
+                    remedy += f"; or branch off: `{PROGRAM} fork {shown(where)} --step N {change.key}=...`"
             elif change.kind == "data" and not self.job.config.run.allow_data_change:
                 what = "changes which data comes next"
                 remedy = "keep the old value, add run.allow_data_change=true, or choose another run.dir"
@@ -91,6 +94,14 @@ class Changes:
                 continue
             errors.append(f"{change} {what} in the run {where}: {remedy}")
         refuse(sorted(errors, key=lambda line: " cannot be changed in " not in line))
+
+    def _by_source(self) -> list[ConfigChange]:
+        """Return all changes, with one for each source that is new or gone instead of one for each of its settings."""
+        old, new = (plain.get("data", {}).get("sources", {}) for plain in (self.frozen, self.job.plain))
+        whole = {f"data.sources.{name}.": (name in old, name in new) for name in old.keys() ^ new.keys()}
+        kept = [change for change in self.all if not change.key.startswith(tuple(whole))]
+        texts = {(True, False): ("there", ABSENT), (False, True): (ABSENT, "there")}
+        return kept + [ConfigChange(key.rstrip("."), *texts[where], "data") for key, where in sorted(whole.items())]
 
     def notes(self, step: int) -> list[str]:
         """Return what the changes mean for a run at `step`, one line each."""

@@ -184,7 +184,7 @@ def _resuming(state: State, job: Composed) -> str:
         return f"it is at step {step}, beyond the {total} steps of this command, and ends there"
     if state.finish.early is not None and state.finish.steps == last:
         return f"{doing}: it had ended early, and its settings no longer do that"
-    if state.finish.steps == last:
+    if state.finish.steps == last > 0:
         return f"{doing}: it had finished at step {last}, and is longer now"
     reached = max(last, step)
     again = f", {reached - step} of its steps were not saved" if reached > step else ""
@@ -209,7 +209,8 @@ def _new(job: Composed) -> PlannedRun:
     trunk = _trunk_of(job)
     if trunk is None:
         return PlannedRun(job, "new", "new: there is no run with these settings yet")
-    return PlannedRun(job, "new", f"new, a branch of {shown(trunk.path)} at step {job.config.fork.step}")
+    change = "" if job.config.fork.was else "; no setting differs, so it repeats its trunk: add key=value to change one"
+    return PlannedRun(job, "new", f"new, a branch of {shown(trunk.path)} at step {job.config.fork.step}{change}")
 
 
 def _trunk_of(job: Composed) -> RunDir | None:

@@ -27,8 +27,9 @@ def nearest(job: Composed) -> str | None:
             other = identifying_values(read_plain(RunDir(path).config))
             pairs = {key: (other.get(key, ABSENT), mine.get(key, ABSENT)) for key in sorted(mine.keys() | other.keys())}
             changes = [f"{key} ({as_text(old)} → {as_text(new)})" for key, (old, new) in pairs.items() if old != new]
-            if 0 < len(changes) <= MOST:
-                found.append((len(changes), f"new: differs from {shown(path)} only in {', '.join(changes)}"))
+            if len(changes) <= MOST:
+                how = f"differs from {shown(path)} only in {', '.join(changes)}"
+                found.append((len(changes), f"new: {how if changes else f'{shown(path)} has the same settings'}"))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 

@@ -21,7 +21,7 @@ from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.cli.start.relatives import nearest
 from runner.config.composition import Composed, Composer
 from runner.config.finished import has_finished
-from runner.config.identity import canonical
+from runner.config.identity import canonical, flatten
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, UserError, refuse
 from runner.rundir import provenance
@@ -81,10 +81,13 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
     # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     refuse(launcher.check(starting) if starting else [])
-    if len(planned) == 1 and planned[0].state == "new" and (line := nearest(planned[0].job)):
+    is_new = len(planned) == 1 and planned[0].state == "new" and planned[0].job.config.fork.run is None
+    if is_new and (line := nearest(planned[0].job)):
         say(line)
     _warn_of_idle_ranks(planned, launcher)
     _warn_without_effect([run.job for run in planned if run.starts])
+    if not launcher.in_process:
+        _warn_of_missing_data([run.job for run in planned if run.starts])
     if single and planned[0].starts and not dry_run and list(launcher.rank_counts().counts) == [1]:
         return run_here(planned[0])
     if dry_run or not starting:
@@ -110,6 +113,19 @@ def _warn_without_effect(jobs: Sequence[Composed]) -> None:
     named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
     for line in dict.fromkeys([*lines, *same_results(named)]):
         tell(f"warning: {line}")
+
+
+def _warn_of_missing_data(jobs: Sequence[Composed]) -> None:
+    """Name files of the sources that this machine does not have: those of the jobs may, or all jobs will fail."""
+    missing: dict[str, None] = {}
+    for job in jobs:
+        sources = {f"data.{group}": job.plain["data"][group] for group in ("sources", "eval_sources")}
+        for key, value in flatten(sources).items():
+            paths = (value if isinstance(value, list) else [value]) if key.endswith((".path", ".paths")) else []
+            plain = [Path(path).expanduser() for path in paths if isinstance(path, str) and not set(path) & set("*?[")]
+            missing |= {f"{key}={path}": None for path in plain if not files.exists(path)}
+    for setting in missing:
+        tell(f"warning: {setting} does not exist on this machine: jobs fail unless it exists on theirs")
 
 
 def run_here(planned: PlannedRun) -> int:

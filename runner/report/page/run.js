@@ -40,8 +40,10 @@
     const config = Object.entries(all(run, "settings")).sort(([a], [b]) => (a < b ? -1 : 1));
     element("config-title").textContent = "All " + config.length + " settings of " + run.name;
     fill(element("config"), ["setting", "value"], config.map(([key, value]) => [key, asText(value)]));
-    fill(element("attempts"), ["attempt", "steps", "ended", "began", "took", "node", "ranks", "steps to repeat"], run.attempts.map((one) => [one.attempt, (one.start_step ?? "") + " to " + (one.end_step ?? ""), one.cause,
-      new Date(1000 * one.started).toISOString().slice(0, 19).replace("T", " ") + " UTC", hours(one.ended - one.started), one.node, one.ranks, one.steps_lost]));
+    const time = (seconds) => Number.isFinite(seconds) ? new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ") + " UTC" : "";
+    const current = run.current ? [{ ...run.current, cause: "no end recorded", ended: null }] : [];
+    fill(element("attempts"), ["attempt", "steps", "why it ended", "began", "ended", "took", "node", "ranks", "steps to repeat"], [...run.attempts, ...current].map((one) => [one.attempt, (one.start_step ?? "") + " to " + (one.end_step ?? ""), one.cause,
+      time(one.started), time(one.ended), one.ended === null ? "" : hours(one.ended - one.started), one.node, one.ranks, one.steps_lost]));
     drawSources(run);
     drawMixture(run);
   }

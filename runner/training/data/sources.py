@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from runner.checkpoint.files.store import new_hash
+from runner.config.identity import flatten
 from runner.config.schema import Config, WeightsBy, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.data.datasets import MixtureDataset
 from runner.data.loading.fetch import is_collated
 from runner.errors import UserError
+from runner.system import files
+
+WHOLE_FILE_BYTES = 1 << 26
+"""Up to this size a file counts as a whole; of a larger one its first and its last half of as many bytes."""
 
 
 def open_sources(config: Config, group: str = "sources", streams: bool = False) -> dict[str, Any]:
@@ -84,13 +92,47 @@ def make_collate(config: Config) -> Callable[[Any], Any] | None:
 
 
 def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint and the run that loads it must have in common, each source by itself: a run may allow sources
-    to be added and removed."""
+    """Return what a checkpoint and the run that loads it must have in common.
+
+    Each source has parts of its own, since a run may allow sources to be added and removed; with
+    `run.allow_data_change` other content, too.
+    """
     parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.name}
     for name, dataset in datasets.items():
-        own = dataset.fingerprint() if hasattr(dataset, "fingerprint") else {}
-        parts[f"source {name}"] = {"samples": len(dataset), **own}
+        parts[f"size of source {name}"] = len(dataset)
+        if config.run.allow_data_change:
+            continue
+        if hasattr(dataset, "fingerprint"):
+            parts[f"content of source {name}"] = dataset.fingerprint()
+        else:
+            parts |= {f"file {key}": found for key, found in _files_of(f"data.sources.{name}", config).items()}
     return parts
+
+
+def _files_of(key: str, config: Config) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of each file that the settings of a source name."""
+    node = config.data.sources[key.removeprefix("data.sources.")]
+    found = {}
+    for setting, value in flatten({key: node}).items():
+        for path in map(Path, filter(_may_be_path, value if isinstance(value, list) else [value])):
+            with suppress(OSError):
+                found[f"{path.name} ({setting})"] = _identified(path)
+    return found
+
+
+def _may_be_path(value: Any) -> bool:
+    return isinstance(value, str) and ("/" in value or "." in value) and files.is_file(Path(value))
+
+
+def _identified(path: Path) -> dict[str, Any]:
+    digest = new_hash()
+    with files.open_regular(path, follow=True) as file:
+        size = files.size_of(file.fileno())
+        half = WHOLE_FILE_BYTES // 2
+        for begin in (0, max(half, size - half)):
+            file.seek(begin)
+            digest.update(file.read(half))
+    return {"bytes": size, "xxh128": digest.hexdigest()}
 
 
 def with_weights(config: Config, datasets: dict[str, Any]) -> Config:

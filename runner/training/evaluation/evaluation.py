@@ -6,9 +6,10 @@ the same samples of one source, one rank computes it whole, and results are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -70,13 +71,16 @@ class Evaluation:
         """Whether every set is evaluated after `step` complete steps."""
         return all(each.due(step) for each in self.sets)
 
-    def run(self, step: int, stop: Callable[[], bool], every_set: bool = False) -> dict[str, Any] | None:
+    def run(
+        self, step: int, stop: Callable[[], bool], every_set: bool = False, turns: int | None = None
+    ) -> dict[str, Any] | None:
         """Return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
 
         Args:
             step: completed steps.
             stop: whether to give up.
             every_set: evaluate the sets that are not due as well.
+            turns: how many batches each rank computes of each source; None: all.
 
         Returns:
             None if `stop()`, agreed across ranks and asked before each turn, is true.
@@ -89,7 +93,7 @@ class Evaluation:
             for each in self.sets:
                 if not (every_set or each.due(step)):
                     continue
-                found = _Pass(self.forward, each, self.metrics, self.seed).run(stop)
+                found = _Pass(self.forward, each, self.metrics, self.seed, turns).run(stop)
                 if found is None:
                     return None
                 if twice := sorted(results.keys() & found.keys()):
@@ -105,13 +109,27 @@ class Evaluation:
         Raises:
             UserError: it is not, although the best are kept and all was evaluated that there is.
         """
-        name, numbers = self.best_metric, {key: each for key, each in results.items() if isinstance(each, float)}
-        if self.needs_best and name not in numbers and self.complete(step):
-            raise UserError(
-                f"checkpoint.best.metric={name}{nearest(name, list(numbers))} is not a number that an evaluation gives"
-                f": choose one of {', '.join(numbers)}"
-            )
-        return numbers.get(name)
+        if self.needs_best and self.complete(step):
+            check_name("checkpoint.best.metric", self.best_metric, results)
+        number = results.get(self.best_metric)
+        return number if isinstance(number, float) else None
+
+    def check_names(self, judged: Mapping[str, str | None]) -> None:
+        """Compute a batch of each source and refuse what its results lack: before the training, and not hours later.
+
+        A compiled model is left alone: which shapes it meets first may change what is compiled.
+
+        Args:
+            judged: the setting -> the result that it names, if any.
+
+        Raises:
+            UserError: there is no such result, or the task or a metric does not fit.
+        """
+        named = {key: name for key, name in judged.items() if name not in (None, "eval_loss")}
+        if named and not hasattr(self.forward.model, "_orig_mod"):
+            results = self.run(0, lambda: False, every_set=True, turns=1)
+            for key, name in named.items():
+                check_name(key, str(name), results or {})
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -124,6 +142,22 @@ class Evaluation:
             self.forward.model.train()
 
 
+def check_name(key: str, name: str, results: Mapping[str, Any]) -> None:
+    """Check that evaluations give the number that a setting names.
+
+    Raises:
+        UserError: they do not.
+    """
+    numbers = [each for each, value in results.items() if isinstance(value, int | float)]
+    if name not in numbers:
+        error = UserError(
+            f"{key}={name}{nearest(name, numbers)} is not a number that an evaluation gives: choose one of "
+            f"{', '.join(each for each in numbers if each != 'step')}"
+        )
+        error.everywhere = True  # the results are the same on every rank
+        raise error
+
+
 @dataclass
 class _Pass:
     """One evaluation of one set."""
@@ -132,6 +166,7 @@ class _Pass:
     of: EvaluationSet
     metrics: Sequence[EvaluationMetric]
     seed: int
+    turns: int | None
     _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, weight
 
     def run(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
@@ -140,7 +175,7 @@ class _Pass:
         accumulated = {metric.name: {scope: metric.fresh() for scope in scopes} for metric in self.metrics}
         for place, (source, data) in enumerate(self.of.sources.items()):
             parts: list[tuple[int, dict[str, list[float]]]] = []
-            for number, batch in data.turns(self.forward.world):
+            for number, batch in islice(data.turns(self.forward.world), self.turns):
                 if stop():
                     return None
                 build.seed_everything(self.seed, place, number or 0)  # whichever rank computes the batch

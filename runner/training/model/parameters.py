@@ -151,6 +151,12 @@ def param_groups(
     grouped = {name for names in found for name in names}
     parts: list[tuple[dict[str, Any], list[str]]] = [({}, [name for name in members if name not in grouped])]
     parts += [(with_tuples(group.options), names) for group, names in zip(groups, found, strict=True)]
+    for group, names in zip(groups, found, strict=True):
+        if not group.freeze and not any(members[name].requires_grad for name in names):
+            raise UserError(
+                f"{group.key} has no effect: the model has frozen {_some(names)}; remove the group, or let the model "
+                "train them"
+            )
     made: list[dict[str, Any]] = []
     for options, names in parts:
         trained = [members[name] for name in names if members[name].requires_grad]
