@@ -306,7 +306,7 @@ class Composer:
             chosen, plain = self._composed(overrides, compose, over)
             others = [
                 *self._dropping_nothing(overrides, compose),
-                *_emptying(overrides, plain),
+                *_phases_left(overrides, plain),
                 *self._all_errors(plain),
             ]
         except UserError as missing:
@@ -441,21 +441,15 @@ class Composer:
         return readable_name(title, self._bases[experiment, data], plain, *self._given(overrides))
 
 
-def _emptying(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each override that is to empty a dictionary, which Hydra merges into what is there."""
+def _phases_left(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for an override that is to remove all phases, although those of an experiment are merged into it."""
     for text in overrides:
-        found = re.fullmatch(r"\+*(?:(phases)=none|([\w.]+)=\{\})", text)
-        key = found and (found[1] or found[2])
-        if not key:
-            continue
-        node: Any = plain
-        for word in key.split("."):
-            node = node.get(word) if isinstance(node, Mapping) else None
-        added = tuple(other.lstrip("+") for other in overrides)
-        left = [name for name in node or {} if not any(other.startswith(f"{key}.{name}") for other in added)]
-        if isinstance(node, Mapping) and left:
-            removed = " ".join(f"~{key}.{name}" for name in left[:3])
-            yield f"{text} has no effect: {key} has {', '.join(map(str, left))} from an experiment or a file; {removed}"
+        if re.fullmatch(r"\+*phases=(none|\{\})", text):
+            given = tuple(other.lstrip("+") for other in overrides)
+            left = [name for name in plain["phases"] or {} if not any(o.startswith(f"phases.{name}.") for o in given)]
+            if left:
+                removed = " ".join(f"~phases.{name}" for name in left)
+                yield f"{text} has no effect: phases has {', '.join(left)} from an experiment or a file; {removed}"
 
 
 _FORK = re.compile(r"\+*fork=")

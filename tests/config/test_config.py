@@ -266,7 +266,7 @@ def test_an_option_of_the_user_and_a_shipped_one_of_the_same_name(tmp_path: Path
 
 
 @pytest.mark.parametrize("override", ["phases=none", "phases={}"])
-def test_what_an_experiment_has_put_into_a_dictionary_is_not_emptied(tmp_path: Path, override: str) -> None:
+def test_the_phases_of_an_experiment_are_not_removed_together(tmp_path: Path, override: str) -> None:
     (tmp_path / "experiment").mkdir()
     experiment = "# @package _global_\nphases: {late: {start_step: 5, lr_scale: 0.1}}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(experiment)
