@@ -39,15 +39,15 @@ def test_what_is_there_is_left_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("mine")
+    (tmp_path / "full" / "notes_of_mine").write_text("mine")
     for name, words in (
         ("full", "not an empty directory"),
-        ("full/x", "not an empty"),
+        ("full/notes_of_mine", "not an empty"),
         *((name, "Python package") for name in ("class", "random", "torch", "outputs", "1st")),
     ):
         assert command(["init", name]) == 2
         assert words in capsys.readouterr().err
-    assert [path.name for path in tmp_path.rglob("*")] == ["full", "x"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "notes_of_mine"]
 
 
 @pytest.mark.parametrize(
