@@ -65,7 +65,7 @@ def _by_importance(listed: list[Artifact]) -> list[Artifact]:
 
 
 def _content(one: Artifact, room: int) -> str | None:
-    """The content as the page holds it; None if it is too large, or is no PNG file or cannot be read."""
+    """Return the content as the page holds it; None if it is too large, is no PNG file or cannot be read."""
     needed = one.size * 4 // 3 + 4 if one.is_image else one.size
     if one.size > MAX_FILE_BYTES or needed > room:
         return None

@@ -99,7 +99,7 @@ def _plotly() -> Path:
 
 @cache
 def _packed_plotly(script: Path) -> str:
-    """The script, compressed to 1.5 MB and in base64: the browser unpacks it in a tenth of a second."""
+    """Pack the script, compressed to 1.5 MB and in base64: the browser unpacks it in a tenth of a second."""
     return base64.b64encode(gzip.compress(script.read_bytes(), mtime=0)).decode()
 
 
@@ -163,7 +163,7 @@ def _beginning(diff: str) -> str:
 
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of them that are not empty have in common."""
+    """Return what all of them that are not empty have in common."""
     first, *others = [part for part in parts if part] or [{}]
     return {key: value for key, value in first.items() if all(_is(one, key, value) for one in others)}
 
@@ -177,14 +177,14 @@ def _rest(part: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fork(run: RunResults, places: Mapping[Path, int]) -> dict[str, Any] | None:
-    """Its trunk with the index of that on the page, if it is there, and the step at which it left it."""
+    """Return its trunk with the index of that on the page, if it is there, and the step at which it left it."""
     if run.fork is None or run.trunk is None:
         return None
     return {"run": run.fork[0], "step": run.fork[1], "index": places.get(run.trunk)}
 
 
 def _budget(runs: Sequence[RunResults]) -> int:
-    """The points of a curve, so that all are at most POINTS; those of parts and of the hardware have a quarter."""
+    """Return the points of a curve, so that all are at most POINTS; those of parts and the hardware have a quarter."""
     names = [name for run in runs for name in run.series if is_plotted(name)]
     parts = sum("/" in name for name in names)
     quarters = parts + sum(name in HARDWARE or name == "data_wait_s" for run in runs for name in run.timings)

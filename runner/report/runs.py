@@ -37,7 +37,7 @@ MAX_NUMBER = 1e11  # in the attempt log; as seconds since 1970, in the year 5138
 # Parts of the names of metrics of which more, or less, is better; of others nobody knows.
 HIGHER_IS_BETTER = (
     *("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "reward", "return", "score", "bleu", "rouge"),
-    *("r2", "psnr", "ssim", "iou", "dice", "map", "ndcg", "correct", "correlation", "recall", "auprc", "kappa"),
+    *("r2", "psnr", "ssim", "iou", "dice", "map", "ndcg", "correct", "correlation", "auprc", "kappa"),
 )
 LOWER_IS_BETTER = (
     *("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer", "bpb", "fid"),
@@ -237,7 +237,7 @@ def judges(settings: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def may_rank(name: str, judged: Collection[Any]) -> bool:
-    """Whether a number can be a result, of which one value is better than another.
+    """Check whether a number can be a result, of which one value is better than another.
 
     What a run is judged by is, and whatever has a name that says whether less or more of it is better, such as a loss
     or an accuracy. A guess would put the worst run first.

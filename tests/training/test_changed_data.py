@@ -18,7 +18,8 @@ from runner.training.data import sources
 def test_a_file_that_a_source_names_has_to_stay_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large it is; of a dataset that does not say itself what it has."""
     monkeypatch.setattr(sources, "WHOLE_FILE_BYTES", 8)
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.bin"
+    one, other = tmp_path / "one.jsonl", tmp_path / "other" / "one.jsonl"
+    other.parent.mkdir()
     one.write_text("cat")
     other.write_bytes(b"0123456789abcdef")
     config = Config()

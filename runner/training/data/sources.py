@@ -105,18 +105,19 @@ def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
         if hasattr(dataset, "fingerprint"):
             parts[f"content of source {name}"] = dataset.fingerprint()
         else:
-            parts |= {f"file {key}": found for key, found in _files_of(f"data.sources.{name}", config).items()}
+            parts |= {f"file {key}": found for key, found in _files_of(name, config.data.sources[name]).items()}
     return parts
 
 
-def _files_of(key: str, config: Config) -> dict[str, dict[str, Any]]:
+def _files_of(name: str, node: Any) -> dict[str, dict[str, Any]]:
     """Return size and checksum of each file that the settings of a source name."""
-    node = config.data.sources[key.removeprefix("data.sources.")]
     found = {}
-    for setting, value in flatten({key: node}).items():
-        for path in map(Path, filter(_may_be_path, value if isinstance(value, list) else [value])):
+    for setting, value in flatten({f"data.sources.{name}": node}).items():
+        several = {f"{setting}.{number}": each for number, each in enumerate(value)} if isinstance(value, list) else {}
+        for key, text in (several or {setting: value}).items():
             with suppress(OSError):
-                found[f"{path.name} ({setting})"] = _identified(path)
+                if _may_be_path(text):
+                    found[f"{Path(text).name} ({key})"] = _identified(Path(text))
     return found
 
 
