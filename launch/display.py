@@ -121,5 +121,6 @@ def _table(run_dirs: list[Path], states: dict[Path, str], others: int) -> Table:
         status = read_status(run_dir)
         step, loss = status.get("step"), status.get("loss")
         steps = "" if step is None else f"{step}/{status.get('total', '?')}"
-        table.add_row(run_dir.name, states[run_dir], steps, "" if loss is None else f"{loss:.4f}")
+        name = f"{run_dir.name}: {doing}" if isinstance(doing := status.get("doing"), str) else run_dir.name
+        table.add_row(name, states[run_dir], steps, "" if loss is None else f"{loss:.4f}")
     return table

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -20,6 +20,8 @@ from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes, signals
 
 POLL_S = 0.2
+TRAINING = "runner.training.attempt:attempt"
+SLOT = "runner.cli.start.slot:slot"  # of a search, which prints its own table
 
 
 @dataclass
@@ -32,9 +34,18 @@ class LocalLauncher:
     ranks: Any = 1  # a number, or a range such as "1-4"
     slots: int = 1
     gpus: Any = None  # a list of numbers or names; None: all that are visible
-    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "runner.training.attempt"])
+    command: list[str] | None = None  # None: Python with the module of the attempt
     dry_run: bool = False
     retry_failed: bool = False
+
+    @property
+    def parallel(self) -> int:
+        """As launcher.slots says."""
+        return self.slots
+
+    def command_for(self, attempt: str = TRAINING) -> list[str]:
+        """The command that makes an attempt in a directory, its last argument."""
+        return self.command or [sys.executable, "-m", attempt.partition(":")[0]]
 
     def rank_counts(self) -> RankCounts:
         """Those that launcher.ranks allows."""
@@ -91,7 +102,7 @@ class LocalLauncher:
 
     def preview(self, run_dirs: list[Path]) -> str:
         """The commands, one per run; with several ranks, what would do the same by torchrun."""
-        python, *rest = self.command
+        python, *rest = self.command_for()
         ranks = self.ranks_for(min(self.slots, len(run_dirs)))
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         return "\n".join(shlex.join([python, *several, *rest, str(run_dir)]) for run_dir in run_dirs)
@@ -108,14 +119,14 @@ class LocalLauncher:
         """Run the runs as processes, `slots` at a time; the first exit status that is not 0, else 0.
 
         A run that fails does not affect the others. Ctrl-C, SIGTERM and a closed terminal are forwarded: the runs save
-        and exit, and no further one starts. `attempt` is not used: `command` makes the attempts, each of which acquires
-        its own lease. One run with launcher.ranks uses this terminal, as a run in this process does.
+        and exit, and no further one starts. Each attempt acquires its own lease. One run with launcher.ranks uses this
+        terminal, as a run in this process does.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
             return 0
         alone = len(run_dirs) == 1 and list(self.rank_counts().counts) != [1]
-        sweep = Sweep(self, run_dirs, alone)
+        sweep = Sweep(self, run_dirs, alone, self.command_for(attempt))
         statuses = sweep.run()
         for run_dir, status in zip(run_dirs, statuses, strict=True):
             errors = sweep.losses.get(run_dir, [])
@@ -127,7 +138,7 @@ class LocalLauncher:
                 print(f"error: {error}", file=sys.stderr)
         if not alone and ExitStatus.INTERRUPTED in statuses:
             print("interrupted: rerun the command, which resumes what has not finished", file=sys.stderr)
-        elif not alone:
+        elif not alone and attempt != SLOT:
             print(f"compare the runs: python -m runner report {shlex.quote(os.path.relpath(run_dirs[0].parent))}")
         return next((status for status in statuses if status), 0)
 
@@ -142,11 +153,18 @@ class Sweep:
     Args:
         launcher: its options.
         run_dirs: of the runs.
+        command: makes an attempt in a directory; None: at a run.
         alone: it is one run, whose rank 0 writes to this terminal; else a table is shown, and each run has a log.
     """
 
-    def __init__(self, launcher: LocalLauncher, run_dirs: list[Path], alone: bool = False) -> None:
-        self._command = launcher.command
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        run_dirs: list[Path],
+        alone: bool = False,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self._command = command or launcher.command_for()
         self._run_dirs = run_dirs
         self._alone = alone
         self._slots = min(launcher.slots, len(run_dirs))

@@ -46,6 +46,11 @@ class SlurmOptions:
     retry_failed: bool = False
 
     @property
+    def parallel(self) -> int:
+        """As launcher.array_parallelism says."""
+        return self.array_parallelism
+
+    @property
     def node_counts(self) -> range:
         """The numbers of nodes that a start of the job may have, in ascending order.
 

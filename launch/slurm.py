@@ -475,9 +475,11 @@ def _submission_folder(run_dirs: list[Path]) -> Path:
 
 
 def _job_name(run_dirs: list[Path]) -> str:
-    """Name a job after its run, and an array after what the names of its runs begin with."""
-    if len(run_dirs) == 1:
+    """Name a job after its run, and an array after what the names of its runs begin with, or after its search."""
+    if len(run_dirs) == 1 and run_dirs[0].parent.name != "slots":
         return run_dirs[0].name
+    if run_dirs[0].parent.name == "slots":
+        return run_dirs[0].parent.parent.name  # of a search
     parts = zip(*(run_dir.name.split("-") for run_dir in run_dirs), strict=False)
     common = [each[0] for each in takewhile(lambda each: len(set(each)) == 1, parts)]
     return "-".join([*common, f"sweep-of-{len(run_dirs)}"])

@@ -84,6 +84,14 @@ OTHERS = {
     **dict.fromkeys(("sampler.weights", "sampler.max_epochs", "data.weights", "phases.NAME.weights"), WEIGHT),
 }
 """Those that are checked with others, in messages of their own; of a dictionary, what each of its values may be."""
+SEARCH = {
+    "search.trials": Bound(1, 2**20),
+    "search.reduction": Bound(2, 1024),
+    "search.seed": Bound(0, 2**63 - 1),
+    "search.repeats": Bound(1, 1024),
+    "search.keep": Bound(1, 2**20),
+}
+"""Those of a search, which a command alone has."""
 
 
 def error(key: str, value: float | None) -> str | None:

@@ -41,6 +41,10 @@ class TrainingError(UserError):
     everywhere = True
 
 
+class DivergedError(TrainingError):
+    """The loss is nan or infinite."""
+
+
 class RunDirError(UserError):
     """A run directory is malformed, cannot be read, or is not to be trusted; other runs are not concerned."""
 

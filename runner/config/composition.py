@@ -22,12 +22,15 @@ from runner.config.frozen import load_plain, over_schema, plain_values, to_confi
 from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, readable_name
 from runner.config.paths import anchor, relocate
 from runner.config.schema import Config, config_errors
+from runner.config.search import SearchConfig, to_options
 from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
 from runner.errors import UserError, nearest, refuse
 from runner.rundir import provenance
 from runner.rundir.origin import search_modules
 from runner.rundir.paths import RunDir
+from runner.search.choice import best_run
+from runner.search.directory import is_search
 from runner.system import files
 
 HYDRAS_OWN = "${hydra:"  # what refers to the job as Hydra knows it
@@ -67,6 +70,7 @@ class Composer:
         self._target_errors: dict[str, str | None] = {}
         self._arguments: dict[str, Names | None] = {}
         self._sweep = False
+        self.searching = False  # whether the search of a command is its caller's business
         self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
         self._dropping: dict[tuple[tuple[str, ...], str], str] = {}  # (choices, override) -> its line; "": none
         self._common: dict[tuple[object, ...], tuple[Mapping[str, Any], DictConfig] | None] = {}
@@ -82,7 +86,7 @@ class Composer:
             UserError: all errors of the config, one per line.
         """
         base, given = Path.cwd() if base is None else base, tuple(overrides)
-        fork = fork_of(overrides)
+        fork = fork_of(overrides, base)
         overrides = [text for text in overrides if not _FORK.match(text)]
         if fork is not None:
             return self._branch(*fork, overrides, given, base)
@@ -164,6 +168,8 @@ class Composer:
         Raises:
             UserError: overrides that cannot be parsed, all of them in one message.
         """
+        sweepers = [text for text in overrides if re.match(r"[+~]*hydra[./]sweeper\b", text)]
+        refuse(line for text in sweepers[:1] if (line := unused_setting(text)))
         given = self._alternatives(overrides)
         choices = {key: texts for key, texts in given.items() if self.tree.group_of(key)}
         params: dict[tuple[str, ...], list[str]] = {}  # by the options chosen, of which each may bring its own
@@ -201,7 +207,9 @@ class Composer:
                 errors.append(explain(error, text, None))
                 continue
             if values is None:
-                errors.append(f"{text}: an interval cannot be enumerated; use range(...) or a list of values")
+                errors.append(
+                    f"{text}: an interval cannot be enumerated; use range(...) or a list of values, or search=random"
+                )
             else:
                 alternatives[key] = values
         refuse(errors)
@@ -394,7 +402,11 @@ class Composer:
             composed = compose(overrides)
             refuse(unused_in_files(self.tree.hydra_changes(composed)))
             choices, config = dict(composed.hydra.runtime.choices), _without_hydra(composed)
-        plain = over_schema(plain_values(_complete(config)))
+        values = plain_values(_complete(config))
+        search = values.pop("search", {})
+        if not self.searching:
+            refuse(_lines_on_search(search))
+        plain = over_schema(values)
         drop_sources(plain, overrides)
         return choices, plain
 
@@ -431,6 +443,18 @@ class Composer:
         return keys, options
 
     def _readable(self, choices: Mapping[str, Any], plain: dict[str, Any], base: Path, overrides: Sequence[str]) -> str:
+        return readable_name(*self.title_and_base(choices, plain, base), plain, *self._given(overrides))
+
+    def title_and_base(
+        self, choices: Mapping[str, Any], plain: dict[str, Any], base: Path
+    ) -> tuple[str, dict[str, Any]]:
+        """Return what the name of a run begins with, and the config that it is named by its differences from.
+
+        Args:
+            choices: the options of the groups.
+            plain: the config of the run, for values that are missing in the other one.
+            base: the directory that relative paths are resolved against.
+        """
         experiment, data = choices.get("experiment"), choices.get("data")
         if (experiment, data) not in self._bases:
             chosen = [f"{k}={v}" for k, v in (("experiment", experiment), ("data", data)) if v is not None]
@@ -438,7 +462,14 @@ class Composer:
             drop_sources(self._bases[experiment, data], chosen)
             anchor(self._bases[experiment, data], base)
         title = str(experiment or data or self.tree.config_name).replace("/", "_")
-        return readable_name(title, self._bases[experiment, data], plain, *self._given(overrides))
+        return title, self._bases[experiment, data]
+
+
+def _lines_on_search(search: Mapping[str, Any]) -> list[str]:
+    """Return a line for each option of a search that a command has which is none."""
+    if search.get("kind") is not None:
+        return [f"search={search['kind']} begins many runs: add -m, or set search=none for one run"]
+    return list(SearchConfig(**to_options(search)).option_errors())
 
 
 def _phases_left(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
@@ -456,16 +487,27 @@ _FORK = re.compile(r"\+*fork=")
 WEIGHTS = ".safetensors"
 
 
-def fork_of(overrides: Sequence[str]) -> tuple[Path, int] | None:
+def fork_of(overrides: Sequence[str], base: Path) -> tuple[Path, int] | None:
     """The trunk's run directory and the step that `fork=RUN@STEP` among `overrides` names; None without one.
 
+    `fork=SEARCH@best` names the newest checkpoint of the best run of a search.
+
+    Args:
+        overrides: of a command.
+        base: the directory that relative paths are resolved against.
+
     Raises:
-        UserError: it is not written so.
+        UserError: it is not written so, or the search has no such run.
     """
     texts = [text.partition("=")[2].strip("'\"") for text in overrides if _FORK.match(text)]
     if not texts or texts[-1] == "null":
         return None
     run, _, step = texts[-1].rpartition("@")
+    if step == "best" and is_search(path := base / Path(run).expanduser()):
+        found = best_run(path)
+        if not (newest := found.newest_step()):
+            raise UserError(f"fork={texts[-1]}: the best run of the search, {found.path}, has no checkpoint")
+        return found.path, newest
     if not run or not re.fullmatch(r"\d{1,12}", step) or int(step) < 1:
         raise UserError(f"fork={texts[-1]} must be RUN@STEP, such as fork=outputs/NAME@700, with a step of 1 or more")
     return Path(run), int(step)
@@ -540,6 +582,9 @@ def name_source(plain: dict[str, Any]) -> None:
         node |= {"run": None, "at": None, "digest": None}
         return
     path, at = Path(node["path"]), "last"
+    if path.name.endswith("@best") and is_search(search := path.with_name(path.name.removesuffix("@best"))):
+        node["path"] = str(best_run(search).path)
+        path = Path(node["path"])
     if "@" in path.name and not files.is_dir(path):
         run, _, at = node["path"].rpartition("@")
         path = Path(run)  # outputs/NAME/@700, too: shells complete a directory with a slash
@@ -595,7 +640,8 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
     Raises:
         UserError: values are missing, and `given` is None.
     """
-    return over_schema(plain_values(_complete(_without_hydra(config), given)))
+    values = plain_values(_complete(_without_hydra(config), given))
+    return over_schema({key: value for key, value in values.items() if key != "search"})
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

@@ -21,7 +21,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from runner.config.frozen import READ_ERRORS
 from runner.config.hints import expected, type_of
 from runner.config.identity import as_text
-from runner.config.schema import Config
+from runner.config.schema import Command
+from runner.config.search import SHOWN
 from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
 
@@ -36,7 +37,7 @@ REPLACED = {
     "hydra.launcher": "Hydra's launchers are not used: choose where the run executes with launcher=local or "
     "launcher=slurm",
     "hydra.sweeper": "Hydra's sweepers are not used: a sweep is -m with comma-separated values, range(...) or "
-    "choice(...), such as -m seed=1,2, or hydra.sweeper.params in an experiment",
+    "choice(...), such as -m seed=1,2, or hydra.sweeper.params in an experiment; a search is " + SHOWN,
     "hydra.mode": "start a sweep with -m",
     "hydra.job.chdir": "a run writes to its run directory, run.dir=..., and the current directory stays what it is",
     "hydra.job.env_set": "set variables in the shell, or for the jobs of a cluster in launcher.setup",
@@ -88,7 +89,7 @@ def _replaced(key: str) -> str | None:
 def _siblings(key: str, config: DictConfig | None) -> list[str]:
     """The valid names for the last part of the dotted `key`."""
     parent = key.rpartition(".")[0]
-    hint = type_of(parent) if parent else Config
+    hint = type_of(parent) if parent else Command
     if isinstance(hint, type) and is_dataclass(hint):
         return [each.name for each in fields(hint)]
     node = OmegaConf.select(config, parent) if config is not None else None
@@ -224,7 +225,7 @@ def _elsewhere(name: str, config: DictConfig) -> str:
     """` (did you mean 'train.steps'?)` for a name that exists in another section."""
     found = [
         f"{group}.{name}"
-        for group in sorted(field.name for field in fields(Config))
+        for group in sorted(field.name for field in fields(Command))
         if isinstance(node := OmegaConf.select(config, group), DictConfig) and name in node
     ]
     return f" (did you mean {found[0]!r}?)" if found else ""

@@ -8,7 +8,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from runner.config.schema import Config
+from runner.config.schema import Command
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a dictionary"}
 
@@ -30,7 +30,7 @@ def expected(key: str) -> str:
 
 def type_of(key: str) -> Any:
     """Return the type that the schema gives the dotted `key`; None where it gives none."""
-    hint: Any = Config
+    hint: Any = Command
     for name in key.split("."):
         hint = without_none(hint)[0]
         if is_dataclass(hint):

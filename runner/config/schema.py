@@ -27,6 +27,7 @@ from runner.config.schedule import (
     scheduler_errors,
     weight_errors,
 )
+from runner.config.search import SearchConfig
 from runner.errors import nearest
 from runner.samplers import SamplerKind
 
@@ -271,6 +272,13 @@ class Config:
         """Whether there are evaluations, and none of them is switched off."""
         usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
         return self.evaluates and usual and 0 not in [each.every_steps for each in self.eval.sets.values()]
+
+
+@dataclass
+class Command(Config):
+    """What a command may set: the config of a run, and a search for good values of its settings."""
+
+    search: SearchConfig = field(default_factory=SearchConfig)
 
 
 def rank_invariant(config: Config) -> bool:

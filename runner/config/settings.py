@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from runner.bounds import BOUNDS, OTHERS
+from runner.bounds import BOUNDS, OTHERS, SEARCH
 from runner.config.hints import description, type_of, without_none
 from runner.config.identity import FILLED_IN, as_text, kind_of
 from runner.config.plain_yaml import Loader
-from runner.config.schema import Config
+from runner.config.schema import Command
 from runner.config.search_path import conf_dir, groups
 from runner.errors import UserError, nearest
 from runner.system import files
@@ -76,7 +76,7 @@ def settings(prefix: str = "") -> list[Setting]:
         names = {each.key[: end.start()] for each in _all() for end in re.finditer(r"\.|$", each.key)}
         raise UserError(
             f"{prefix}: no such setting{nearest(prefix, sorted(names))}; pass one, such as train.steps, or a part of "
-            f"the config: {', '.join(each.name for each in fields(Config))}"
+            f"the config: {', '.join(each.name for each in fields(Command))}"
         )
     return found
 
@@ -87,14 +87,14 @@ def _all() -> tuple[Setting, ...]:
     options = groups([conf_dir()])
     primary = _read("config")
     made = [_group("experiment", options["experiment"], primary)]
-    for each in fields(Config):
+    for each in fields(Command):
         named = options.get(each.name, [])
         usual = str(primary.values.get(each.name)) if named else ""
         ordered = sorted(named, key=lambda name, usual=usual: name != usual)  # type: ignore[misc]
         found = {name: _read(f"{each.name}/{name}") for name in ordered}
         if named:
             made.append(_group(each.name, named, primary))
-        rows = _typed(each.name, type_of(each.name), Config(), [primary, *found.values()])
+        rows = _typed(each.name, type_of(each.name), Command(), [primary, *found.values()])
         made += [row for row in rows if not (named and row.key == each.name)]
         made += _added(each.name, found)
     return tuple(made)
@@ -128,7 +128,7 @@ def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Sett
     comment = next((each.comments[key] for each in read if key in each.comments), "")
     is_choice = isinstance(hint, type) and issubclass(hint, Enum)
     allowed = [member.name for member in hint] if is_choice else []
-    if bound := {**BOUNDS, **OTHERS}.get(key):
+    if bound := {**BOUNDS, **OTHERS, **SEARCH}.get(key):
         allowed = [f"each {bound}" if typing.get_origin(hint) is dict else str(bound)]
     what = "choice" if is_choice else description(hint).removeprefix("a ").partition(" such")[0]
     later = "filled in" if key.startswith((*FILLED_IN, "fork.")) else LATER[kind_of(key)]

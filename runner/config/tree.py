@@ -18,6 +18,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
@@ -27,8 +28,10 @@ from runner.config.config_loader import FROZEN_NAME, ConfigLoader
 from runner.config.frozen import schema
 from runner.config.identity import flatten
 from runner.config.plain_yaml import escaped
+from runner.config.schema import Command
 from runner.config.search_path import conf_dir, groups, project_dirs
 from runner.errors import UserError
+from runner.search.points import Dimension
 from runner.system import files
 
 CONFIG_NAME = "config"
@@ -49,6 +52,7 @@ OPEN = (
     "optimizer.groups",
     "callbacks",
     "user",
+    "search.space",
 )
 
 
@@ -75,7 +79,7 @@ class _FurtherDirectories(SearchPathPlugin):
             search_path.append("command-line", f"file://{path}")
 
 
-ConfigStore.instance().store(name="schema", node=schema())
+ConfigStore.instance().store(name="schema", node=schema(Command))
 Plugins.instance().register(_FurtherDirectories)
 
 
@@ -107,13 +111,16 @@ class ConfigTree:
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]
         return key if key.partition("/")[0] in (*self.groups, "hydra") else None
 
-    def compose(self, overrides: Sequence[str], frozen: dict[str, Any] | None = None) -> DictConfig:
+    def compose(
+        self, overrides: Sequence[str], frozen: dict[str, Any] | None = None, resolved: bool = True
+    ) -> DictConfig:
         """The composed config, Hydra's own node included; `${hydra:...}` in it resolves until the next composition.
 
         Args:
             overrides: without sweeps.
             frozen: compose over these resolved values of a run instead of the primary config. Choosing an option of
                 a group replaces that group's values.
+            resolved: whether the frozen values have no interpolations any more, so that `${` in them is text.
         """
         name, loader = self.config_name, self._loader
         if frozen is not None:
@@ -121,7 +128,8 @@ class ConfigTree:
             chosen = {self.group_of(override) for override in overrides}
             values = {key: value for key, value in frozen.items() if key not in chosen}
             defaults = ["schema", "_self_", *({group: None} for group in self.groups)]
-            ConfigStore.instance().store(name=name, node={"defaults": defaults, **escaped(values)})
+            node = escaped(values) if resolved else values
+            ConfigStore.instance().store(name=name, node={"defaults": defaults, **node})
         try:
             with self._hydra():
                 texts = [opened(text) for text in overrides]
@@ -184,6 +192,24 @@ class ConfigTree:
         if not parsed.is_discrete_sweep():
             return key, None
         return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
+
+    def dimension(self, override: str) -> Dimension | None:
+        """Return what an override lets a search vary; None if it sets one value.
+
+        Raises:
+            HydraException: it cannot be parsed.
+        """
+        parsed = self._loader.parse(override)
+        if not parsed.is_sweep_override():
+            return None
+        key, value = parsed.get_key_element(), parsed.value()
+        if not isinstance(value, IntervalSweep):
+            values = tuple(parsed.sweep_string_iterator())
+            return Dimension(key, values, ordered=isinstance(value, RangeSweep))
+        assert value.start is not None
+        assert value.end is not None
+        ends = float(value.start), float(value.end)
+        return Dimension(key, (), *ends, log="log" in value.tags, whole=isinstance(value.start, int))
 
     def run_hydra(self, flags: Sequence[str], overrides: Sequence[str]) -> None:
         """Hydra's own command line: `--cfg`, `--info`, `--hydra-help`, `--shell-completion`. Prints to stdout.

@@ -30,7 +30,9 @@ TITLE = re.compile(rb"attempt \d+ on ")
 """How `AttemptLog.title` begins, which a run prints first, and by which `runner logs` finds its last attempt."""
 
 # Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
-HARMLESS = frozenset({"finished", "preempted", "requeued", "cancelled", "interrupted"})
+PAUSED = "paused"  # a search has trained it to one of its rungs, and may go on with it
+DIVERGED = "diverged"  # the loss is nan or infinite
+HARMLESS = frozenset({"finished", PAUSED, "preempted", "requeued", "cancelled", "interrupted"})
 CRASH_LOOP_LIMIT = 3
 EARLY = "ended_early"  # the entry of the completion mark of a run that ended before its last step
 TIME_LIMIT = "time limit"
@@ -45,6 +47,7 @@ WRITE_TRIES, WRITE_PAUSE_S = 3, 0.5
 # The state of a run after an attempt that ended for this cause; any other cause: failed.
 STATE_AFTER = {
     "finished": "finished",
+    PAUSED: PAUSED,
     "preempted": "requeued",
     "requeued": "requeued",
     TIME_LIMIT: "requeued",

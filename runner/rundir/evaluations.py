@@ -120,6 +120,20 @@ def recorded(run: RunDir) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def known_values(run: RunDir, step: int) -> dict[str, Any]:
+    """Read all that is recorded of a step by the run's own settings: its own record, its evaluations.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    mark, found = f'"step": {step},'.encode(), dict[str, Any]()
+    for record in files.read_lines(run.metrics, having=mark):
+        if isinstance(record, dict) and record.get("step") == step:
+            found |= record
+    found |= by_own_settings(run).get(step, {})
+    return {key: value for key, value in found.items() if isinstance(value, int | float) and key != "step"}
+
+
 def add(run: RunDir, record: Mapping[str, Any]) -> None:
     """Add a result, with `step` and `digest`.
 

@@ -13,6 +13,8 @@ from runner.system import files
 
 RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
 """What makes a directory that of a run, one of which may be missing."""
+SEARCH_FILE = "search.json"
+"""What makes a directory that of a search."""
 
 
 def run_dir(path: str | os.PathLike[str]) -> RunDir:
@@ -30,18 +32,32 @@ def run_dir(path: str | os.PathLike[str]) -> RunDir:
 
 
 def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:
-    """Yield the run directories at and below `root`, in the order of their paths.
+    """Yield the run directories at and below `root`, in the order of their paths; of a search, its runs beside it.
 
     Args:
         root: the directory.
         on_error: called for each directory that cannot be read.
     """
     for directory, children, names in files.walk(root, onerror=on_error):
+        if SEARCH_FILE in names:  # its slots are no runs, and its runs are beside it
+            children.clear()
+            if Path(directory) == root:
+                yield from _of_search(root)
+            continue
         present = RUN_FILES.intersection((*names, *children))
         if present and not (present == {"config.yaml"} and _composes(Path(directory) / "config.yaml")):
             children.clear()
             yield RunDir(Path(directory))
         children[:] = sorted(child for child in children if not child.startswith("."))
+
+
+def _of_search(root: Path) -> Iterator[RunDir]:
+    """Yield the runs of a search."""
+    lines = files.read_lines(root / "journal.jsonl", having=b'"run"')
+    names = dict.fromkeys(line["run"] for line in lines if isinstance(line, dict) and isinstance(line.get("run"), str))
+    for name in sorted(names):
+        if files.is_dir(path := Path(os.path.normpath(root.parent / name))):
+            yield RunDir(path)
 
 
 def _composes(config: Path) -> bool:
@@ -50,3 +66,12 @@ def _composes(config: Path) -> bool:
         return re.search(rb"^defaults:", files.read_regular(config), re.MULTILINE) is not None
     except OSError:
         return False
+
+
+def find_searches(root: Path) -> Iterator[Path]:
+    """Yield the directories of searches at and below `root`, in the order of their paths; runs are not looked into."""
+    for directory, children, names in files.walk(root):
+        if SEARCH_FILE in names:
+            yield Path(directory)
+        is_run = SEARCH_FILE in names or RUN_FILES.intersection(names)
+        children[:] = [] if is_run else sorted(child for child in children if not child.startswith("."))

@@ -616,6 +616,14 @@ class LeaseWatcher:
             seen.alive = False
         return bool(seen.alive)
 
+    def is_gone(self, directory: Path) -> bool:
+        """Whether the holder of the lease in `directory` is known to be over; False while that is not decided.
+
+        Raises:
+            OSError: the directory or the holder's file cannot be read.
+        """
+        return not self.is_alive(directory) and (directory not in self._seen or self._seen[directory].alive is False)
+
     def wait(self) -> bool:
         """Watch all undecided holders until each is decided; whether there were any."""
         undecided = [directory for directory, seen in self._seen.items() if seen.alive is None]

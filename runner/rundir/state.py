@@ -25,7 +25,7 @@ IN_QUEUE = ("pending", "requeued", "suspended", "ending")
 
 _BY_URGENCY = (
     *("failed", "crash loop", "stuck", "killed", "unreadable", "running", "suspended", "ending", "requeued", "pending"),
-    *("interrupted", "cancelled", "withdrawn", "finished", "not started", "waiting"),
+    *("interrupted", "cancelled", "withdrawn", "paused", "finished", "not started", "waiting"),
 )
 
 
@@ -36,7 +36,7 @@ class State:
     Attributes:
         run: its directory.
         word: `finished`, `running`, one of `IN_QUEUE`; or what has ended it: `interrupted`, `cancelled`, `killed`,
-            `failed`, `crash loop`, `stuck`, `withdrawn`; or `not started`.
+            `failed`, `crash loop`, `stuck`, `withdrawn`; `paused` by a search; or `not started`.
         holder: the process that certainly trains it now, for messages; None if there is none, or nobody can tell here.
         job: its job, as far as the scheduler knows more about it than the records.
         status: see `attempt_log.status_of`.

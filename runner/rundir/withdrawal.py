@@ -12,7 +12,7 @@ from typing import Any
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-STOPPED = ("cancelled", "interrupted", "killed")
+STOPPED = ("cancelled", "interrupted", "killed", "paused")
 """Words for a run that has ended before its time, in place of which `withdrawn` is shown."""
 
 

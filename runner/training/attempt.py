@@ -21,6 +21,7 @@ from runner.config.finished import has_finished
 from runner.contracts import Job
 from runner.errors import (
     CrashLoopError,
+    DivergedError,
     ExitStatus,
     FileError,
     PeerError,
@@ -30,7 +31,9 @@ from runner.errors import (
     line_of_user,
 )
 from runner.rundir.attempt_log import (
+    DIVERGED,
     EARLY,
+    PAUSED,
     TIME_LIMIT,
     TIMEOUTS,
     AttemptLog,
@@ -61,10 +64,25 @@ if TYPE_CHECKING:
 
 
 # Causes of the ends that a budget brings about; any other error of the user: failed.
-CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS}
+CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS, DivergedError: DIVERGED}
 
 
-def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None) -> int:
+@dataclass(frozen=True)
+class Pause:
+    """Where an attempt ends before the end of its run, for a search.
+
+    Attributes:
+        step: at which it ends.
+        keep: how many checkpoints the run keeps until it goes on; None: as its config says.
+    """
+
+    step: int
+    keep: int | None = None
+
+
+def attempt(
+    run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None, pause: Pause | None = None
+) -> int:
     """Resume the run in `run_dir` until it is finished or asked to stop; the exit status.
 
     Errors are printed and recorded, not raised: the status says which kind it was (`ExitStatus`).
@@ -73,10 +91,11 @@ def attempt(run_dir: str | os.PathLike[str], job: Job | None = None, lease: Leas
         run_dir: a run directory with a frozen config.
         job: the job that this process runs in; None: a process started by hand.
         lease: that of the run directory if the caller holds it; released at the end.
+        pause: end there, with an evaluation; None: at the end of the run.
     """
     STOP.install()
     job, run = job or LocalJob(), RunDir(Path(run_dir).absolute())
-    return carry_out(run.path, job, lambda world: _attempt(run, job, world, lease))
+    return carry_out(run.path, job, lambda world: _attempt(run, job, world, lease, pause))
 
 
 def carry_out(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> int:
@@ -111,7 +130,7 @@ def _status_of(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> 
         return int(ExitStatus.FAILED)
 
 
-def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitStatus:
+def _attempt(run: RunDir, job: Job, world: World, held: Lease | None, pause: Pause | None) -> ExitStatus:
     with beginning(job):
         from runner.config.frozen import load
 
@@ -120,7 +139,7 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None) -> ExitSta
         config = load(run.path)
         search_modules(run, config.run.directory)
     with working_in(config.run.directory):
-        return _Attempt(run, job, world, config).make(held)
+        return _Attempt(run, job, world, config, pause).make(held)
 
 
 @contextmanager
@@ -179,6 +198,7 @@ class _Attempt:
     job: Job
     world: World
     config: Config
+    pause: Pause | None = None
     lease: Lease | None = None
     log: AttemptLog | None = None
     session: Session | None = None
@@ -188,7 +208,10 @@ class _Attempt:
     def __post_init__(self) -> None:
         self._ends = threading.Lock()  # held by the watch that ends this process
         self.account = TimeAccount(self.job.began())
-        train = self.config.train
+        train, checkpoint = self.config.train, self.config.checkpoint
+        if self.pause is not None and self.pause.keep is not None:
+            kept = replace(checkpoint, keep_last=min(checkpoint.keep_last, self.pause.keep))
+            self.config = replace(self.config, checkpoint=kept)
         self.watch = PeerWatch(
             self.world,
             train.peer_timeout_s,
@@ -338,7 +361,13 @@ class _Attempt:
         self.session = session = self._open_session()
         self.watch.show_open()
         with self._hang_watch(session):
-            finished = session.train(self.config.known_steps)
+            finished = session.train(self.config.known_steps, self.pause.step if self.pause else None)
+        if finished and session.paused:
+            STOP.wait_for_listener()
+            if log:
+                log.end(PAUSED, 0, f"paused by a search at step {session.step}")
+            _print(f"paused at step {session.step} of {session.steps}")
+            return ExitStatus.FINISHED
         if finished:
             STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
             if world.is_main:
@@ -526,14 +555,16 @@ def _print_traceback(error: Exception) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m runner.training.attempt RUN_DIR`."""
+    """`python -m runner.training.attempt RUN_DIR [STEP [KEEP]]`: with a step, pause there."""
     STOP.quiet = processes.end_with_parent()
     outlive_terminal()
-    if len(arguments) != 1 or not files.is_file(RunDir(Path(arguments[0])).config):
+    where, *numbers = arguments or [""]
+    is_run = files.is_file(RunDir(Path(where)).config)
+    if not is_run or len(numbers) > 2 or not all(map(str.isdigit, numbers)):
         found = " ".join(arguments) or "nothing"
         print_error(f"error: expected one run directory with a config.yaml, got {found}")
         return int(ExitStatus.USAGE)
-    status = attempt(arguments[0])
+    status = attempt(where, pause=Pause(*map(int, numbers)) if numbers else None)
     flush_output()
     return status
 

@@ -77,14 +77,23 @@ class Session:
     def recorder(self) -> Recorder:
         return self.trainer.recorder
 
-    def train(self, steps: int | None = None) -> bool:
+    @property
+    def paused(self) -> bool:
+        """Whether training has ended at the step at which it was to pause, before the last one."""
+        return self.trainer.paused
+
+    def train(self, steps: int | None = None, pause: int | None = None) -> bool:
         """Train to `steps`, by default to the end of the run; False if a signal came before.
 
         Files are closed either way.
+
+        Args:
+            steps: of the run.
+            pause: end at this step already.
         """
         try:
-            finished = self.trainer.run(self.steps if steps is None else steps)
-            self.recorder.state = FINISHED if finished else STOPPED
+            finished = self.trainer.run(self.steps if steps is None else steps, pause)
+            self.recorder.state = FINISHED if finished and not self.paused else STOPPED
             self.recorder.reason = early.reason if finished and (early := self.early_end) else None
             return finished
         finally:

@@ -19,7 +19,7 @@ import torch
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.cadence import Cadence
 from runner.data.loading.protocols import BatchRecord, DataEndedError
-from runner.errors import CheckpointError, TrainingError
+from runner.errors import CheckpointError, DivergedError, TrainingError
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
@@ -67,16 +67,21 @@ class Trainer:
         self.samples_seen = self.run_state.samples_seen
         self.evaluated = self.run_state.evaluated
         self.early_end: EarlyEnd | None = None
+        self.paused = False  # at the step that was asked for, before the last one
         self._metric: float | None = None  # of the last evaluation, by which a checkpoint is judged
         self._batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
         self._stop_agreed = self._save_agreed = self._empty_reported = False
         self.train_step.before_update = self._finish_copy
 
-    def run(self, steps: int) -> bool:
+    def run(self, steps: int, pause: int | None = None) -> bool:
         """Train until `steps` steps are complete, and evaluated if that is due; False if a signal came before.
 
         Early stopping or a callback may end the run before: `early_end` says why. In any case the final state is saved
         and committed.
+
+        Args:
+            steps: of the run.
+            pause: return at this step already, evaluated: the run goes on from there later.
 
         Raises:
             TrainingError: a non-finite loss, or the data ended.
@@ -85,12 +90,13 @@ class Trainer:
             CallbackError: a callback raised, and the run is to stop then.
         """
         try:
-            return self._run(steps)
+            self.paused = False
+            return self._run(steps, pause)
         finally:
             self.account.switch("end")
 
-    def _run(self, steps: int) -> bool:
-        started_at = self.step
+    def _run(self, steps: int, pause: int | None) -> bool:
+        started_at, until = self.step, steps if pause is None else min(steps, pause)
         if self.evaluation and not (self.step or self.evaluation.due(0)):
             # A callback may add to the results.
             stops = None if self.ending.nodes else self.ending.options.metric
@@ -107,7 +113,7 @@ class Trainer:
                     self.evaluated = self._evaluate(self.evaluation)
                 interrupted = not self.evaluated
             self.early_end = None if interrupted else self.ending.decide(self.step, self.world)
-            ends = self.step >= steps or self.early_end is not None
+            ends = self.step >= until or self.early_end is not None
             leaving, saved = self._stop_agreed or ends, True
             if (leaving and self.step > started_at) or self._save_agreed:
                 saved = self.save(wait=leaving)
@@ -116,8 +122,10 @@ class Trainer:
                     raise TrainingError(self._unsaved())
             if leaving:
                 self.account.switch("end")
-                finished = ends and not interrupted and saved and self._evaluate_end()
-                if finished:
+                pausing = self.step < steps and self.early_end is None
+                finished = ends and not interrupted and saved and self._evaluate_end(always=pause is not None)
+                self.paused = finished and pausing
+                if finished and not pausing:
                     self.callbacks.end(self.step)
                 return finished
             self.advance()
@@ -136,7 +144,7 @@ class Trainer:
         self.profiler.begin(self.step + 1)
         result = self.train_step(self.meter.begin(self._next_batch), self.step)
         if result.nonfinite and not self.skip_nonfinite:
-            raise TrainingError(self._nonfinite(result))
+            raise DivergedError(self._nonfinite(result))
         self.step += 1
         if result.empty:
             self._report_empty()
@@ -263,12 +271,15 @@ class Trainer:
         self.ending.evaluated(record, evaluation.complete(self.step))
         return True
 
-    def _evaluate_end(self) -> bool:
+    def _evaluate_end(self, always: bool) -> bool:
         """Evaluate the last step if it is off the cadence; False if a signal came meanwhile.
 
         Another length of the run has another last step, so the result is recorded beside those of `runner evaluate`.
+
+        Args:
+            always: also if eval.at_end is not set.
         """
-        if self.evaluation is None or not self.evaluation.at_end or self.evaluation.complete(self.step):
+        if self.evaluation is None or not (always or self.evaluation.at_end) or self.evaluation.complete(self.step):
             return True
         with self.account.doing("evaluation"):
             results = self.evaluation.run(self.step, self._stop_now, every_set=True)

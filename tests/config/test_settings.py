@@ -13,12 +13,12 @@ from composing import compose
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from runner.bounds import BOUNDS, OTHERS
+from runner.bounds import BOUNDS, OTHERS, SEARCH
 from runner.config.frozen import schema
 from runner.config.hints import without_none
 from runner.config.identity import kind_of
 from runner.config.schedule import Phase
-from runner.config.schema import Config, EvalSetConfig, config_errors
+from runner.config.schema import Command, Config, EvalSetConfig, config_errors
 from runner.config.settings import LATER, Setting, settings
 from runner.errors import UserError
 
@@ -27,7 +27,7 @@ def by_key() -> dict[str, Setting]:
     return {row.key: row for row in settings()}
 
 
-def schema_keys(kind: Any = Config, prefix: str = "") -> typing.Iterator[str]:
+def schema_keys(kind: Any = Command, prefix: str = "") -> typing.Iterator[str]:
     for each in fields(kind):
         key, hint = f"{prefix}{each.name}", without_none(typing.get_type_hints(kind)[each.name])[0]
         arguments = typing.get_args(hint)
@@ -78,7 +78,7 @@ def test_whether_a_setting_may_change_is_the_rule_of_the_runs() -> None:
 
 def test_every_number_with_bounds_shows_them() -> None:
     rows = by_key()
-    for key, bound in {**BOUNDS, **OTHERS}.items():
+    for key, bound in {**BOUNDS, **OTHERS, **SEARCH}.items():
         assert str(bound) in rows[key].allowed
 
 
@@ -121,9 +121,9 @@ def test_a_choice_is_one_of_those_shown() -> None:
     assert len(choices) > 8
     for row in choices:
         for value in row.allowed.split(", "):
-            OmegaConf.update(schema().copy(), row.key, None if value == "null" else value)
+            OmegaConf.update(schema(Command).copy(), row.key, None if value == "null" else value)
         with pytest.raises(ValidationError):
-            OmegaConf.update(schema().copy(), row.key, "something else")
+            OmegaConf.update(schema(Command).copy(), row.key, "something else")
 
 
 def test_a_part_of_them_and_none_of_them() -> None:

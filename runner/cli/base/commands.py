@@ -9,6 +9,7 @@ from types import ModuleType
 COMMANDS = {
     "init": ("start", "DIR", "write a small project to begin with"),
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
+    "search": ("look", "DIR", "the trials of a search, and the best one"),
     "logs": ("look", "RUN", "what a run prints"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
     "show": ("look", "RUN --model | --settings", "the model of a run, or every setting there is"),

@@ -22,6 +22,7 @@ STYLES = {
     "ending": "cyan",
     "suspended": "yellow",
     "interrupted": "yellow",
+    "paused": "cyan",
     "cancelled": "yellow",
     "withdrawn": "yellow",
     "killed": "red",

@@ -15,7 +15,8 @@ from runner.rundir.lease import describe_holder, liveness, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.state import State, look, sweep_of
 from runner.rundir.trust import check_trusted, reading
-from runner.system import processes
+from runner.search.directory import SearchDir, is_search
+from runner.system import files, processes
 
 
 def parser() -> Parser:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: a RUN is not a run directory, or a scheduler does not answer or refuses.
     """
     options = parser().parse_args(arguments)
-    runs = [run_dir(path) for path in options.runs]
+    runs = [run for path in options.runs for run in _runs_of(Path(path))]
     if options.sweep:
         runs += [other for run in runs for other in _submitted_with(run)]
     runs = list({run.path: run for run in runs}.values())
@@ -56,6 +57,15 @@ def main(arguments: Sequence[str]) -> int:
         return int(ExitStatus.FINISHED)
     ended = submitted_jobs.cancel(state.run for state in states if state.job is not None and state.job.live)
     return max(_withdraw(state, ended.get(state.run.path)) for state in states)
+
+
+def _runs_of(path: Path) -> list[RunDir]:
+    """Return a run; of a search its slots, whose end ends what they train.
+
+    Raises:
+        RunDirError: there is neither.
+    """
+    return SearchDir(path.absolute()).slots() if is_search(path) else [run_dir(path)]
 
 
 def _state(run: RunDir, job: JobInfo | None) -> State:
@@ -96,7 +106,8 @@ def _withdraw(state: State, job: str | None) -> int:
     except OSError as error:
         raise FileError(f"{name}: {error.filename or run.path}: {error.strerror or error}") from error
     done = f"withdrawn: cancelled {ended}" if ended else f"withdrawn, after it was {state.word}"
-    say(f"{name}: {done}; to continue it: {PROGRAM} resume {name}")
+    how = f"{PROGRAM} resume {name}" if files.exists(run.config) else "rerun the command of the search"
+    say(f"{name}: {done}; to continue it: {how}")
     return int(ExitStatus.FINISHED)
 
 

@@ -6,6 +6,7 @@ directory.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,9 +22,11 @@ from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.cli.start.relatives import nearest
 from runner.config.composition import Composed, Composer
 from runner.config.finished import has_finished
+from runner.config.frozen import holds
 from runner.config.identity import canonical, flatten
+from runner.config.tree import CONFIG_NAME
 from runner.contracts import Launcher
-from runner.errors import ExitStatus, FileError, UserError, refuse
+from runner.errors import ExitStatus, FileError, LockedError, UserError, refuse
 from runner.rundir import provenance
 from runner.rundir.attempt_log import last_step
 from runner.rundir.custody import custody
@@ -50,6 +53,13 @@ def start(arguments: Sequence[str]) -> int:
     """Start, resume or skip the runs that the overrides describe; the exit status."""
     options = parse(arguments)
     composer = Composer(dirs(options), options.config_name)
+    if options.multirun and _may_search(options, composer):
+        from runner.cli.start.search import start_search
+        from runner.config.template import TrialComposer
+
+        searching = TrialComposer(dirs(options), options.config_name)
+        if searching.is_search(options.overrides):
+            return start_search(searching, options.overrides, options.dry_run)
     if options.multirun:
         jobs = composer.jobs(options.overrides, lambda each: counted(each, "composing jobs"))
     else:
@@ -57,6 +67,34 @@ def start(arguments: Sequence[str]) -> int:
         if swept := composer.swept(options.overrides):
             tell(f"warning: {', '.join(swept)} in a config file: a sweep needs -m, so one run is started without it")
     return start_runs(jobs, options.dry_run)
+
+
+def _may_search(options: argparse.Namespace, composer: Composer) -> bool:
+    """Whether the options of a command may choose a search, so that this is looked at."""
+    named = [text.lstrip("+") for text in options.overrides]
+    return composer.tree.config_name != CONFIG_NAME or any(text.startswith(("search", "experiment=")) for text in named)
+
+
+def freeze_run(job: Composed) -> None:
+    """Freeze the config of a run that this command trains in another process, unless it is as it should be.
+
+    Raises:
+        LockedError: somebody else trains it, or submits it.
+        UserError: it cannot be used, or had other settings.
+    """
+    planned = plan_run(job, None, retry_failed=True)
+    if planned.state == "live":
+        raise LockedError(f"{job.run_dir} is in use: {planned.summary}")
+    if planned.state == "new":
+        _make(job.run_dir)
+    elif not planned.starts or holds(job.run_dir, job.plain):
+        if planned.refused:
+            raise UserError(f"{job.run_dir}: {planned.summary}")
+        return
+    guards: dict[Path, files.Guard] = {}
+    with _submitting([job], guards):
+        if plan_run(job, None, retry_failed=True).starts:
+            _freeze([job], guards)
 
 
 def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:

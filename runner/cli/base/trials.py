@@ -1,0 +1,163 @@
+"""How a search is shown: its table, as JSON, and line by line as it goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from runner.cli.base.console import console, shown, table
+from runner.config.labels import short_names
+from runner.rundir.state import look
+from runner.search.decide import best
+from runner.search.directory import SearchDir
+from runner.search.journal import FAILED, PROMOTE, RESULT, START, WITHDRAWN, Entry, Journal, Trial
+from runner.search.rules import Rules
+
+
+def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
+    """Tell in one word what becomes of a trial."""
+    if trial.withdrawn:
+        return "withdrawn"
+    if trial.failed is not None:
+        return "failed"
+    if trial.lacks(journal.repeats):
+        words = [_word(search, name) for name in trial.runs.values()]
+        return "running" if "running" in words else "interrupted" if words else "waiting"
+    value = trial.value(trial.rung, journal.repeats)
+    if value is not None and not math.isfinite(value):
+        return "diverged"
+    return "finished" if trial.rung == len(journal.rungs) - 1 else "paused"
+
+
+def _word(search: SearchDir, name: str) -> str:
+    try:
+        return look(search.run(name)).word
+    except (OSError, ValueError):
+        return "unreadable"
+
+
+def as_json(search: SearchDir, rules: Rules, journal: Journal) -> dict[str, Any]:
+    """Return what is known of a search as JSON values; a result that is not finite is null."""
+    trials = [_trial(search, journal, trial) for trial in journal.trials]
+    found = best(rules, journal)
+    of_best = found and {**trials[found.trial.number], "result": found.value}
+    return {
+        "trials": trials,
+        "best": of_best and {key: of_best[key] for key in ("run", "values", "result")},
+        "algorithm": rules.algorithm.name,
+        "metric": rules.metric,
+        "mode": "max" if rules.maximize else "min",
+        "rungs": list(journal.rungs),
+        "wanted": journal.limit,
+        "steps_trained": journal.steps_trained(),
+    }
+
+
+def _trial(search: SearchDir, journal: Journal, trial: Trial) -> dict[str, Any]:
+    runs = [str(search.run(name).path) for _, name in sorted(trial.runs.items())]
+    made: dict[str, Any] = {
+        "run": runs[0] if runs else None,
+        "values": {key.lstrip("+"): _typed(value) for key, value in trial.values.items()},
+        "rung": trial.rung,
+        "state": state_of(search, journal, trial),
+        "results": {str(step): value for step, value in results(journal, trial).items()},
+    }
+    made |= {"runs": runs} if journal.repeats > 1 else {}
+    return made | ({"reason": trial.failed} if trial.failed else {})
+
+
+def _typed(text: str) -> Any:
+    """Return the value that a text sets, as JSON has it; a text that is none stays one."""
+    for read in (int, float, json.loads):
+        with suppress(ValueError):
+            return read(text)
+    return text
+
+
+def results(journal: Journal, trial: Trial) -> dict[int, float | None]:
+    """Return the results of a trial by step, means over its repeats; None for one that is not finite."""
+    found: dict[int, float | None] = {}
+    for rung in range(len(journal.rungs)):
+        value = trial.value(rung, journal.repeats)
+        if value is not None:
+            found[trial.results[0, rung].step] = value if math.isfinite(value) else None
+    return found
+
+
+def print_table(search: SearchDir, rules: Rules, journal: Journal) -> None:
+    """Print the trials, the best first, and a line on the search."""
+    keys = [each.key.lstrip("+") for each in rules.space.dimensions]
+    names = short_names(keys, ())
+    made = table("trial", "state", *(names[key] for key in keys), "step", rules.metric, "run")
+    found = best(rules, journal)
+
+    def order(trial: Trial) -> tuple[Any, ...]:
+        values = [trial.value(rung, journal.repeats) for rung in reversed(range(len(journal.rungs)))]
+        reached = next((number for number, value in enumerate(values) if value is not None), len(values))
+        value = values[reached] if reached < len(values) else None
+        return reached, rules.rank(math.nan if value is None else value), trial.number
+
+    for trial in sorted(journal.trials, key=order):
+        known = results(journal, trial)
+        step, value = next(reversed(known.items()), (None, None))
+        written = "" if step is None else "nan" if value is None else f"{value:.5g}"
+        run = shown(search.run(trial.runs[0]).path) if trial.runs else ""
+        mark = " *" if found and trial is found.trial else ""
+        values = {key.lstrip("+"): text for key, text in trial.values.items()}
+        made.add_row(
+            f"{trial.number}{mark}",
+            state_of(search, journal, trial),
+            *(values[key] for key in keys),
+            "" if step is None else str(step),
+            written,
+            run,
+        )
+    console().print(made)
+    console().print(summary(rules, journal))
+    for trial in journal.trials:
+        if trial.failed is not None:
+            console().print(f"trial {trial.number} failed: {trial.failed}")
+
+
+def summary(rules: Rules, journal: Journal) -> str:
+    """Say in a line how far a search is and what it has found."""
+    over = sum(not trial.lacks(journal.repeats) for trial in journal.trials)
+    line = f"{len(journal.trials)} of {journal.limit} trials begun, {over} of them paused or over"
+    line += f", {journal.steps_trained():,} steps trained"
+    if (found := best(rules, journal)) is not None:
+        line += f"; best: {rules.metric} {found.value:.5g}, trial {found.trial.number} ({point(found.trial.values)})"
+    return line
+
+
+def point(values: Mapping[str, str]) -> str:
+    """Write a point as a command would."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def lines_of(rules: Rules, journal: Journal, first: int) -> Iterator[str]:
+    """Yield a line for each entry of a journal, from number `first` on, that a person would want to know."""
+    for entry in journal.entries[first:]:
+        if (line := _line(rules, journal, entry)) is not None:
+            yield line
+
+
+def _line(rules: Rules, journal: Journal, entry: Entry) -> str | None:
+    trial = journal.trials[entry["trial"]] if "trial" in entry else None
+    if trial is None:
+        return None
+    name, kind = f"trial {trial.number}", entry["entry"]
+    repeat = f", seed {entry.get('repeat', 0) + 1} of {journal.repeats}" if journal.repeats > 1 else ""
+    if kind == START:
+        return f"{name} begins: {point(trial.values)}"
+    if kind == PROMOTE:
+        rung = journal.rungs[entry["rung"]]
+        return f"{name} goes on to {'its end' if rung is None else f'step {rung}'}"
+    if kind == RESULT:
+        value = "it has diverged" if entry["value"] is None else f"{rules.metric} {entry['value']:.5g}"
+        return f"{name}{repeat}: {value} at step {entry['step']}"
+    if kind == FAILED:
+        return f"{name}{repeat}: {entry['how']}: {entry['reason']}"
+    return f"{name} is withdrawn" if kind == WITHDRAWN else None

@@ -1,0 +1,400 @@
+"""A slot of a search: it trains one trial after the other, as the journal of the search has it.
+
+    decide     under the lease of the search: what was left behind, a promotion, a new trial, or nothing
+    prepare    compose and freeze the run of the trial
+    train      an attempt in a process of its own, to the step of the rung
+    record     the result, from the records of the run
+
+A slot that is killed leaves a claim in the journal without a result. Whoever decides next takes that up, once the lease
+of the slot shows that it is over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from runner.cli.runs.pruning import prune
+from runner.cli.start.start import freeze_run
+from runner.config.composition import Composed
+from runner.config.template import TrialComposer
+from runner.contracts import Job
+from runner.errors import ExitStatus, LockedError, RunDirError, StoppedError, SupersededError, UserError
+from runner.rundir.attempt_log import DIVERGED, PAUSED, Finish, ended_attempts
+from runner.rundir.evaluations import known_values
+from runner.rundir.lease import Lease, LeaseWatcher, read_holder
+from runner.rundir.origin import search_modules, working_in
+from runner.rundir.paths import RunDir
+from runner.rundir.state import look
+from runner.rundir.trust import check_trusted
+from runner.search.decide import Points, decide
+from runner.search.directory import Record, SearchDir, Turn, turn
+from runner.search.journal import (
+    DONE,
+    FAILED,
+    PROMOTE,
+    RESULT,
+    RUN,
+    START,
+    TAKE,
+    WAIT,
+    WITHDRAWN,
+    Claim,
+    Journal,
+    Trial,
+)
+from runner.system import clock, files, processes, signals
+from runner.system.signals import STOP
+from runner.system.terminal import flush_output, outlive_terminal
+from runner.training.job import LocalJob
+
+POLL_S, WAIT_S, SHOW_S = 0.05, 0.5, 2.0
+"""Pauses between two looks at the process that trains, at a journal that has nothing to do, and between two updates of
+the slot's status."""
+BUSY_S = 2.0
+"""After a look at a run that somebody else trains."""
+TRIES, RETRY_S = 60, 2.0
+"""How often and how long a slot insists where the disk or the lease of the search refuses."""
+TRIES_AT_END = 5
+"""Likewise once it has been asked to stop."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a slot is to train: one repeat of a trial, up to a rung."""
+
+    trial: int
+    repeat: int
+    rung: int
+    step: int | None  # None: to the end of the run
+    last: bool
+    values: dict[str, str]
+    run: str | None  # if the journal has it
+
+    @property
+    def title(self) -> str:
+        """Say what is trained."""
+        return f"trial {self.trial}, to {'its end' if self.step is None else f'step {self.step}'}"
+
+
+def slot(slot_dir: Path, job: Job | None = None) -> int:
+    """Train trials until the search is over or this process is asked to stop; the exit status.
+
+    Args:
+        slot_dir: of the slot, in the directory of the search.
+        job: the job that this process runs in.
+    """
+    STOP.install()
+    job = job or LocalJob()
+    if job.early_signal is not None and STOP.signum is None:
+        STOP.signum = job.early_signal
+    here = RunDir(Path(slot_dir).absolute())
+    search = SearchDir(here.path.parent.parent)
+    try:
+        check_trusted(RunDir(search.path))
+        record = Record.read(search)
+        search_modules(RunDir(search.path), record.directory)
+        with (
+            working_in(record.directory),
+            Lease.acquire(here.lease, job.identity(), record.lease_timeout_s, asked_to_stop=lambda: STOP) as lease,
+        ):
+            job.on_started()
+            return int(Slot(search, record, here, job, lease).work())
+    except UserError as error:
+        _say(f"error: {error}")
+        return int(error.status)
+    except OSError as error:
+        _say(f"error: {error.filename or search.path}: {error.strerror or error}")
+        return int(ExitStatus.FAILED)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(line, flush=True)
+
+
+@dataclass
+class Slot:
+    """A slot that holds its lease."""
+
+    search: SearchDir
+    record: Record
+    here: RunDir
+    job: Job
+    lease: Lease
+    watcher: LeaseWatcher = field(default_factory=LeaseWatcher)
+
+    def __post_init__(self) -> None:
+        self.number = self.search.number_of(self.here)
+        self.points = Points(self.record.rules)
+
+    @cached_property
+    def _cause(self) -> str:
+        """Why this slot was asked to stop."""
+        return self.job.cause(STOP.signum or 0)
+
+    @cached_property
+    def composer(self) -> TrialComposer:
+        return TrialComposer()
+
+    def work(self) -> ExitStatus:
+        """Train one trial after the other; how that ended."""
+        self._show("running", "waiting")
+        while not STOP:
+            task = self._next()
+            if task is None:
+                self._show("finished", "no trial is left")
+                return ExitStatus.FINISHED
+            if isinstance(task, str):
+                self._show("running", "waiting for results of others")
+                clock.sleep(WAIT_S)
+                continue
+            _say(f"{task.title}: {' '.join(f'{key}={value}' for key, value in task.values.items())}")
+            self._do(task)
+        cause = self.job.requeue_if_needed(self._cause)
+        self._show("requeued" if self.job.auto_restarts else "interrupted", f"{cause} ({STOP.name})")
+        return ExitStatus.INTERRUPTED
+
+    # Decide
+
+    def _turn(self, do: Callable[[Turn], Task | str | None]) -> Task | str | None:
+        """Do something under the lease of the search, again where others or the disk come in between.
+
+        Raises:
+            UserError: it does not work, again and again.
+            OSError: likewise.
+        """
+        tries = 0
+        while True:
+            try:
+                with turn(self.search, self.record, self.job.identity()) as mine:
+                    return do(mine)
+            except RunDirError:
+                raise
+            except (LockedError, StoppedError, SupersededError, OSError):
+                tries += 1
+                if tries >= (TRIES_AT_END if STOP else TRIES):
+                    raise
+                clock.sleep(RETRY_S)
+
+    def _next(self) -> Task | str | None:
+        """Decide what to train; a text: nothing for now; None: nothing any more."""
+        return self._turn(self._decide)
+
+    def _decide(self, mine: Turn) -> Task | str | None:
+        journal = mine.journal
+        claim = {"repeat": 0, "slot": self.number, "fence": self.lease.fence}
+        if (left := self._left(journal)) is not None:
+            trial, repeat = left
+            if trial.claims.get(repeat) != Claim(self.number, self.lease.fence):
+                mine.append(TAKE, trial=trial.number, **{**claim, "repeat": repeat})
+            return self._task(journal, trial, repeat)
+        decision = decide(self.record.rules, journal)
+        if decision.what == START:
+            number = len(journal.trials)
+            mine.append(START, trial=number, values=self.points.point(journal, number), **claim)
+        elif decision.what == PROMOTE:
+            mine.append(PROMOTE, trial=decision.trial, rung=decision.rung, **claim)
+        elif journal.entries[-1]["entry"] != decision.what:
+            mine.append(decision.what, slot=self.number, fence=self.lease.fence)
+        if decision.what in (WAIT, DONE):
+            if decision.what == DONE:
+                prune(self.search, self.record, journal)
+            return WAIT if decision.what == WAIT and self._is_needed(journal) else None
+        assert decision.trial is not None
+        return self._task(journal, journal.trials[decision.trial], 0)
+
+    def _is_needed(self, journal: Journal) -> bool:
+        """Whether what others train may give this slot something to do.
+
+        A result lets one trial go on, which its slot can train. On this machine a slot that waits costs nothing.
+        """
+        claims = sum(len(trial.claims) for trial in journal.outstanding)
+        return not self.job.auto_restarts or len(journal.outstanding) * journal.repeats > claims
+
+    def _left(self, journal: Journal) -> tuple[Trial, int] | None:
+        """Return a repeat of a trial that lacks a result and that nobody trains."""
+        for trial in journal.outstanding:
+            for repeat in trial.lacks(journal.repeats):
+                if self._is_free(trial.claims.get(repeat)):
+                    return trial, repeat
+        return None
+
+    def _is_free(self, claim: Claim | None) -> bool:
+        if claim is None or claim.slot == self.number:  # of this number there is one slot at a time
+            return True
+        lease = self.search.slot(claim.slot).lease
+        try:
+            found = read_holder(lease)
+            return found is None or found[0] > claim.fence or self.watcher.is_gone(lease)
+        except OSError:
+            return False
+
+    def _task(self, journal: Journal, trial: Trial, repeat: int) -> Task:
+        last, step = trial.rung == len(journal.rungs) - 1, journal.rungs[trial.rung]
+        return Task(trial.number, repeat, trial.rung, step, last, trial.values, trial.runs.get(repeat))
+
+    # Prepare, train, record
+
+    def _do(self, task: Task) -> None:
+        """Train what a task asks for, and record what came of it."""
+        try:
+            run = self.prepared(task)
+        except LockedError:
+            self._pause(BUSY_S)
+            return
+        except UserError as error:
+            self._append(FAILED, task, how="error", reason=str(error))
+            return
+        if run is None or self._recorded(task, run):
+            return
+        if task.step is not None and run.newest_step() > task.step:
+            metric = self.record.rules.metric
+            reason = f"{run.path} is at step {run.newest_step()} already, and has no {metric} of step {task.step}"
+            self._append(FAILED, task, how="error", reason=f"{reason}: set eval.every_steps={task.step}")
+            return
+        attempts = len(ended_attempts(run))
+        status = self.trained(task, run)
+        self._judge(task, run, status, attempts)
+
+    def prepared(self, task: Task) -> RunDir | None:
+        """Compose and freeze the run of a task; None if that ended otherwise.
+
+        Raises:
+            LockedError: somebody else trains it.
+            UserError: it cannot be trained.
+        """
+        where, search = Path(self.record.directory), self.search.path.name
+        job: Composed = self.composer.compose_point(self.record.config, task.values, where, task.repeat, search)
+        name = self.search.name_of(job.run_dir)
+        if task.run is None:
+            self._append(RUN, task, run=name)
+        elif task.run != name:
+            was = self.search.run(task.run).path
+            raise UserError(f"the run of this trial was {was}, and would be {job.run_dir} now: move it there")
+        freeze_run(job)
+        return RunDir(job.run_dir)
+
+    def _recorded(self, task: Task, run: RunDir, ended: bool = False) -> bool:
+        """Record the result of a task if the run has it; whether it has.
+
+        Args:
+            task: what was to be trained.
+            run: its run.
+            ended: whether an attempt has just ended as asked for, perhaps before the rung: the run is no longer.
+        """
+        finish, step = Finish.of(run).steps, task.step
+        if ended and finish and (step is None or finish < step):
+            step = finish
+        if step is None or (not ended and _reached(run) < step):
+            return False
+        value = known_values(run, step).get(self.record.rules.metric)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        self._append(RESULT, task, rung=task.rung, step=step, value=_finite(float(value)))
+        return True
+
+    def trained(self, task: Task, run: RunDir) -> int:
+        """Make an attempt in a process of its own; its exit status."""
+        command = [sys.executable, "-m", "runner.training.attempt", str(run.path)]
+        if task.step is not None:
+            command += [str(task.step), *([] if task.last else [str(self.record.keep)])]
+        with files.owned():
+            files.make_dirs_in(run.path, run.logs)
+        with files.open_append(run.local_log) as output, signals.blocked():
+            # A session of its own: a Ctrl-C at the terminal reaches it through this process alone, once.
+            process = processes.start(
+                command,
+                env=processes.bound(processes.environment),
+                stdin=processes.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        told, shown = False, -SHOW_S
+        while (status := process.poll()) is None:
+            if STOP and not told:
+                process.send_signal(STOP.signum or 0)
+                told = True
+                if self._cause == "cancelled":  # now: there may be no time for it after the save
+                    self._append(WITHDRAWN, task)
+            if clock.monotonic() - shown >= SHOW_S:
+                shown = clock.monotonic()
+                self._show("running", task.title, run)
+            clock.sleep(POLL_S)
+        return int(status)
+
+    def _judge(self, task: Task, run: RunDir, status: int, attempts: int) -> None:
+        """Record what an attempt has given."""
+        ended = ended_attempts(run)[attempts:]
+        cause, reason = (ended[-1]["cause"], ended[-1].get("reason")) if ended else (None, None)
+        if status == ExitStatus.FINISHED:
+            if not self._recorded(task, run, ended=True):
+                known = sorted(known_values(run, task.step or Finish.of(run).steps))
+                lacks = f"it has no {self.record.rules.metric}, but {', '.join(known) or 'nothing'}: set search.metric"
+                self._append(FAILED, task, how="error", reason=lacks)
+        elif cause == DIVERGED:
+            self._append(RESULT, task, rung=task.rung, step=ended[-1].get("end_step") or 0, value=None)
+        elif status == ExitStatus.INTERRUPTED:
+            if look(run).word == "withdrawn":
+                self._append(WITHDRAWN, task)
+        elif status in (ExitStatus.LOCKED, ExitStatus.SUPERSEDED):
+            self._pause(BUSY_S)
+        elif status in (-9, 137):
+            self._append(FAILED, task, how="killed", reason="its process was killed by SIGKILL")
+        elif cause in ("crash", "hang") or status < 0 or (cause is None and status == ExitStatus.FAILED):
+            signal_ = f"its process ended with status {status}"
+            self._append(FAILED, task, how="crash", reason=reason or f"{signal_} (see {run.local_log})")
+        else:
+            self._append(FAILED, task, how="error", reason=reason or f"exit status {status} (see {run.local_log})")
+
+    def _append(self, entry: str, task: Task, **values: object) -> None:
+        def do(mine: Turn) -> None:
+            trial = mine.journal.trials[task.trial]
+            if entry in (RESULT, FAILED) and (task.repeat, task.rung) in trial.results:
+                return  # another slot took it up, and was faster
+            mine.append(entry, trial=task.trial, repeat=task.repeat, **values)
+
+        self._turn(do)
+
+    def _pause(self, seconds: float) -> None:
+        until = clock.monotonic() + seconds
+        while not STOP and clock.monotonic() < until:
+            clock.sleep(POLL_S)
+
+    def _show(self, state: str, doing: str, run: RunDir | None = None) -> None:
+        """Bring the status of the slot up to date; the next one comes soon, if the disk refuses."""
+        status = {}
+        with suppress(OSError):
+            found = files.read_object(run.status) if run else {}
+            status = {key: found.get(key) for key in ("step", "total", "loss")}
+        with suppress(OSError):
+            now = {**self.job.identity(), "state": state, "doing": doing, **status, "updated": clock.wall()}
+            files.write_json(self.here.status, now, durable=False, guard=self.lease.guard)
+
+
+def _reached(run: RunDir) -> int:
+    """Return the last step whose state was saved, also if the checkpoint was removed since."""
+    saved = [int(line.get("end_step") or 0) for line in ended_attempts(run) if line["cause"] in (PAUSED, "finished")]
+    return max(run.newest_step(), *saved, 0)
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m runner.cli.start.slot DIR`."""
+    STOP.quiet = processes.end_with_parent()
+    outlive_terminal()
+    status = slot(Path(arguments[0]))
+    flush_output()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

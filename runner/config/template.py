@@ -1,0 +1,175 @@
+"""What the trials of a search begin with, so that a config file that is edited meanwhile changes none of them.
+
+A template is a composed config whose interpolations are not resolved yet: a setting that refers to one that the search
+varies follows it in every trial. There is one for each combination of the options of groups that the search varies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config.composition import HYDRAS_OWN, Composed, Composer, fill_in
+from runner.config.explain import ERRORS, explain
+from runner.config.frozen import plain_values, to_config
+from runner.config.identity import flatten, readable_name
+from runner.config.search import SearchConfig, dimension_errors, given_space, rewritten, to_options
+from runner.config.tree import CONFIG_NAME
+from runner.errors import UserError, refuse
+from runner.search.points import Dimension, Point
+
+WANDB = "runner.metrics.wandb.WandB"
+MOST_WRONG = 3
+"""Points with errors that are reported: those of a misspelled setting all have the same."""
+
+
+class TrialComposer(Composer):
+    """Composes the trials of a search."""
+
+    def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
+        super().__init__(config_dirs, config_name)
+        self.searching = True
+
+    def is_search(self, overrides: Sequence[str]) -> bool:
+        """Whether a command of several runs is a search: it chooses one, or the file of an option does."""
+        if not any(re.match(r"\+*(search|experiment)\b", text) for text in overrides):
+            overrides = []
+            if self.tree.config_name == CONFIG_NAME:
+                return False
+        try:
+            fixed, dimensions = self._split([text for text in overrides if self.tree.group_of(text)])
+            config = self.tree.compose([*fixed, *self.first_options(dimensions)])
+            return OmegaConf.select(config, "search.kind") is not None
+        except (*ERRORS, UserError):  # it is reported where the command is composed
+            return any(re.match(r"\+*search=", text) for text in overrides)
+
+    def search(self, overrides: Sequence[str]) -> tuple[SearchConfig, list[str], list[Dimension]]:
+        """Split a command into the options of its search, the overrides that all trials share, and what is varied.
+
+        Raises:
+            UserError: mistakes in the overrides, or in the options of the search.
+        """
+        texts = [rewritten(text) for text in overrides]
+        fixed, dimensions = self._split(texts)
+        chosen = [*fixed, *self.first_options(dimensions)]
+        try:
+            options = SearchConfig(**to_options(plain_values(self.tree.compose(chosen).search)))
+        except ERRORS:
+            self.compose(chosen)  # raises all errors, explained
+            raise
+        refuse(options.option_errors())
+        single, more = self._split(given_space(flatten(options.space), texts))
+        refuse(f"search.space: {text} is one value, not a range or a list: set it outside of search" for text in single)
+        return options, fixed, sorted([*dimensions, *more], key=lambda each: each.key)
+
+    def _split(self, texts: Sequence[str]) -> tuple[list[str], list[Dimension]]:
+        fixed, dimensions, errors = list[str](), list[Dimension](), list[str]()
+        for text in texts:
+            try:
+                found = self.tree.dimension(text)
+            except ERRORS as error:
+                errors.append(explain(error, text, None))
+                continue
+            if found is None:
+                fixed.append(text)
+            else:
+                dimensions.append(found)
+                errors.extend(dimension_errors(found))
+        refuse(errors)
+        return fixed, dimensions
+
+    def first_options(self, dimensions: Sequence[Dimension]) -> list[str]:
+        """Choose the first of each group's options that are varied, so that the rest can be composed."""
+        return [f"{each.key}={each.values[0]}" for each in dimensions if self.tree.group_of(each.key) and each.values]
+
+    def freeze(self, fixed: Sequence[str], dimensions: Sequence[Dimension], base: Path) -> dict[str, Any]:
+        """Compose what the trials begin with, as JSON values.
+
+        Args:
+            fixed: the overrides that all trials share.
+            dimensions: what the search varies.
+            base: the directory that relative paths are resolved against.
+
+        Raises:
+            ERRORS: an error of the overrides.
+        """
+        groups = [each for each in dimensions if self.tree.group_of(each.key)]
+        templates = {}
+        for values in product(*(each.values for each in groups)):
+            chosen = [f"{each.key}={value}" for each, value in zip(groups, values, strict=True)]
+            config = self.tree.compose([*fixed, *chosen])
+            choices = dict(config.hydra.runtime.choices)
+            values_of = plain_values(config, resolve=False)
+            for key, text in list(_texts(values_of, "")):
+                if HYDRAS_OWN in text and not key.startswith("hydra."):  # known in this composition only
+                    OmegaConf.update(config, key, OmegaConf.select(config, key))
+            values_of = plain_values(config, resolve=False)
+            title, named_against = self.title_and_base(choices, values_of, base)
+            values_of = {key: value for key, value in values_of.items() if key not in ("hydra", "search")}
+            templates[json.dumps(chosen)] = {"values": values_of, "title": title, "named_against": named_against}
+        shared = [text for text in fixed if not re.match(r"\+*search[.=]", text)]
+        return {"overrides": shared, "groups": [each.key for each in groups], "templates": templates}
+
+    def compose_point(
+        self, frozen: Mapping[str, Any], point: Point, base: Path, repeat: int = 0, search: str = ""
+    ) -> Composed:
+        """Compose the run of a trial.
+
+        Args:
+            frozen: from `freeze`.
+            point: the trial's.
+            base: the directory that relative paths are resolved against.
+            repeat: added to the seed.
+            search: the name of the search, which groups its runs in W&B.
+
+        Raises:
+            UserError: all errors of the config, one per line.
+        """
+        key = json.dumps([f"{each}={point[each]}" for each in frozen["groups"]])
+        template = frozen["templates"][key]
+        texts = [f"{each}={value}" for each, value in point.items() if each not in frozen["groups"]]
+
+        def compose(overrides: Sequence[str]) -> DictConfig:
+            return self.tree.compose(overrides, template["values"], resolved=False)
+
+        seed = [f"seed={int(template['values']['seed']) + repeat}"] if repeat else []
+        _, plain = self._checked([*texts, *seed], compose, key)
+        fill_in(plain, base)
+        for node in plain["logger"].values():
+            if isinstance(node, dict) and node.get("_target_") == WANDB and search:
+                node.setdefault("group", search)
+        given = [*frozen["overrides"], *(f"{each}={value}" for each, value in point.items()), *seed]
+        named = template["title"], template["named_against"]
+        run_dir = self._run_dir(plain, lambda: readable_name(*named, plain, *self._given(given)))
+        plain["run"]["dir"] = str(run_dir)
+        return Composed(to_config(plain), plain, tuple(given), run_dir)
+
+    def check_points(self, frozen: Mapping[str, Any], points: Sequence[Point], base: Path) -> list[str]:
+        """Compose the runs of these points; the errors of the first that have any, with the point where needed."""
+        self.sweeping()
+        found: dict[str, None] = {}
+        wrong = 0
+        for point in points:
+            try:
+                self.compose_point(frozen, point, base)
+            except UserError as error:
+                wrong += 1
+                texts = [f"{key}={value}" for key, value in point.items()]
+                for line in str(error).splitlines():
+                    found[line if line.startswith(tuple(texts)) else f"{' '.join(texts)}: {line}"] = None
+                if wrong == MOST_WRONG:
+                    break
+        return list(found)
+
+
+def _texts(node: Any, prefix: str) -> list[tuple[str, str]]:
+    """List the dotted keys of the texts in nested values, with the texts."""
+    if isinstance(node, dict):
+        return [found for key, value in node.items() for found in _texts(value, f"{prefix}{key}.")]
+    return [(prefix.rstrip("."), node)] if isinstance(node, str) else []

@@ -1,0 +1,123 @@
+"""What a search does next: a function of its journal, so that anybody can check every decision afterwards.
+
+ASHA as in Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Algorithm 2: promote the best trial
+that is among the top 1/reduction of a rung and was not promoted yet, the highest rung first; otherwise begin a trial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from runner.errors import UserError
+from runner.search.journal import DECISIONS, DONE, PROMOTE, START, WAIT, Entry, Journal, Trial
+from runner.search.points import Point
+from runner.search.rules import Algorithm, Rules
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Start the next trial, promote one to a rung, wait for results, or end."""
+
+    what: str
+    trial: int | None = None
+    rung: int | None = None
+
+    def matches(self, entry: Entry) -> bool:
+        """Whether an entry of the journal records this decision."""
+        return self.what == entry["entry"] and all(
+            wanted is None or entry.get(key) == wanted for key, wanted in (("trial", self.trial), ("rung", self.rung))
+        )
+
+
+def decide(rules: Rules, journal: Journal) -> Decision:
+    """Return what is to be done next, once what others have begun is left to them."""
+    if rules.algorithm.pauses:
+        for rung in reversed(range(len(journal.rungs) - 1)):
+            if (trial := promotable(rules, journal, rung)) is not None:
+                return Decision(PROMOTE, trial.number, rung + 1)
+    if len(journal.trials) < journal.limit and not gives_up(journal):
+        return Decision(START, len(journal.trials))
+    return Decision(WAIT if journal.outstanding else DONE)
+
+
+def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
+    """Return the best trial at a rung that may go on from there and has not; None if there is none."""
+    values = journal.at(rung)
+    best = sorted(values, key=lambda number: (rules.rank(values[number]), number))
+    for number in best[: len(values) // rules.reduction]:
+        trial = journal.trials[number]
+        if trial.rung == rung and not trial.over and math.isfinite(values[number]):
+            return trial
+    return None
+
+
+def gives_up(journal: Journal) -> bool:
+    """Whether the first trials have all failed, so that no further one is begun: the next would fail as well."""
+    begun = journal.trials
+    return len(begun) >= GIVE_UP and all(trial.failed is not None for trial in begun)
+
+
+GIVE_UP = 3
+"""After so many trials that have failed, with none that has not, there is something wrong with all of them."""
+
+
+class Points:
+    """The points of a search in the order in which its trials get them; remembers those of earlier calls."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        space = rules.space
+        self._source: Iterator[Point] = space.grid() if rules.algorithm is Algorithm.grid else space.random(rules.seed)
+        self._known: list[Point] = []
+
+    def point(self, journal: Journal, number: int) -> Point:
+        """Return the point of a trial, given what the journal says before it begins.
+
+        Raises:
+            UserError: a package that chooses points is missing.
+        """
+        if self._rules.algorithm.learns:
+            from runner.search.optuna import suggest
+
+            return suggest(self._rules, journal, number)
+        self._known += islice(self._source, max(0, number + 1 - len(self._known)))
+        if number >= len(self._known):
+            raise UserError(f"the space has only {len(self._known)} points: set search.trials={len(self._known)}")
+        return self._known[number]
+
+
+def replay(rules: Rules, entries: list[Entry]) -> list[str]:
+    """Make every decision of a journal again; a line for each that comes out differently."""
+    journal, points, wrong = Journal(rules.repeats), Points(rules), list[str]()
+    for number, entry in enumerate(entries, start=1):
+        if entry["entry"] in DECISIONS:
+            again = decide(rules, journal)
+            found = " ".join(str(entry[key]) for key in ("entry", "trial", "rung") if key in entry)
+            if not again.matches(entry):
+                wrong.append(f"entry {number} is {found}, and the entries before it give {again}")
+            elif again.what == START and (point := points.point(journal, len(journal.trials))) != entry["values"]:
+                wrong.append(f"entry {number} begins trial {again.trial} with {entry['values']}, not with {point}")
+        journal.add(entry)
+    return wrong
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best trial: by its result at the highest rung at which any trial has one."""
+
+    trial: Trial
+    rung: int
+    value: float
+
+
+def best(rules: Rules, journal: Journal) -> Best | None:
+    """Return the best trial so far; None if none has a finite result."""
+    for rung in reversed(range(len(journal.rungs))):
+        values = {number: value for number, value in journal.at(rung).items() if math.isfinite(value)}
+        if values:
+            number = min(values, key=lambda each: (rules.rank(values[each]), each))
+            return Best(journal.trials[number], rung, values[number])
+    return None

@@ -1,0 +1,201 @@
+"""The journal of a search: what was decided and what came of it, in the order in which that was written.
+
+    {"entry": "settings", "trials": 27, "rungs": [100, 300, 900]}        by a command; `null`: the end of the run
+    {"entry": "start", "trial": 0, "values": {"optimizer.lr": "0.003"}, "repeat": 0, "slot": 0, "fence": 1}
+    {"entry": "promote", "trial": 0, "rung": 1, "repeat": 0, "slot": 0, "fence": 1}
+    {"entry": "take", "trial": 0, "repeat": 1, "slot": 1, "fence": 4}    what is missing of a trial, or was left
+    {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             beside the search
+    {"entry": "result", "trial": 0, "repeat": 0, "rung": 0, "step": 100, "value": 2.3}     `null`: diverged
+    {"entry": "failed", "trial": 0, "repeat": 0, "how": "crash", "reason": "..."}          also `killed`, `error`
+    {"entry": "withdrawn", "trial": 0}
+    {"entry": "retry", "trial": 0}                                       by a command: a failed or withdrawn trial
+    {"entry": "wait" | "done", "slot": 0, "fence": 1}                    there is nothing to train for now, or for good
+
+Everything about a search follows from these lines and from search.json. Imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.errors import RunDirError
+from runner.search.points import Point
+
+SETTINGS, START, PROMOTE, TAKE, RUN = "settings", "start", "promote", "take", "run"
+RESULT, FAILED, WITHDRAWN, RETRY, WAIT, DONE = "result", "failed", "withdrawn", "retry", "wait", "done"
+DECISIONS = (START, PROMOTE, WAIT, DONE)
+
+CRASHES = 3
+"""A trial that crashes so often in a row without a result has failed."""
+KILLS = 20
+"""Likewise, of a process that somebody or the kernel kills while its slot lives: more, since that is seldom its own."""
+
+Entry = dict[str, Any]
+Rungs = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who trains one repeat of a trial: a slot, by its number and the fence of its lease."""
+
+    slot: int
+    fence: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trial has given at a rung. `value` is None if it has diverged."""
+
+    step: int
+    value: float | None
+
+
+@dataclass
+class Trial:
+    """One point of the search, as the journal tells it.
+
+    Attributes:
+        number: from 0, in the order in which the trials began.
+        values: its point.
+        rung: the highest one that it was sent to.
+        runs: of each repeat, beside the search.
+        results: by repeat and rung.
+        claims: who trains which repeat.
+        failed: why it is not trained any further; None: it is.
+        withdrawn: whether somebody has withdrawn it.
+    """
+
+    number: int
+    values: Point
+    rung: int = 0
+    runs: dict[int, str] = field(default_factory=dict)
+    results: dict[tuple[int, int], Result] = field(default_factory=dict)
+    claims: dict[int, Claim] = field(default_factory=dict)
+    failed: str | None = None
+    withdrawn: bool = False
+    failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and how, since the last result
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is to train it any further unless asked."""
+        return self.failed is not None or self.withdrawn
+
+    def lacks(self, repeats: int) -> list[int]:
+        """Return the repeats without a result at its rung."""
+        return [] if self.over else [each for each in range(repeats) if (each, self.rung) not in self.results]
+
+    def value(self, rung: int, repeats: int) -> float | None:
+        """Return the mean over all repeats at a rung: nan if one has diverged, None if not all are there."""
+        found = [self.results.get((repeat, rung)) for repeat in range(repeats)]
+        values = [math.nan if each.value is None else each.value for each in found if each is not None]
+        return math.fsum(values) / repeats if len(values) == repeats else None
+
+
+@dataclass
+class Journal:
+    """What the entries so far amount to.
+
+    Attributes:
+        repeats: seeds per point.
+        entries: all of them.
+        trials: those that were begun, by their numbers.
+        limit: how many there are to be.
+        rungs: the steps of the rungs.
+    """
+
+    repeats: int = 1
+    entries: list[Entry] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    limit: int = 0
+    rungs: Rungs = (None,)
+
+    @staticmethod
+    def parse(text: str, repeats: int, where: object = "the journal") -> Journal:
+        """Read the lines of a journal.
+
+        Raises:
+            RunDirError: it is malformed; `where` says which.
+        """
+        made = Journal(repeats)
+        try:
+            for entry in json.loads(f"[{','.join(text.splitlines())}]"):
+                made.add(entry)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            number = len(made.entries) + 1
+            reason = f"{type(error).__name__}: {error}"
+            raise RunDirError(
+                f"{where} is malformed ({reason:.200}, near entry {number}): restore it from a copy; its runs are "
+                "whole, and the command with another search.seed begins a search anew"
+            ) from None
+        return made
+
+    def text(self) -> str:
+        """Return the lines."""
+        return "".join(f"{json.dumps(entry)}\n" for entry in self.entries)
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry into account.
+
+        Raises:
+            LookupError, TypeError, ValueError: it does not follow from those before it.
+        """
+        kind = entry["entry"]
+        if kind == SETTINGS:
+            self.limit, self.rungs = int(entry["trials"]), tuple(entry["rungs"])
+        elif kind == START:
+            if entry["trial"] != len(self.trials):
+                raise ValueError(f"trial {entry['trial']} begins after trial {len(self.trials) - 1}")
+            self.trials.append(Trial(entry["trial"], entry["values"]))
+        if kind not in (SETTINGS, WAIT, DONE):
+            self._of_trial(kind, entry)
+        self.entries.append(entry)
+
+    def _of_trial(self, kind: str, entry: Mapping[str, Any]) -> None:
+        trial, repeat = self.trials[entry["trial"]], entry.get("repeat", 0)
+        if kind == PROMOTE:
+            trial.rung = entry["rung"]
+        if kind in (START, PROMOTE, TAKE):
+            trial.claims[repeat] = Claim(entry["slot"], entry["fence"])
+        elif kind == RUN:
+            trial.runs[repeat] = entry["run"]
+        elif kind == RESULT:
+            trial.results[repeat, entry["rung"]] = Result(entry["step"], entry["value"])
+            trial.claims.pop(repeat, None)
+            trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
+        elif kind == FAILED:
+            self._failed(trial, repeat, entry["how"], entry["reason"])
+        elif kind == WITHDRAWN:
+            trial.withdrawn, trial.claims = True, {}
+        elif kind == RETRY:
+            trial.failed, trial.withdrawn, trial.failures = None, False, {}
+
+    @staticmethod
+    def _failed(trial: Trial, repeat: int, how: str, reason: str) -> None:
+        trial.claims.pop(repeat, None)
+        count = trial.failures[repeat, how] = trial.failures.get((repeat, how), 0) + 1
+        most = {"crash": CRASHES, "killed": KILLS}.get(how, 1)
+        if count >= most:
+            trial.failed = reason if most == 1 else f"{reason} ({count} times in a row)"
+
+    def at(self, rung: int) -> dict[int, float]:
+        """Return the results that count at a rung, by trial: means over the repeats, nan for what has diverged."""
+        found = {trial.number: trial.value(rung, self.repeats) for trial in self.trials}
+        return {number: value for number, value in found.items() if value is not None}
+
+    @property
+    def outstanding(self) -> list[Trial]:
+        """Return the trials that lack a result at their rung."""
+        return [trial for trial in self.trials if trial.lacks(self.repeats)]
+
+    def steps_trained(self) -> int:
+        """Return how many steps the results so far took, each step of a run once."""
+        reached: dict[tuple[int, int], int] = {}
+        for trial in self.trials:
+            for (repeat, _), result in trial.results.items():
+                key = trial.number, repeat
+                reached[key] = max(reached.get(key, 0), result.step)
+        return sum(reached.values())

@@ -1,0 +1,128 @@
+"""The points of a search: what each setting may be, and which values the trials get. Plain Python, seeded."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+DIGITS = 4
+"""Significant digits of a number that is drawn from an interval: it is typed and read, and no result hangs on more."""
+TRIES = 1000
+"""Draws in search of a point that no trial has."""
+
+Point = dict[str, str]
+"""The overrides of a trial: key -> value, as a command would set them."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What one setting may be: one of some values, or a number from an interval.
+
+    Attributes:
+        key: of the setting, dotted; or the name of a config group.
+        values: as a command would set them; empty for an interval.
+        low, high: ends of the interval, both included.
+        log: whether the logarithm is drawn uniformly.
+        whole: whether the numbers are whole.
+        ordered: whether the values are numbers in ascending order.
+    """
+
+    key: str
+    values: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+    ordered: bool = False
+
+    @property
+    def size(self) -> float:
+        """How many values there are; infinite for an interval of numbers that are not whole."""
+        if self.values:
+            return len(self.values)
+        return self.high - self.low + 1 if self.whole else math.inf if self.low < self.high else 1
+
+    def at(self, share: float) -> str:
+        """Return the value at `share` of the way through the dimension, from 0 to below 1."""
+        if self.values:
+            return self.values[int(share * len(self.values))]
+        if self.whole:
+            low, high = int(self.low), int(self.high)
+            if self.log:  # each number has the part of the logarithms that round to it
+                first, last = math.log(low - 0.5), math.log(high + 0.5)
+                return str(min(max(round(math.exp(first + share * (last - first))), low), high))
+            return str(low + int(share * (high - low + 1)))
+        if self.log:
+            first, last = math.log(self.low), math.log(self.high)
+            return self.written(math.exp(first + share * (last - first)))
+        return self.written(self.low + share * (self.high - self.low))
+
+    def written(self, number: float) -> str:
+        """Write a number of the interval with few digits, and still within it."""
+        rounded = float(f"{number:.{DIGITS}g}")
+        return repr(min(max(rounded, self.low), self.high))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of search.json."""
+        return {**asdict(self), "values": list(self.values)}
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Dimension:
+        """Read the entry of search.json.
+
+        Raises:
+            TypeError: it is malformed.
+        """
+        return Dimension(**{**entry, "values": tuple(entry.get("values", ()))})
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything that a search varies, in the order in which it was given."""
+
+    dimensions: tuple[Dimension, ...]
+
+    @cached_property
+    def size(self) -> float:
+        """How many points there are."""
+        return math.prod(each.size for each in self.dimensions)
+
+    def grid(self) -> Iterator[Point]:
+        """Yield every combination of values, the last key varying fastest; of lists and whole numbers only."""
+        keys = [each.key for each in self.dimensions]
+        for values in product(*map(_enumerated, self.dimensions)):
+            yield dict(zip(keys, values, strict=True))
+
+    def random(self, seed: int) -> Iterator[Point]:
+        """Yield points drawn uniformly, none twice, until there is no other. The same seed gives the same points."""
+        seen: set[tuple[str, ...]] = set()
+        while len(seen) < self.size:
+            found = self._draw(seed, len(seen), seen)
+            if found is None and math.isinf(self.size):
+                return  # of an interval so narrow that its numbers have the same digits
+            if found is None:  # nearly all points of a small space are taken: what is left, in an order of its own
+                rest = [point for point in self.grid() if tuple(point.values()) not in seen]
+                random.Random(f"{seed}/rest").shuffle(rest)
+                yield from rest
+                return
+            seen.add(tuple(found.values()))
+            yield found
+
+    def _draw(self, seed: int, number: int, taken: set[tuple[str, ...]]) -> Point | None:
+        generator = random.Random(f"{seed}/{number}")
+        for _ in range(TRIES if math.isinf(self.size) else 10):
+            point = {each.key: each.at(generator.random()) for each in self.dimensions}
+            if tuple(point.values()) not in taken:
+                return point
+        return None
+
+
+def _enumerated(dimension: Dimension) -> Sequence[str]:
+    if dimension.values:
+        return dimension.values
+    return [str(number) for number in range(int(dimension.low), int(dimension.high) + 1)]

@@ -1,0 +1,70 @@
+"""The rules of a search: what it varies and by what it decides. They never change once it has begun."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from runner.search.points import Dimension, Space
+
+
+class Algorithm(Enum):
+    """How a search chooses points, and whether it pauses trials."""
+
+    random = "random"
+    grid = "grid"
+    tpe = "tpe"
+    asha = "asha"
+    asha_tpe = "asha_tpe"
+
+    @property
+    def pauses(self) -> bool:
+        """Whether most trials end at a rung before the last one."""
+        return self in (Algorithm.asha, Algorithm.asha_tpe)
+
+    @property
+    def learns(self) -> bool:
+        """Whether points depend on results."""
+        return self in (Algorithm.tpe, Algorithm.asha_tpe)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides, beside the journal: the part of search.json that never changes.
+
+    Attributes:
+        maximize: whether high values are good.
+    """
+
+    algorithm: Algorithm
+    space: Space
+    metric: str
+    maximize: bool
+    seed: int = 0
+    reduction: int = 3
+    repeats: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of search.json."""
+        space = [each.to_json() for each in self.space.dimensions]
+        mode = "max" if self.maximize else "min"
+        rest = {key: getattr(self, key) for key in ("metric", "seed", "reduction", "repeats")}
+        return {"algorithm": self.algorithm.name, "mode": mode, **rest, "space": space}
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Rules:
+        """Read the entry of search.json.
+
+        Raises:
+            LookupError, TypeError: it is malformed.
+        """
+        space = Space(tuple(map(Dimension.from_json, entry["space"])))
+        rest = {key: entry[key] for key in ("metric", "seed", "reduction", "repeats")}
+        return Rules(Algorithm[entry["algorithm"]], space, maximize=entry["mode"] == "max", **rest)
+
+    def rank(self, value: float) -> float:
+        """Return what is low for a good value; infinite for one that has diverged."""
+        return math.inf if not math.isfinite(value) else -value if self.maximize else value

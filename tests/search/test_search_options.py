@@ -1,0 +1,179 @@
+"""What a command with `search=...` means: ranges, options, length, and the errors of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from search_runs import SMOKE, plan
+
+from runner.__main__ import run
+from runner.config.template import TrialComposer
+from runner.errors import UserError
+
+LR = "optimizer.lr=log(1e-4,1e-2)"
+ASHA = (*SMOKE, "search=asha", "search.trials=9")
+
+
+@pytest.fixture(scope="module")
+def composer() -> TrialComposer:
+    return TrialComposer()
+
+
+def dimensions(composer: TrialComposer, *overrides: str) -> dict[str, Any]:
+    found = composer.search([*ASHA, *overrides])[2]
+    return {each.key: each.values or (each.low, each.high, each.log, each.whole) for each in found}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("log(1e-4,1e-2)", (1e-4, 1e-2, True, False)),
+        ("tag(log,interval(1e-4,1e-2))", (1e-4, 1e-2, True, False)),
+        ("interval(0,1)", (0, 1, False, False)),
+        ("int(interval(1,8))", (1, 8, False, True)),
+        ("int(log(1,64))", (1, 64, True, True)),
+        ("choice(0.1,0.2)", ("0.1", "0.2")),
+        ("0.1,0.2", ("0.1", "0.2")),
+        ("range(1,4)", ("1", "2", "3")),
+    ],
+)
+def test_a_range_is_written_as_in_hydra_and_log_for_short(composer: TrialComposer, given: str, meant: Any) -> None:
+    assert dimensions(composer, f"optimizer.lr={given}") == {"optimizer.lr": meant}
+    assert dimensions(composer, f"search.space.optimizer.lr={given}") == {"optimizer.lr": meant}
+
+
+def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - smoke\n  - override /search: random\n"
+        "search:\n  trials: 4\n  space:\n    optimizer.lr: log(1e-4,1e-2)\n    model:\n      width: [16, 32]\n"
+    )
+    composer = TrialComposer([tmp_path])
+    assert composer.is_search(["experiment=mine"])
+    found = composer.search(["experiment=mine"])[2]
+    assert [each.key for each in found] == ["model.width", "optimizer.lr"]
+    found = composer.search(["experiment=mine", "optimizer.lr=0.1"])[2]
+    assert [each.key for each in found] == ["model.width"]
+    assert not composer.is_search(["experiment=mine", "search=none"])
+    assert not composer.is_search(["experiment=smoke", "seed=1,2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (("search=random", "search.trials=3"), "the search varies nothing: pass a range"),
+        (("search=random", LR), "search.trials must be given"),
+        (("search=asha", LR, "search.trials=0"), "search.trials=0 must be 1 to 2**20"),
+        (("search=asha", LR, "search.trials=3", "search.reduction=1"), "search.reduction=1 must be 2 to 1024"),
+        (
+            ("search=asha", LR, "search.trials=3", "search.rungs=[3,2]"),
+            "search.rungs=[3, 2] must be steps of 1 or more",
+        ),
+        (("search=random", LR, "search.trials=3", "search.rungs=[2,3]"), "leave all but search.rungs=[3] out"),
+        (("search=grid", LR), "optimizer.lr: an interval cannot be enumerated"),
+        (("search=random", "search.trials=3", "optimizer.lr=log(0,1)"), "both numbers must be above 0"),
+        (
+            ("search=random", "search.trials=3", "optimizer.lr=interval(2,1)"),
+            "the first number must be below the second",
+        ),
+        (("search=grid", "optimizer.lr=0.1,0.1"), "optimizer.lr has the value 0.1 twice"),
+        (("search=random", "search.trials=3", "optimizer.lrr=0.1,0.2"), "(did you mean 'lr'?)"),
+        (("search=random", "search.trials=3", "model.width=16,17"), "model.width=17 must be a multiple of model.heads"),
+        (("search=random", "search.trials=3", "run.root=a,b"), "run.root cannot be varied by a search"),
+        (("search=random", "search.trials=3", "seed=1,2", "search.repeats=2"), "seed is varied, and so is it by"),
+        (("search=asha", LR, "search.trials=3", "search.rungs=[2,30]", "train.steps=9"), "goes beyond train.steps=9"),
+        (("search=asha", LR, "search.trials=3", "train.epochs=2"), "needs search.rungs"),
+        (("search=random", LR, "search.trials=3", "eval.every_steps=0"), "search.metric=eval_loss needs evaluations"),
+        (("search=random", LR, "search.trials=3", "fork=o/x@3"), "the trials of a search are no forks"),
+        (("search=bayes", LR), "search=bayes: no such option of search"),
+        (("search=random", LR, "search.trials=3", "launcher.ranks=2"), "have one rank each"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    overrides: tuple[str, ...], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = () if any(text.startswith("run.root") for text in overrides) else (f"run.root={tmp_path}/o",)
+    experiment = [] if "train.epochs=2" in overrides else ["train.steps=20"]
+    length = [] if any(text.startswith("train.steps") for text in overrides) else experiment
+    assert run(["-m", "model=gpt_tiny", "data.sequence_length=32", *length, *root, *overrides]) == 2
+    found = capsys.readouterr().err
+    assert error in found
+    assert found.startswith("error: ")
+    assert "Traceback" not in found
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["search=asha"], "search=asha begins many runs: add -m, or set search=none for one run"),
+        (["search.trials=3"], "search.trials=3 has no effect without a search: choose one, such as -m search=asha"),
+        (["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "seed=tag(log,interval(1,2))"], "a search is -m"),
+        (["-m", "seed=interval(1,2)"], "or search=random"),
+    ],
+)
+def test_what_is_no_search_says_how_one_is_written(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    found = capsys.readouterr().err
+    assert error in found
+    assert len(found.splitlines()) == 1
+
+
+def test_the_last_rung_is_the_length_unless_that_is_typed() -> None:
+    assert plan(LR, "search.rungs=[2,6]", "train.steps=8").first.config.train.steps == 8
+    assert plan(LR, "train.steps=18").rungs == (2, 6, 18)
+
+
+def test_trials_are_the_runs_of_the_same_plain_commands() -> None:
+    from composing import compose
+
+    made = plan(LR, "model.width=16,32", "search.rungs=[2,6]")
+    point = [f"{key}={value}" for key, value in made.points[0].items()]
+    alone = compose([*SMOKE, "train.steps=6", *point])
+    assert (made.first.digest, made.first.run_dir) == (alone.digest, alone.run_dir)
+    assert made.first.config.train.steps == 6  # of the experiment, 20
+
+
+def test_what_refers_to_a_varied_setting_follows_it() -> None:
+    """Also with an option of a group: all is composed when the search begins, so edits of files change nothing."""
+    composer, base = TrialComposer(), Path.cwd()
+    options = ("optimizer=adamw,sgd", "user.dim=16,32", "model.width=${user.dim}")
+    _, fixed, found = composer.search([*ASHA, *options])
+    frozen = composer.freeze(fixed, found, base)
+    point = {"optimizer": "sgd", "user.dim": "32"}
+    plain = TrialComposer().compose_point(frozen, point, base).plain
+    assert plain["model"]["width"] == 32
+    assert plain["optimizer"]["_target_"].endswith("SGD")
+    assert plain["optimizer"].keys() == composer.compose([*SMOKE, "optimizer=sgd"]).plain["optimizer"].keys()
+
+
+@pytest.mark.slow
+def test_a_search_is_named_by_what_identifies_it() -> None:
+    name = plan(LR).search.path.name
+    assert name.startswith("smoke-asha-lr-seed0-")
+    same = [plan(LR, "search.trials=12"), plan(LR, "launcher.slots=2"), plan(LR, "search.keep=2")]
+    others = [plan(LR, "search.seed=1"), plan(LR, "model.width=16"), plan(LR, "search.metric=loss")]
+    assert {each.search.path.name for each in same} == {name}
+    assert len({name, *(each.search.path.name for each in others)}) == 4
+
+
+def test_more_trials_than_points_are_as_many_as_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("model.width=16,32", "search.trials=20").trials == 2
+    assert "the space has 2 points" in capsys.readouterr().out
+
+
+def test_repeats_have_seeds_of_their_own() -> None:
+    made = plan(LR, "search.repeats=2", "seed=5", search="random")
+    assert made.rungs == (None,)
+    again = TrialComposer().compose_point(made.record.config, made.points[0], Path.cwd(), 1)
+    assert (made.first.config.seed, again.config.seed) == (5, 6)
+    assert made.first.digest != again.digest
+
+
+def test_an_error_of_the_composition_is_an_error_of_the_search(composer: TrialComposer) -> None:
+    with pytest.raises(UserError, match="no such option"):
+        composer.search([*ASHA, LR, "trian.steps=3"])
