@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.composition import HYDRAS_OWN, Composed, Composer, fill_in
 from runner.config.explain import ERRORS, explain
 from runner.config.frozen import plain_values, to_config
-from runner.config.identity import flatten, readable_name
+from runner.config.identity import canonical, flatten, readable_name
 from runner.config.search import SearchConfig, dimension_errors, given_space, rewritten, to_options
 from runner.config.tree import CONFIG_NAME
 from runner.errors import UserError, refuse
@@ -112,7 +113,9 @@ class TrialComposer(Composer):
             values_of = plain_values(config, resolve=False)
             title, named_against = self.title_and_base(choices, values_of, base)
             values_of = {key: value for key, value in values_of.items() if key not in ("hydra", "search")}
-            templates[json.dumps(chosen)] = {"values": values_of, "title": title, "named_against": named_against}
+            made = {"values": values_of, "title": title, "named_against": named_against}
+            digest = sha256(canonical(made).encode()).hexdigest()
+            templates[json.dumps(chosen)] = {**made, "digest": digest}
         shared = [text for text in fixed if not re.match(r"\+*search[.=]", text)]
         return {"overrides": shared, "groups": [each.key for each in groups], "templates": templates}
 
@@ -139,7 +142,7 @@ class TrialComposer(Composer):
             return self.tree.compose(overrides, template["values"], resolved=False)
 
         seed = [f"seed={int(template['values']['seed']) + repeat}"] if repeat else []
-        _, plain = self._checked([*texts, *seed], compose, key)
+        _, plain = self._checked([*texts, *seed], compose, template["digest"])
         fill_in(plain, base)
         for node in plain["logger"].values():
             if isinstance(node, dict) and node.get("_target_") == WANDB and search:

@@ -19,6 +19,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ MISSED_BEATS = 3
 and not before that."""
 DYING_S = 1.0
 """A process that was just killed may exist for this long."""
+MAX_CHANGES = 100
+"""Holders that may come and go while somebody waits for the lease, before it is said to be in use."""
 POLL_S = 0.2
 """Pause between two looks at another holder."""
 JOB_WAIT_S = 300.0
@@ -280,9 +283,12 @@ class Lease:
             files.make_dirs(directory)
         else:
             files.make_dirs_in(within, directory)
-        while True:
+        for changes in count():
             fence, holder = read_holder(directory) or (0, {"released": True})
-            _wait_until_gone(directory, fence, holder, own, timeout_s, asked_to_stop, report)
+            if not _wait_until_gone(directory, fence, holder, own, timeout_s, asked_to_stop, report):
+                if changes < MAX_CHANGES:
+                    continue
+                raise LockedError(f"{directory.parent} is in use by one process after the other; rerun the command")
             lease = cls(directory, fence + 1, own, threading.Event())
             if lease._claim():
                 break
@@ -518,8 +524,8 @@ def _wait_until_gone(
     timeout_s: float,
     asked_to_stop: Callable[[], object],
     report: Callable[[str], None] | None,
-) -> None:
-    """Return when the holder is gone.
+) -> bool:
+    """Return when the holder is gone: whether nobody has taken the lease after it.
 
     Raises:
         LockedError: it turned out to be alive.
@@ -528,18 +534,21 @@ def _wait_until_gone(
     """
     patience = max(timeout_s, _patience(holder))
     first, started = _heartbeat(directory, fence), clock.monotonic()
-    reported = False
+    reported = waiting = False
     while True:
         if is_later_start(holder, own):
             raise end_of_earlier_start(directory.parent, holder, own)
         if (verdict := liveness(holder, own)) == "gone":
-            return
+            return True
+        if waiting and _highest(directory) > fence:  # its files, which tell whether it is alive, are gone
+            return False
+        waiting = True
         waited = clock.monotonic() - started
         beating = _heartbeat(directory, fence) != first and "pid" in holder
         if beating or (verdict == "alive" and waited >= min(DYING_S, patience)):
             raise LockedError(f"{directory.parent} is in use by {describe_holder(holder)}; wait for it, or stop it")
         if waited >= patience:  # checked last: this process itself may have been stopped or starved for that long
-            return
+            return True
         if verdict == "unknown" and asked_to_stop():
             raise StoppedError(f"{directory.parent} may be in use by {describe_holder(holder)}; rerun the command")
         if verdict == "unknown" and report is not None and not reported:
@@ -590,9 +599,14 @@ class _Seen:
 
 
 class LeaseWatcher:
-    """Tells for commands that only look whether holders are alive; remembers their heartbeats between calls."""
+    """Tells for commands that only look whether holders are alive; remembers their heartbeats between calls.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: how long a heartbeat must not have changed, if that is longer than the holder's own three.
+    """
+
+    def __init__(self, patience_s: float = 0.0) -> None:
+        self._patience_s = patience_s
         self._own = processes.this_process()
         self._seen: dict[Path, _Seen] = {}
 
@@ -612,17 +626,9 @@ class LeaseWatcher:
         seen = self._seen.setdefault(directory, _Seen(heartbeat, now, None))
         if heartbeat != seen.heartbeat:
             seen = self._seen[directory] = _Seen(heartbeat, now, True)
-        elif now - seen.since >= _patience(holder):
+        elif now - seen.since >= max(_patience(holder), self._patience_s):
             seen.alive = False
         return bool(seen.alive)
-
-    def is_gone(self, directory: Path) -> bool:
-        """Whether the holder of the lease in `directory` is known to be over; False while that is not decided.
-
-        Raises:
-            OSError: the directory or the holder's file cannot be read.
-        """
-        return not self.is_alive(directory) and (directory not in self._seen or self._seen[directory].alive is False)
 
     def wait(self) -> bool:
         """Watch all undecided holders until each is decided; whether there were any."""

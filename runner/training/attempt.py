@@ -361,8 +361,9 @@ class _Attempt:
         self.session = session = self._open_session()
         self.watch.show_open()
         with self._hang_watch(session):
-            finished = session.train(self.config.known_steps, self.pause.step if self.pause else None)
-        if finished and session.paused:
+            pause = () if self.pause is None else (self.pause.step,)
+            finished = session.train(self.config.known_steps, *pause)
+        if finished and pause and session.paused:
             STOP.wait_for_listener()
             if log:
                 log.end(PAUSED, 0, f"paused by a search at step {session.step}")

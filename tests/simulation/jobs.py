@@ -705,7 +705,7 @@ class _Session:
         self._story, self._run, self._log = story, run, log
         self.account = log.account
         self.recorder = SimpleNamespace(close=lambda: None)
-        self.early_end, self.paused = None, False
+        self.early_end = None
         self._fence = Fence(held.fence, held.check_fence)
         Directory(run.checkpoints, self._fence).sweep()
         self.step = run.newest_step()
@@ -713,7 +713,7 @@ class _Session:
         clock.sleep(story.random.uniform(0.1, 3.0))
         log.resumed(self.step)
 
-    def train(self, total: int, pause: int | None = None) -> bool:
+    def train(self, total: int) -> bool:
         """Train to the end, or to the first step boundary after a signal."""
         while self.step < total:
             if STOP:

@@ -14,6 +14,7 @@ SCENARIOS = {
     "lease": "processes of several machines that want to work on one run directory",
     "training": "one run that is trained, killed and resumed until it is finished",
     "jobs": "jobs of a Slurm cluster that are submitted, preempted, requeued and cancelled",
+    "search": "slots of a search that decide, train and record",
     "custody": "commands that move, remove and pack runs while others work on them",
 }
 """name: who does what in it."""
@@ -37,6 +38,10 @@ def find(name: str) -> type[Scenario]:
         from simulation.jobs import Jobs
 
         return Jobs
+    if name == "search":
+        from simulation.searches import Searches
+
+        return Searches
     if name == "custody":
         from simulation.custodies import Custodies
 

@@ -46,7 +46,7 @@ class TinySession:
 
     def __init__(self, run: RunDir, config: Any, world: World, log: AttemptLog, lease: Lease) -> None:
         self.account = log.account
-        self.early_end, self.paused = None, False
+        self.early_end = None
         self._model = nn.Linear(1, 1, bias=False)
         self._scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(self._model.parameters()))
         self._manager = make_manager(config, run, lease, {})
@@ -59,7 +59,7 @@ class TinySession:
             run, config, log, meter, self.step, True, None, lambda: manager.last_save, lambda record: None
         )
 
-    def train(self, steps: int, pause: int | None = None) -> bool:
+    def train(self, steps: int) -> bool:
         try:
             while self.step < steps:
                 self.step += 1

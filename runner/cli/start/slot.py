@@ -26,13 +26,13 @@ from runner.contracts import Job
 from runner.errors import ExitStatus, LockedError, RunDirError, StoppedError, SupersededError, UserError
 from runner.rundir.attempt_log import DIVERGED, PAUSED, Finish, ended_attempts
 from runner.rundir.evaluations import known_values
-from runner.rundir.lease import Lease, LeaseWatcher, read_holder
+from runner.rundir.lease import Lease, LeaseWatcher, liveness, read_holder
 from runner.rundir.origin import search_modules, working_in
 from runner.rundir.paths import RunDir
-from runner.rundir.state import look
+from runner.rundir.state import look, modified
 from runner.rundir.trust import check_trusted
 from runner.search.decide import Points, decide
-from runner.search.directory import Record, SearchDir, Turn, turn
+from runner.search.directory import Record, SearchDir, Turn, read_journal, turn
 from runner.search.journal import (
     DONE,
     FAILED,
@@ -55,6 +55,8 @@ from runner.training.job import LocalJob
 POLL_S, WAIT_S, SHOW_S = 0.05, 0.5, 2.0
 """Pauses between two looks at the process that trains, at a journal that has nothing to do, and between two updates of
 the slot's status."""
+LOOK_S = 15.0
+"""After which a slot looks again whether others are still there."""
 BUSY_S = 2.0
 """After a look at a run that somebody else trains."""
 TRIES, RETRY_S = 60, 2.0
@@ -126,11 +128,13 @@ class Slot:
     here: RunDir
     job: Job
     lease: Lease
-    watcher: LeaseWatcher = field(default_factory=LeaseWatcher)
+    gone: set[Claim] = field(default_factory=set)
+    """Claims of slots on other machines that have shown no sign of life for long."""
 
     def __post_init__(self) -> None:
         self.number = self.search.number_of(self.here)
         self.points = Points(self.record.rules)
+        self._looked = float("-inf")
 
     @cached_property
     def _cause(self) -> str:
@@ -151,13 +155,19 @@ class Slot:
                 return ExitStatus.FINISHED
             if isinstance(task, str):
                 self._show("running", "waiting for results of others")
-                clock.sleep(WAIT_S)
+                self._wait()
                 continue
             _say(f"{task.title}: {' '.join(f'{key}={value}' for key, value in task.values.items())}")
             self._do(task)
         cause = self.job.requeue_if_needed(self._cause)
         self._show("requeued" if self.job.auto_restarts else "interrupted", f"{cause} ({STOP.name})")
         return ExitStatus.INTERRUPTED
+
+    def _wait(self) -> None:
+        """Return once the journal has changed, or after a while: a slot may have died without a word."""
+        before, until = modified(self.search.journal), clock.monotonic() + LOOK_S
+        while not STOP and clock.monotonic() < until and modified(self.search.journal) == before:
+            clock.sleep(WAIT_S)
 
     # Decide
 
@@ -183,10 +193,13 @@ class Slot:
 
     def _next(self) -> Task | str | None:
         """Decide what to train; a text: nothing for now; None: nothing any more."""
+        self._look_at_others()
         return self._turn(self._decide)
 
     def _decide(self, mine: Turn) -> Task | str | None:
         journal = mine.journal
+        if not journal.entries:
+            return None  # its command was killed, and is to be given again
         claim = {"repeat": 0, "slot": self.number, "fence": self.lease.fence}
         if (left := self._left(journal)) is not None:
             trial, repeat = left
@@ -227,12 +240,27 @@ class Slot:
     def _is_free(self, claim: Claim | None) -> bool:
         if claim is None or claim.slot == self.number:  # of this number there is one slot at a time
             return True
-        lease = self.search.slot(claim.slot).lease
         try:
-            found = read_holder(lease)
-            return found is None or found[0] > claim.fence or self.watcher.is_gone(lease)
+            fence, holder = read_holder(self.search.slot(claim.slot).lease) or (claim.fence + 1, {})
+            over = fence > claim.fence or claim in self.gone
+            return over or liveness(holder, processes.this_process()) == "gone"
         except OSError:
             return False
+
+    def _look_at_others(self) -> None:
+        """Watch the slots of whom only their heartbeats tell whether they are alive, now and then."""
+        if clock.monotonic() - self._looked < LOOK_S:
+            return
+        watcher = LeaseWatcher(self.record.lease_timeout_s)  # a new one: what was seen long ago proves nothing
+        with suppress(OSError, RunDirError):
+            journal = read_journal(self.search, self.record.rules.repeats)
+            claims = {claim for trial in journal.outstanding for claim in trial.claims.values()} - self.gone
+            leases = {claim: self.search.slot(claim.slot).lease for claim in claims if claim.slot != self.number}
+            for lease in leases.values():
+                watcher.is_alive(lease)
+            watcher.wait()
+            self.gone |= {claim for claim, lease in leases.items() if not watcher.is_alive(lease)}
+        self._looked = clock.monotonic()
 
     def _task(self, journal: Journal, trial: Trial, repeat: int) -> Task:
         last, step = trial.rung == len(journal.rungs) - 1, journal.rungs[trial.rung]

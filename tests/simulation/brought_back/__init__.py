@@ -6,10 +6,12 @@ plays them: see `__main__`.
 
 from __future__ import annotations
 
-from simulation.brought_back import custody, jobs, lease, training
+from simulation.brought_back import custody, jobs, lease, search, training
 
 FAULTS = {
-    fault.name: fault for faults in (lease.FAULTS, training.FAULTS, jobs.FAULTS, custody.FAULTS) for fault in faults
+    fault.name: fault
+    for faults in (lease.FAULTS, training.FAULTS, jobs.FAULTS, search.FAULTS, custody.FAULTS)
+    for fault in faults
 }
 """All of them, by name."""
 
