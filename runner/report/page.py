@@ -42,6 +42,7 @@ WAIT = "data wait, %"
 MAX_DIFF = 20_000  # characters of the uncommitted changes of a run
 MAX_DIFFS = 50  # of different ones on a page
 SCRIPTS = ("core", "curves", "tables", "settings", "run", "media", "time", "main")  # of page/, in this order
+SEARCH_SCRIPT = "search"  # likewise, after those, on a page with a search
 AXES = {"step": "step", "tokens_seen": "tokens", "samples_seen": "samples", "hours": "hours"}
 
 
@@ -53,6 +54,7 @@ def page(
     together: Sequence[str] = (),
     intro: str = "",
     refresh_s: float | None = None,
+    searches: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The HTML of the page.
 
@@ -64,17 +66,20 @@ def page(
         together: settings that one may want to group by together; each by itself can be chosen anyway.
         intro: HTML that precedes everything else.
         refresh_s: it is written again so often, and loads itself again.
+        searches: of each `runner.report.search.search_data`, with its name and a summary.
     """
     parts = resources.files("runner.report") / "page"
     html = (parts / "page.html").read_text()
     data = {**page_data(runs, title, metric, by, together), "refresh": refresh_s}
+    data |= {"searches": list(searches)} if searches else {}
+    scripts = (*SCRIPTS, SEARCH_SCRIPT) if searches else SCRIPTS
     # In this order: what is put in is not searched again.
     filled = {
         "/*STYLE*/": (parts / "page.css").read_text(),
         "<!--INTRO-->": f'<div id="intro">{intro}</div>' if intro else "",
         "/*PLOTLY*/": _packed_plotly(_plotly()),
         "/*DATA*/": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "/*SCRIPT*/": "".join((parts / f"{name}.js").read_text() for name in SCRIPTS),
+        "/*SCRIPT*/": "".join((parts / f"{name}.js").read_text() for name in scripts),
     }
     made = ""
     for mark, content in filled.items():

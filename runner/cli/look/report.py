@@ -8,17 +8,21 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table
+from runner.cli.base.console import PROGRAM, Parser, check_interval, console, say, shown, table, tell
+from runner.cli.base.trials import summary
 from runner.cli.look.status import collect, having
 from runner.cli.look.status_table import STYLES, Row
 from runner.config.identity import kind_of
-from runner.errors import FileError, UserError, nearest
+from runner.errors import FileError, RunDirError, UserError, nearest
 from runner.report import goodput, spreadsheet
 from runner.report.compare import Group, as_json, differing, grouped, main_metric, ranked
 from runner.report.page import page
 from runner.report.runs import NO_MODES, RunResults, ends, may_rank, read_run
+from runner.report.search import search_data
 from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
+from runner.rundir.find import find_searches
 from runner.rundir.paths import RunDir
+from runner.search.directory import Record, SearchDir, read_journal
 from runner.system import clock, files, processes
 
 POINTS = 3_000_000  # of all curves in memory
@@ -127,9 +131,10 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
     printed = options.json or options.csv == STDOUT
     # Files first: whoever reads the tables may close the pipe.
     written = _files(runs, order, options)
+    searches = read_searches(roots) if options.html or not printed else []
     if options.html or not printed:
         refresh_s = every_s if _to_come(runs) else None
-        html = page(runs, _title(roots), metric, options.by, by, refresh_s=refresh_s)
+        html = page(runs, _title(roots), metric, options.by, by, refresh_s=refresh_s, searches=searches)
         written[options.html or roots[0] / "report.html"] = html
     for path, content in written.items():
         _write(path, content)
@@ -139,6 +144,8 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
         print(spreadsheet.of_runs(order), end="")
     else:
         _print(order, groups, metric)
+        for search in searches:
+            say(f"search {search['name']}: {search['summary']}")
         if metric and not any(may_rank(metric, run.modes) for run in runs):
             say(f"not ranked: whether less or more of {metric} is better is not known; add --mode min or --mode max")
         for path in written:
@@ -173,6 +180,20 @@ def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str,
     if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # else every step is there anyway
         read = [read_one(row, keep) for row in rows.values()]
     return [run for run in read if files.is_dir(run.path)]  # others were removed or moved meanwhile
+
+
+def read_searches(roots: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read what the page shows of each search at and below `roots`. Warn of one that cannot be read, and skip it."""
+    found = []
+    for path in {files.resolve(path): path for root in roots for path in find_searches(root)}.values():
+        try:
+            rules = Record.read(SearchDir(path)).rules
+            journal = read_journal(SearchDir(path), rules.repeats)
+        except (RunDirError, OSError) as error:
+            tell(f"warning: {shown(path)} is left out: {error}")
+            continue
+        found.append({"name": path.name, "summary": summary(rules, journal), **search_data(rules, journal)})
+    return found
 
 
 def _title(roots: Sequence[Path]) -> str:
