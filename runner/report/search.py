@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.config.labels import short_names
-from runner.search.decide import Rules, best
+from runner.search.decide import best
 from runner.search.journal import RESULT, Journal, Trial
 from runner.search.points import Dimension
+from runner.search.rules import Rules
 
 MIN_RESULTS = 8  # at one rung, for the importance of the settings
 MAX_BINS, BIN_SIZE = 4, 4  # of a setting that is a number: how many bins at most, of how many results at least

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from runner.errors import RunDirError
@@ -13,7 +13,7 @@ from runner.system import files
 
 RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
 """What makes a directory that of a run, one of which may be missing."""
-SEARCH_FILE = "search.json"
+SEARCH_FILES = {"search.json", "journal.jsonl"}
 """What makes a directory that of a search."""
 
 
@@ -39,7 +39,7 @@ def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -
         on_error: called for each directory that cannot be read.
     """
     for directory, children, names in files.walk(root, onerror=on_error):
-        if SEARCH_FILE in names:  # its slots are no runs, and its runs are beside it
+        if is_search(names):  # its slots are no runs, and its runs are beside it
             children.clear()
             if Path(directory) == root:
                 yield from _of_search(root)
@@ -49,6 +49,11 @@ def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -
             children.clear()
             yield RunDir(Path(directory))
         children[:] = sorted(child for child in children if not child.startswith("."))
+
+
+def is_search(names: Collection[str]) -> bool:
+    """Tell whether a directory with these names in it is one of a search."""
+    return SEARCH_FILES.issubset(names)
 
 
 def _of_search(root: Path) -> Iterator[RunDir]:
@@ -71,7 +76,7 @@ def _composes(config: Path) -> bool:
 def find_searches(root: Path) -> Iterator[Path]:
     """Yield the directories of searches at and below `root`, in the order of their paths; runs are not looked into."""
     for directory, children, names in files.walk(root):
-        if SEARCH_FILE in names:
+        if is_search(names):
             yield Path(directory)
-        is_run = SEARCH_FILE in names or RUN_FILES.intersection(names)
+        is_run = is_search(names) or RUN_FILES.intersection(names)
         children[:] = [] if is_run else sorted(child for child in children if not child.startswith("."))

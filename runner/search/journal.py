@@ -149,7 +149,7 @@ class Journal:
         elif kind == START:
             if entry["trial"] != len(self.trials):
                 raise ValueError(f"trial {entry['trial']} begins after trial {len(self.trials) - 1}")
-            self.trials.append(Trial(entry["trial"], entry["values"]))
+            self.trials.append(Trial(entry["trial"], {str(key): str(text) for key, text in entry["values"].items()}))
         if kind not in (SETTINGS, WAIT, DONE):
             self._of_trial(kind, entry)
         self.entries.append(entry)
@@ -163,7 +163,8 @@ class Journal:
         elif kind == RUN:
             trial.runs[repeat] = entry["run"]
         elif kind == RESULT:
-            trial.results[repeat, entry["rung"]] = Result(entry["step"], entry["value"])
+            step, value = int(entry["step"]), entry["value"]
+            trial.results[repeat, entry["rung"]] = Result(step, None if value is None else float(value))
             trial.claims.pop(repeat, None)
             trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         elif kind == FAILED:

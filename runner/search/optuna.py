@@ -62,7 +62,6 @@ def write_study(rules: Rules, journal: Journal, name: str, path: Path) -> None:
     try:
         storage = optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
         study = optuna.create_study(storage=storage, study_name=name, direction=_direction(rules))
-        study.set_metric_names([rules.metric])
         for trial in _trials(rules, journal):
             study.add_trial(trial)
     except Exception as error:  # noqa: BLE001 whatever SQLAlchemy raises

@@ -13,9 +13,10 @@ from reported import losses, write_run
 
 from runner.__main__ import run as command_line
 from runner.report.search import best_so_far, explained, importance, search_data
-from runner.search.decide import Algorithm, Rules, best
+from runner.search.decide import best
 from runner.search.journal import Journal
 from runner.search.points import Dimension, Space
+from runner.search.rules import Algorithm, Rules
 
 EVIL = "<img src=x onerror=alert(1)>"
 LR = Dimension("optimizer.lr", low=1e-4, high=1e-1, log=True)
