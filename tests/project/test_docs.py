@@ -14,9 +14,11 @@ import pytest
 import yaml
 from docs_pages import PAGES, ROOT, Command
 
+from runner.cli.start.search import plan_search
 from runner.config.composition import Composer
 from runner.config.identity import flatten
 from runner.config.schema import Config
+from runner.config.template import TrialComposer
 from runner.errors import ExitStatus, UserError
 from runner.rundir.paths import RunDir
 
@@ -93,9 +95,12 @@ def errors_of(command: Command, folder: Path) -> list[str]:
     """The errors of composing a command's jobs."""
     words = command.words
     dirs = tuple(words[i + 1] for i, word in enumerate(words) if word == "--config-dir")
-    composing = composer(folder, dirs)
+    composing, searching = composer(folder, dirs), TrialComposer([folder / each for each in dirs])
     try:
-        composing.jobs(command.overrides) if "-m" in words else composing.compose(command.overrides)
+        if "-m" in words and searching.is_search(command.overrides):
+            plan_search(searching, command.overrides)
+        else:
+            composing.jobs(command.overrides) if "-m" in words else composing.compose(command.overrides)
     except UserError as error:
         return [f"error: {line}" for line in str(error).splitlines()]
     return []
