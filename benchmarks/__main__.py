@@ -16,6 +16,7 @@ from benchmarks import results
 NAMES = (
     "start",
     "sweep",
+    "search",
     "loop",
     "ranks",
     "records",
