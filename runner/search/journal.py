@@ -67,6 +67,7 @@ class Trial:
         claims: who trains which repeat.
         failed: why it is not trained any further; None: it is.
         withdrawn: whether somebody has withdrawn it.
+        retried: whether somebody has asked for it again since.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Trial:
     claims: dict[int, Claim] = field(default_factory=dict)
     failed: str | None = None
     withdrawn: bool = False
+    retried: bool = False
     failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and how, since the last result
 
     @property
@@ -165,14 +167,15 @@ class Journal:
         elif kind == RESULT:
             step, value = int(entry["step"]), entry["value"]
             trial.results[repeat, entry["rung"]] = Result(step, None if value is None else float(value))
+            trial.retried = False
             trial.claims.pop(repeat, None)
             trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         elif kind == FAILED:
             self._failed(trial, repeat, entry["how"], entry["reason"])
         elif kind == WITHDRAWN:
-            trial.withdrawn, trial.claims = True, {}
+            trial.withdrawn, trial.retried, trial.claims = True, False, {}
         elif kind == RETRY:
-            trial.failed, trial.withdrawn, trial.failures = None, False, {}
+            trial.failed, trial.withdrawn, trial.retried, trial.failures = None, False, True, {}
 
     @staticmethod
     def _failed(trial: Trial, repeat: int, how: str, reason: str) -> None:

@@ -88,7 +88,7 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
         (("search=random", LR, "search.trials=3", "eval.every_steps=0"), "search.metric=eval_loss needs evaluations"),
         (("search=random", LR, "search.trials=3", "fork=o/x@3"), "the trials of a search are no forks"),
         (("search=bayes", LR), "search=bayes: no such option of search"),
-        (("search=random", LR, "search.trials=3", "launcher.ranks=2"), "have one rank each"),
+        (("search=random", LR, "search.trials=3", "launcher.ranks=2"), "have one rank each, and this is 2"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(

@@ -39,7 +39,7 @@ class SimulatedSlot(Slot):
 
     story: Searches
 
-    def prepared(self, task: Task) -> RunDir | None:
+    def prepared(self, task: Task) -> RunDir:
         run = RunDir(SEARCH.path.parent / f"run{task.trial}")
         files.make_dirs(run.path)
         if task.run is None:

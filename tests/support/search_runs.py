@@ -60,7 +60,7 @@ class FunctionSlot(Slot):
 
     train: Train
 
-    def prepared(self, task: Task) -> RunDir | None:
+    def prepared(self, task: Task) -> RunDir:
         run = self.search.run(f"run{task.trial}-{task.repeat}")
         run.path.mkdir(exist_ok=True)
         if task.run is None:

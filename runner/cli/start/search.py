@@ -17,7 +17,7 @@ from runner.cli.base.launcher import common_launcher
 from runner.cli.base.trials import lines_of, print_table
 from runner.cli.runs.pruning import prune
 from runner.config.composition import Composed
-from runner.config.identity import HASH_DIGITS, LENGTH_KEYS, identifying_values, length_readers
+from runner.config.identity import HASH_DIGITS, LENGTH_KEYS, MAX_NAME, identifying_values, length_readers
 from runner.config.search import SearchConfig
 from runner.config.template import TrialComposer
 from runner.contracts import Launcher
@@ -31,7 +31,7 @@ from runner.search.directory import Record, SearchDir, Turn, read_journal, turn
 from runner.search.journal import DONE, RETRY, SETTINGS, Journal, Rungs
 from runner.search.points import Dimension, Point, Space
 from runner.search.rules import Algorithm, Rules
-from runner.system import files
+from runner.system import files, processes
 from runner.system.signals import STOP
 
 ATTEMPT = "runner.cli.start.slot:slot"
@@ -69,8 +69,10 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
     plan = plan_search(composer, overrides)
     launcher = common_launcher([plan.first])
     dry_run = dry_run or launcher.dry_run
-    if launcher.in_process and list(launcher.rank_counts().counts) != [1]:
-        raise UserError(f"{launcher.rank_counts().option}: the trials of a search have one rank each: leave it out")
+    if int(processes.environment.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("torchrun cannot start a search: start it without torchrun")
+    if list((ranks := launcher.rank_counts()).counts) != [1]:
+        raise UserError(f"{ranks.option}: the trials of a search have one rank each, and this is {ranks.counts[-1]}")
     search, repeats = plan.search, plan.record.rules.repeats
     is_new = not files.exists(search.record)
     if not is_new:
@@ -90,13 +92,20 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
     if not launcher.in_process and status == ExitStatus.FINISHED:
         for name, command in (("trials", "search"), ("cancel", "cancel")):
             say(f"{name}: {PROGRAM} {command} {shown(search.path)}")
-    return status if status not in (ExitStatus.FINISHED, ExitStatus.FAILED) or not launcher.in_process else _end(plan)
+        return launcher.follow([slot.path for slot in search.slots()]) if launcher.wait else status
+    over = launcher.in_process and status in (ExitStatus.FINISHED, ExitStatus.FAILED)
+    return _end(plan) if over else status
 
 
 # What the command means
 
 
 def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
+    """Return what a command asks for, checked; nothing is written.
+
+    Raises:
+        UserError: the config, the space or an option of the search is wrong.
+    """
     base = Path.cwd()
     forks = [text for text in overrides if text.lstrip("+").startswith("fork=")]
     refuse(f"{text}: the trials of a search are no forks: leave it out" for text in forks)
@@ -211,7 +220,8 @@ def _name(rules: Rules, frozen: dict[str, Any], first: Composed, rungs: Rungs) -
     digest = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
     title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
     varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
-    return "-".join([title, rules.algorithm.name, *varied, f"seed{rules.seed}", digest])
+    name = "-".join([title, rules.algorithm.name, *varied])[:MAX_NAME]
+    return f"{name}-seed{rules.seed}-{digest}"
 
 
 # The search that is there

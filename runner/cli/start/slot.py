@@ -24,6 +24,7 @@ from runner.config.composition import Composed
 from runner.config.template import TrialComposer
 from runner.contracts import Job
 from runner.errors import ExitStatus, LockedError, RunDirError, StoppedError, SupersededError, UserError
+from runner.rundir import provenance
 from runner.rundir.attempt_log import DIVERGED, PAUSED, Finish, ended_attempts
 from runner.rundir.evaluations import known_values
 from runner.rundir.lease import Lease, LeaseWatcher, liveness, read_holder
@@ -76,6 +77,7 @@ class Task:
     last: bool
     values: dict[str, str]
     run: str | None  # if the journal has it
+    retried: bool = False  # somebody has asked for it after it was withdrawn
 
     @property
     def title(self) -> str:
@@ -148,6 +150,9 @@ class Slot:
     def work(self) -> ExitStatus:
         """Train one trial after the other; how that ended."""
         self._show("running", "waiting")
+        with suppress(OSError):
+            for change in provenance.code_changes(self.search.path):
+                _say(f"warning: the code changed since the command: {change}")
         while not STOP:
             task = self._next()
             if task is None:
@@ -264,7 +269,8 @@ class Slot:
 
     def _task(self, journal: Journal, trial: Trial, repeat: int) -> Task:
         last, step = trial.rung == len(journal.rungs) - 1, journal.rungs[trial.rung]
-        return Task(trial.number, repeat, trial.rung, step, last, trial.values, trial.runs.get(repeat))
+        run = trial.runs.get(repeat)
+        return Task(trial.number, repeat, trial.rung, step, last, trial.values, run, trial.retried)
 
     # Prepare, train, record
 
@@ -272,13 +278,17 @@ class Slot:
         """Train what a task asks for, and record what came of it."""
         try:
             run = self.prepared(task)
-        except LockedError:
+        except (LockedError, StoppedError, SupersededError):
             self._pause(BUSY_S)
             return
         except UserError as error:
-            self._append(FAILED, task, how="error", reason=str(error))
+            if not STOP:
+                self._append(FAILED, task, how="error", reason=str(error))
             return
-        if run is None or self._recorded(task, run):
+        if self._recorded(task, run):
+            return
+        if not task.retried and look(run).word == "withdrawn":  # while it was paused
+            self._append(WITHDRAWN, task)
             return
         if task.step is not None and run.newest_step() > task.step:
             metric = self.record.rules.metric
@@ -289,8 +299,8 @@ class Slot:
         status = self.trained(task, run)
         self._judge(task, run, status, attempts)
 
-    def prepared(self, task: Task) -> RunDir | None:
-        """Compose and freeze the run of a task; None if that ended otherwise.
+    def prepared(self, task: Task) -> RunDir:
+        """Compose and freeze the run of a task.
 
         Raises:
             LockedError: somebody else trains it.
@@ -375,8 +385,8 @@ class Slot:
         elif status in (-9, 137):
             self._append(FAILED, task, how="killed", reason="its process was killed by SIGKILL")
         elif cause in ("crash", "hang") or status < 0 or (cause is None and status == ExitStatus.FAILED):
-            signal_ = f"its process ended with status {status}"
-            self._append(FAILED, task, how="crash", reason=reason or f"{signal_} (see {run.local_log})")
+            ended_so = f"its process ended with status {status}"
+            self._append(FAILED, task, how="crash", reason=reason or f"{ended_so} (see {run.local_log})")
         else:
             self._append(FAILED, task, how="error", reason=reason or f"exit status {status} (see {run.local_log})")
 
