@@ -52,6 +52,7 @@ FREE_KEYS = (
     "data.pin_memory",
     "data.cache_dir",
     "data.eval_sources.",
+    *("search.trials", "search.keep", "search.prune"),  # of a search, which no run has
     "fork.run",  # where the trunk is; `fork.digest` tells what it is
     "init_from.run",  # likewise
     "fork.was.",

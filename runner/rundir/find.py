@@ -56,6 +56,11 @@ def is_search(names: Collection[str]) -> bool:
     return SEARCH_FILES.issubset(names)
 
 
+def base_of(root: Path) -> Path:
+    """Return the directory that the names of the runs of `root` begin in: of a search, the one that holds it."""
+    return root.parent if all(files.is_file(root / name) for name in SEARCH_FILES) else root
+
+
 def _of_search(root: Path) -> Iterator[RunDir]:
     """Yield the runs of a search."""
     lines = files.read_lines(root / "journal.jsonl", having=b'"run"')

@@ -20,7 +20,7 @@ from runner.report.page import page
 from runner.report.runs import NO_MODES, RunResults, ends, may_rank, read_run
 from runner.report.search import search_data
 from runner.report.tables import fork_lines, goodput_table, group_table, run_table, week_table
-from runner.rundir.find import find_searches
+from runner.rundir.find import base_of, find_searches
 from runner.rundir.paths import RunDir
 from runner.search.directory import Record, SearchDir, read_journal
 from runner.system import clock, files, processes
@@ -165,7 +165,7 @@ def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any
 
 def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str, str] = NO_MODES) -> list[RunResults]:
     """Read the results of all runs at and below `roots` that have all of these tags, with their states; each once."""
-    base = Path(os.path.commonpath([os.path.abspath(root) for root in roots]))
+    base = Path(os.path.commonpath([os.path.abspath(base_of(root)) for root in roots]))
     rows = {files.resolve(row.path): row for root in roots for row in having(collect(root)[0], tags)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(rows), 1))))
 

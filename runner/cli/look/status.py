@@ -23,7 +23,7 @@ from runner.config.plain_yaml import read_plain
 from runner.contracts import JobInfo
 from runner.errors import RunDirError, UserError
 from runner.rundir import submitted_jobs
-from runner.rundir.find import find_runs
+from runner.rundir.find import base_of, find_runs
 from runner.rundir.lease import LeaseWatcher, heartbeat_file, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.state import State, entry, look, modified, submitted_job
@@ -67,7 +67,7 @@ def _row_or_reason(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo 
 
 
 def _name(run: RunDir, root: Path) -> str:
-    return os.path.relpath(run.path, root) if run.path != root else run.path.name
+    return os.path.relpath(run.path, base_of(root)) if run.path != root else run.path.name
 
 
 def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
