@@ -15,6 +15,7 @@ PROMISES = {
     "lease": (600, "{} simulated schedules of the lease: one writer, and nothing is lost"),
     "training": (120, "{} simulated schedules of attempts: the run ends bit for bit the same"),
     "jobs": (300, "{} simulated schedules of Slurm jobs: every run is finished, and once"),
+    "search": (60, "{} simulated schedules of a search: no trial is lost, and every decision comes out again"),
     "custody": (300, "{} simulated schedules of mv, rm, archive, fork: no run is lost"),
 }
 """How many schedules are played every time, and what they show."""
