@@ -116,7 +116,8 @@ class TrialComposer(Composer):
             made = {"values": values_of, "title": title, "named_against": named_against}
             digest = sha256(canonical(made).encode()).hexdigest()
             templates[json.dumps(chosen)] = {**made, "digest": digest}
-        shared = [text for text in fixed if not re.match(r"\+*search[.=]", text)]
+        unnamed = r"\+*search[.=]|train\.epochs=null"  # neither is in the name of a run
+        shared = [text for text in fixed if not re.match(unnamed, text)]
         return {"overrides": shared, "groups": [each.key for each in groups], "templates": templates}
 
     def compose_point(

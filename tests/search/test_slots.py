@@ -229,7 +229,7 @@ def test_a_metric_that_no_record_has_names_those_that_there_are(tmp_path: Path) 
         return 0
 
     work(search, train)
-    assert "it has no eval_loss, but eval_accuracy" in found(search)["trials"][0]["reason"]
+    assert "it has no eval_loss, but eval_accuracy: set search.metric" in found(search)["trials"][0]["reason"]
 
 
 def test_a_run_that_ends_early_has_its_last_result_at_the_rungs_above(tmp_path: Path) -> None:

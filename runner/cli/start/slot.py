@@ -23,7 +23,7 @@ from runner.cli.start.start import freeze_run
 from runner.config.composition import Composed
 from runner.config.template import TrialComposer
 from runner.contracts import Job
-from runner.errors import ExitStatus, LockedError, RunDirError, StoppedError, SupersededError, UserError
+from runner.errors import ExitStatus, LockedError, RunDirError, StoppedError, SupersededError, UserError, nearest
 from runner.rundir import provenance
 from runner.rundir.attempt_log import DIVERGED, PAUSED, Finish, ended_attempts
 from runner.rundir.evaluations import known_values
@@ -373,7 +373,8 @@ class Slot:
         if status == ExitStatus.FINISHED:
             if not self._recorded(task, run, ended=True):
                 known = sorted(known_values(run, task.step or Finish.of(run).steps))
-                lacks = f"it has no {self.record.rules.metric}, but {', '.join(known) or 'nothing'}: set search.metric"
+                lacks = f"it has no {(metric := self.record.rules.metric)}{nearest(metric, known)}"
+                lacks += f", but {', '.join(known) or 'nothing'}: set search.metric"
                 self._append(FAILED, task, how="error", reason=lacks)
         elif cause == DIVERGED:
             self._append(RESULT, task, rung=task.rung, step=ended[-1].get("end_step") or 0, value=None)
