@@ -75,6 +75,8 @@ def rewritten(override: str) -> str:
     prefix = key[: len(key) - len(key.lstrip("+"))]
     if key.lstrip("+").startswith(_KEY):
         key = prefix + key.lstrip("+").removeprefix(_KEY)
+        if value.startswith("[") and value.endswith("]"):  # as in an experiment file
+            value = f"choice({value[1:-1]})"
     return key + equals + _LOG.sub(r"tag(log,interval(\1))", value)
 
 

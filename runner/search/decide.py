@@ -55,13 +55,13 @@ def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
 
 
 def gives_up(journal: Journal) -> bool:
-    """Whether the first trials have all failed, so that no further one is begun: the next would fail as well."""
-    begun = journal.trials
-    return len(begun) >= GIVE_UP and all(trial.failed is not None for trial in begun)
+    """Whether the first trials have failed and none has a result, so that no further one is begun."""
+    failed = sum(trial.failed is not None for trial in journal.trials)
+    return failed >= GIVE_UP and not any(trial.results for trial in journal.trials)
 
 
 GIVE_UP = 3
-"""After so many trials that have failed, with none that has not, there is something wrong with all of them."""
+"""After so many trials that have failed, with no result, there is something wrong with all of them."""
 
 
 class Points:

@@ -42,6 +42,7 @@ def dimensions(composer: TrialComposer, *overrides: str) -> dict[str, Any]:
 def test_a_range_is_written_as_in_hydra_and_log_for_short(composer: TrialComposer, given: str, meant: Any) -> None:
     assert dimensions(composer, f"optimizer.lr={given}") == {"optimizer.lr": meant}
     assert dimensions(composer, f"search.space.optimizer.lr={given}") == {"optimizer.lr": meant}
+    assert dimensions(composer, "search.space.model.width=[16,32]") == {"model.width": ("16", "32")}
 
 
 def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Path) -> None:
@@ -87,6 +88,9 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
         (("search=asha", LR, "search.trials=3", "train.epochs=2"), "needs search.rungs"),
         (("search=random", LR, "search.trials=3", "eval.every_steps=0"), "search.metric=eval_loss needs evaluations"),
         (("search=random", LR, "search.trials=3", "fork=o/x@3"), "the trials of a search are no forks"),
+        (("search=random", LR, "search.trials=3", "run.dir=o"), "each trial has a directory of its own"),
+        (("search=random", "search.trials=3", "train.steps=5,6"), "train.steps cannot be varied by a search"),
+        (("search=random", LR, "search.trials=3", "launcher.slots=0"), "launcher.slots=0 must be a whole number"),
         (("search=bayes", LR), "search=bayes: no such option of search"),
         (("search=random", LR, "search.trials=3", "launcher.ranks=2"), "have one rank each, and this is 2"),
     ],

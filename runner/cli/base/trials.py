@@ -11,7 +11,7 @@ from typing import Any
 from runner.cli.base.console import console, shown, table
 from runner.config.labels import short_names
 from runner.rundir.state import look
-from runner.search.decide import best
+from runner.search.decide import best, gives_up
 from runner.search.directory import SearchDir
 from runner.search.journal import FAILED, PROMOTE, RESULT, START, WITHDRAWN, Entry, Journal, Trial
 from runner.search.rules import Rules
@@ -127,6 +127,8 @@ def summary(rules: Rules, journal: Journal) -> str:
     over = sum(not trial.lacks(journal.repeats) for trial in journal.trials)
     line = f"{len(journal.trials)} of {journal.limit} trials begun, {over} of them paused or over"
     line += f", {journal.steps_trained():,} steps trained"
+    if gives_up(journal):
+        line += "; the first trials all failed, so no other is begun"
     if (found := best(rules, journal)) is not None:
         line += f"; best: {rules.metric} {found.value:.5g}, trial {found.trial.number} ({point(found.trial.values)})"
     return line

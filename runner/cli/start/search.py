@@ -78,6 +78,8 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
     if not is_new:
         check_trusted(RunDir(search.path))
         _check_change(plan, Record.read(search), read_journal(search, repeats))
+    if launcher.in_process:
+        refuse(launcher.check([search.slot(0).path]))
     say(f"{shown(search.path)}: {_summary(plan, is_new)}")
     if dry_run:
         _show_points(plan)
@@ -93,8 +95,10 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
         for name, command in (("trials", "search"), ("cancel", "cancel")):
             say(f"{name}: {PROGRAM} {command} {shown(search.path)}")
         return launcher.follow([slot.path for slot in search.slots()]) if launcher.wait else status
-    over = launcher.in_process and status in (ExitStatus.FINISHED, ExitStatus.FAILED)
-    return _end(plan) if over else status
+    if not launcher.in_process or status == ExitStatus.INTERRUPTED:
+        return status
+    ended = _end(plan)  # although a slot was killed, say
+    return status if ended == ExitStatus.INTERRUPTED and status else ended
 
 
 # What the command means
@@ -107,8 +111,9 @@ def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
         UserError: the config, the space or an option of the search is wrong.
     """
     base = Path.cwd()
-    forks = [text for text in overrides if text.lstrip("+").startswith("fork=")]
-    refuse(f"{text}: the trials of a search are no forks: leave it out" for text in forks)
+    given = [text for text in overrides if text.lstrip("+").startswith(("fork=", "run.dir="))]
+    lines = {"fork": "the trials of a search are no forks", "run.dir": "each trial has a directory of its own"}
+    refuse(f"{text}: {lines[text.lstrip('+').partition('=')[0]]}: leave it out" for text in given)
     options, fixed, dimensions = composer.search(overrides)
     refuse(_space_errors(options, dimensions))
     fixed, rungs = _with_length(composer, options, fixed, dimensions)
@@ -141,6 +146,8 @@ def _space_errors(options: SearchConfig, dimensions: Sequence[Dimension]) -> Ite
         bare = key.lstrip("+")
         if bare.startswith(("search", "run.", "launcher", "fork", "hydra")):
             yield f"{key} cannot be varied by a search: give it one value"
+        if bare in LENGTH_KEYS:
+            yield f"{key} cannot be varied by a search, which compares runs of one length: give it one value"
         if bare == "seed" and options.repeats > 1:
             yield "seed is varied, and so is it by search.repeats: leave one of the two out"
     if options.kind is Algorithm.grid:
@@ -391,4 +398,4 @@ def _end(plan: Plan) -> int:
     failed = [trial for trial in journal.trials if trial.failed is not None]
     if failed:
         tell(f"{len(failed)} of {len(journal.trials)} trials failed; launcher.retry_failed=true begins them again")
-    return int(ExitStatus.FAILED if len(failed) == len(journal.trials) else ExitStatus.FINISHED)
+    return int(ExitStatus.FAILED if failed else ExitStatus.FINISHED)
