@@ -61,9 +61,7 @@ def position(dimension: Dimension, trial: Trial) -> float:
 
 def results(journal: Journal, trial: Trial) -> list[tuple[int, float | None]]:
     """Return the steps and results of a trial from the first rung on; None for one that is not finite."""
-    values = [(rung, trial.value(rung, journal.repeats)) for rung in range(len(journal.rungs))]
-    found = [(trial.results[0, rung].step, value) for rung, value in values if value is not None]
-    return [(step, value if math.isfinite(value) else None) for step, value in found]
+    return [(step, value if math.isfinite(value) else None) for step, value in journal.results(trial)]
 
 
 def best_so_far(rules: Rules, journal: Journal) -> list[dict[str, Any]]:

@@ -190,6 +190,11 @@ class Journal:
         found = {trial.number: trial.value(rung, self.repeats) for trial in self.trials}
         return {number: value for number, value in found.items() if value is not None}
 
+    def results(self, trial: Trial) -> list[tuple[int, float]]:
+        """Return the steps and results of a trial from the first rung on; nan for one that has diverged."""
+        values = [(rung, trial.value(rung, self.repeats)) for rung in range(len(self.rungs))]
+        return [(trial.results[0, rung].step, value) for rung, value in values if value is not None]
+
     @property
     def outstanding(self) -> list[Trial]:
         """Return the trials that lack a result at their rung."""

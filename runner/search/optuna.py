@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.errors import UserError
-from runner.search.journal import Journal, Trial
+from runner.search.journal import Journal
 from runner.search.points import Dimension, Point
 from runner.search.rules import Rules
 from runner.system import files
@@ -104,7 +104,7 @@ def _trials(rules: Rules, journal: Journal) -> Iterator[Any]:
     states, worst = optuna.trial.TrialState, -math.inf if rules.maximize else math.inf
     distributions = _distributions(rules)
     for trial in journal.trials:
-        values = {step: value if math.isfinite(value) else worst for step, value in _results(journal, trial)}
+        values = {step: value if math.isfinite(value) else worst for step, value in journal.results(trial)}
         last = trial.value(len(journal.rungs) - 1, journal.repeats)
         if last is not None and math.isfinite(last):
             state = states.COMPLETE
@@ -120,10 +120,3 @@ def _trials(rules: Rules, journal: Journal) -> Iterator[Any]:
             intermediate_values=values,
             user_attrs={"run": trial.runs.get(0)},
         )
-
-
-def _results(journal: Journal, trial: Trial) -> Iterator[tuple[int, float]]:
-    for rung in range(len(journal.rungs)):
-        value = trial.value(rung, journal.repeats)
-        if value is not None:
-            yield trial.results[0, rung].step, value

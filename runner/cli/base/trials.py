@@ -79,12 +79,7 @@ def _typed(text: str) -> Any:
 
 def results(journal: Journal, trial: Trial) -> dict[int, float | None]:
     """Return the results of a trial by step, means over its repeats; None for one that is not finite."""
-    found: dict[int, float | None] = {}
-    for rung in range(len(journal.rungs)):
-        value = trial.value(rung, journal.repeats)
-        if value is not None:
-            found[trial.results[0, rung].step] = value if math.isfinite(value) else None
-    return found
+    return {step: value if math.isfinite(value) else None for step, value in journal.results(trial)}
 
 
 def print_table(search: SearchDir, rules: Rules, journal: Journal) -> None:
