@@ -47,15 +47,17 @@ def follow(
     states: Callable[[], dict[Path, str]],
     console: Console,
     every_s: float = REFRESH_S,
+    transient: bool = False,
 ) -> None:
     """Show the state of each run, as `states` returns it, until all are over (see `is_over`).
 
-    A table that is refreshed; where there is no terminal, a line for each change, and the table at the end.
+    A table that is refreshed, and with `transient` removed at the end; where there is no terminal, a line for each
+    change, and the table at the end.
     """
     if not console.is_terminal:
         _follow_in_lines(run_dirs, states, console, every_s)
         return
-    with Live(console=console, refresh_per_second=4, transient=False) as live:
+    with Live(console=console, refresh_per_second=4, transient=transient) as live:
         while True:
             now = states()
             live.update(_fitting(run_dirs, now))

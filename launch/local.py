@@ -126,7 +126,7 @@ class LocalLauncher:
             print(self.preview(run_dirs))
             return 0
         alone = len(run_dirs) == 1 and list(self.rank_counts().counts) != [1]
-        sweep = Sweep(self, run_dirs, alone, self.command_for(attempt))
+        sweep = Sweep(self, run_dirs, alone, self.command_for(attempt), brief=attempt == SLOT)
         statuses = sweep.run()
         for run_dir, status in zip(run_dirs, statuses, strict=True):
             errors = sweep.losses.get(run_dir, [])
@@ -155,6 +155,7 @@ class Sweep:
         run_dirs: of the runs.
         command: makes an attempt in a directory; None: at a run.
         alone: it is one run, whose rank 0 writes to this terminal; else a table is shown, and each run has a log.
+        brief: show the table on a terminal only, and until they are over.
     """
 
     def __init__(
@@ -163,10 +164,12 @@ class Sweep:
         run_dirs: list[Path],
         alone: bool = False,
         command: Sequence[str] | None = None,
+        brief: bool = False,
     ) -> None:
         self._command = command or launcher.command_for()
         self._run_dirs = run_dirs
         self._alone = alone
+        self._brief = brief
         self._slots = min(launcher.slots, len(run_dirs))
         self._ranks = launcher.ranks_for(self._slots)
         self._gpus = launcher.visible()
@@ -184,11 +187,12 @@ class Sweep:
         # The runs save and exit at the first signal, and exit at once at a second Ctrl-C.
         with signals.received_by(self._receive):
             try:
-                if self._alone:
+                console = display.console()
+                if self._alone or (self._brief and not console.is_terminal):
                     while not all(map(display.is_over, self._step().values())):
                         clock.sleep(POLL_S)
                 else:
-                    display.follow(self._run_dirs, self._step, display.console(), POLL_S)
+                    display.follow(self._run_dirs, self._step, console, POLL_S, transient=self._brief)
             finally:
                 for _, attempt in self._running.values():
                     attempt.wait()

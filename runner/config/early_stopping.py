@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -16,6 +17,29 @@ class Best(Enum):
 
     min = "min"
     max = "max"
+
+
+HIGH = frozenset("accuracy acc f1 auc auroc precision recall iou dice bleu rouge r2 score".split())
+LOW = frozenset("loss error perplexity ppl mse mae rmse wer cer".split())
+"""Words in the names of metrics of which high, or low, values are good."""
+
+
+def against_its_name(part: str, metric: str | None, mode: Best | None) -> Iterator[str]:
+    """Yield a warning if the name of a metric says that the other end of its values is the best.
+
+    Args:
+        part: the settings that name it, such as `search`: with `.metric` and `.mode`.
+        metric: its name.
+        mode: which values are taken as the best.
+    """
+    words = set(re.findall(r"[a-z0-9]+", (metric or "").lower()))
+    for wrong, other, named, unnamed in ((Best.min, Best.max, HIGH, LOW), (Best.max, Best.min, LOW, HIGH)):
+        if mode is wrong and words & named and not words & unnamed:
+            ends = ("lowest", "high") if wrong is Best.min else ("highest", "low")
+            yield (
+                f"{part}.mode={wrong.value} takes the {ends[0]} {metric} as the best: set {part}.mode={other.value} if "
+                f"{ends[1]} values are good"
+            )
 
 
 @dataclass

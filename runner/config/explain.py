@@ -22,7 +22,7 @@ from runner.config.frozen import READ_ERRORS
 from runner.config.hints import expected, type_of
 from runner.config.identity import as_text
 from runner.config.schema import Command
-from runner.config.search import SHOWN
+from runner.config.search import RANGES, SHOWN, rewritten
 from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
 
@@ -86,6 +86,14 @@ def _replaced(key: str) -> str | None:
     return REPLACED.get(".".join(names[:2])) or REPLACED.get(".".join(names[:3]))
 
 
+def _not_parsed(error: OverrideParseException) -> str:
+    if function := re.match(r"[^=]*=\s*([A-Za-z_]\w*)\(", error.override):
+        if function[1] == "log" and rewritten(error.override) != error.override:
+            return f"{error.override}: a range needs -m and a search: {SHOWN}"
+        return f"{error.override}: {function[1]}(...) cannot be parsed; {RANGES}"
+    return f"{error.override!r} cannot be parsed ({_first_line(error)}): write key=value, and quote values with spaces"
+
+
 def _siblings(key: str, config: DictConfig | None) -> list[str]:
     """The valid names for the last part of the dotted `key`."""
     parent = key.rpartition(".")[0]
@@ -111,9 +119,7 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     where = f"{override}: " if override else ""
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override!r} cannot be parsed ({_first_line(error)}): write key=value, and quote values with spaces"
-        )
+        return _not_parsed(error)
     if isinstance(error, MissingConfigException):
         return _no_such_option(error, override)
     if str(error).startswith("Ambiguous value") or "requires --multirun" in str(error):

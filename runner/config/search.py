@@ -14,7 +14,11 @@ from runner.search.rules import Algorithm
 
 SHOWN = "-m search=asha 'optimizer.lr=log(1e-4,1e-2)' search.trials=27 search.rungs=[100,300,900]"
 """An example, for messages."""
-_LOG = re.compile(r"\blog\(([^()]*)\)")
+RANGES = (
+    "a range is log(1e-4,1e-2), interval(0,0.5), int(interval(1,8)) or range(2,10,2), and a list is choice(a,b) or a,b"
+)
+"""How they are written, for messages."""
+_LOG = re.compile(r"\blog\(([^(),]+,[^(),]+)\)")
 _KEY = "search.space."
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -98,13 +98,17 @@ class TrialComposer(Composer):
             base: the directory that relative paths are resolved against.
 
         Raises:
-            ERRORS: an error of the overrides.
+            UserError: all errors of the overrides, one per line.
         """
         groups = [each for each in dimensions if self.tree.group_of(each.key)]
         templates = {}
         for values in product(*(each.values for each in groups)):
             chosen = [f"{each.key}={value}" for each, value in zip(groups, values, strict=True)]
-            config = self.tree.compose([*fixed, *chosen])
+            try:
+                config = self.tree.compose([*fixed, *chosen])
+            except ERRORS:
+                self.compose([*fixed, *chosen])  # raises all errors, explained
+                raise
             choices = dict(config.hydra.runtime.choices)
             values_of = plain_values(config, resolve=False)
             for key, text in list(_texts(values_of, "")):
@@ -154,10 +158,19 @@ class TrialComposer(Composer):
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, tuple(given), run_dir)
 
-    def check_points(self, frozen: Mapping[str, Any], points: Sequence[Point], base: Path) -> list[str]:
-        """Compose the runs of these points; the errors of the first that have any, with the point where needed."""
+    def check_points(
+        self, frozen: Mapping[str, Any], points: Sequence[Point], base: Path, drawn: Collection[str] = ()
+    ) -> list[str]:
+        """Compose the runs of these points; the errors of the first that have any, with the point where needed.
+
+        Args:
+            frozen: from `freeze`.
+            points: of the trials.
+            base: the directory that relative paths are resolved against.
+            drawn: keys whose values are drawn from an interval; errors that differ in these alone are one line.
+        """
         self.sweeping()
-        found: dict[str, None] = {}
+        found: dict[str, str] = {}
         wrong = 0
         for point in points:
             try:
@@ -166,10 +179,13 @@ class TrialComposer(Composer):
                 wrong += 1
                 texts = [f"{key}={value}" for key, value in point.items()]
                 for line in str(error).splitlines():
-                    found[line if line.startswith(tuple(texts)) else f"{' '.join(texts)}: {line}"] = None
+                    same = line
+                    for key, value in point.items():
+                        same = same.replace(f"{key}={value}", key) if key in drawn else same
+                    found.setdefault(same, line if line.startswith(tuple(texts)) else f"{' '.join(texts)}: {line}")
                 if wrong == MOST_WRONG:
                     break
-        return list(found)
+        return list(found.values())
 
 
 def _texts(node: Any, prefix: str) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from runner.errors import LockedError, RunDirError, SupersededError, UserError
 from runner.rundir import submitted_jobs
 from runner.rundir.appender import detach
 from runner.rundir.evaluations import submitted
+from runner.rundir.find import what_to_pass
 from runner.rundir.lease import Lease, describe_holder, read_holder
 from runner.rundir.paths import RunDir
 from runner.rundir.state import holder_of
@@ -186,7 +187,7 @@ def run_at(path: Path) -> RunDir:
         raise RunDirError(f"{path} is a link: pass the run directory itself, {files.resolve(run.path)}")
     if not is_run(run):
         raise RunDirError(
-            f"{path} is not a run directory, which has a config.yaml and a code.json: pass one, such as outputs/NAME"
+            f"{path} is not a run directory, which has a config.yaml and a code.json: {what_to_pass(path)}"
         )
     own = {run.checkpoints.name, run.lease.name, run.submission.name, run.evaluations.name}
     for folder, folders, _ in files.walk(run.path):

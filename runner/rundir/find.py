@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from runner.errors import RunDirError
@@ -25,10 +26,19 @@ def run_dir(path: str | os.PathLike[str]) -> RunDir:
     """
     found = RunDir(Path(path).absolute())
     if not files.is_file(found.config):
-        raise RunDirError(
-            f"{path} is not a run directory, which has a config.yaml: pass a directory such as outputs/NAME"
-        )
+        raise RunDirError(f"{path} is not a run directory, which has a config.yaml: {what_to_pass(Path(path))}")
     return found
+
+
+def what_to_pass(path: Path) -> str:
+    """Say what to give a command instead of a path that is no run directory."""
+    with suppress(OSError):
+        names = files.list_dir(path)
+        if is_search(names):
+            return f"it is a search, whose runs are beside it: python -m runner search {path} lists them"
+        if runs := sorted(name for name in names if files.is_file(RunDir(path / name).config)):
+            return f"it holds runs, such as {path / runs[0]}"
+    return "pass a directory such as outputs/NAME"
 
 
 def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:

@@ -55,9 +55,13 @@ def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
 
 
 def gives_up(journal: Journal) -> bool:
-    """Whether the first trials have failed and none has a result, so that no further one is begun."""
-    failed = sum(trial.failed is not None for trial in journal.trials)
-    return failed >= GIVE_UP and not any(trial.results for trial in journal.trials)
+    """Whether the first trials have failed and none has a result, so that no further one is begun.
+
+    One is enough if it lacks the metric, as all of them will.
+    """
+    failed = [trial for trial in journal.trials if trial.failed is not None]
+    least = 1 if any("metric" in {how for _, how in trial.failures} for trial in failed) else GIVE_UP
+    return len(failed) >= least and not any(trial.results for trial in journal.trials)
 
 
 GIVE_UP = 3

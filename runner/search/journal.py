@@ -6,7 +6,7 @@
     {"entry": "take", "trial": 0, "repeat": 1, "slot": 1, "fence": 4}    what is missing of a trial, or was left
     {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             beside the search
     {"entry": "result", "trial": 0, "repeat": 0, "rung": 0, "step": 100, "value": 2.3}     `null`: diverged
-    {"entry": "failed", "trial": 0, "repeat": 0, "how": "crash", "reason": "..."}          also `killed`, `error`
+    {"entry": "failed", "trial": 0, "repeat": 0, "step": 70, "how": "crash", "reason": "..."}   `killed`, `error`
     {"entry": "withdrawn", "trial": 0}
     {"entry": "retry", "trial": 0}                                       by a command: a failed or withdrawn trial
     {"entry": "wait" | "done", "slot": 0, "fence": 1}                    there is nothing to train for now, or for good
@@ -30,7 +30,7 @@ RESULT, FAILED, WITHDRAWN, RETRY, WAIT, DONE = "result", "failed", "withdrawn", 
 DECISIONS = (START, PROMOTE, WAIT, DONE)
 
 CRASHES = 3
-"""A trial that crashes so often in a row without a result has failed."""
+"""A trial that crashes so often in a row without progress has failed."""
 KILLS = 20
 """Likewise, of a process that somebody or the kernel kills while its slot lives: more, since that is seldom its own."""
 
@@ -79,7 +79,8 @@ class Trial:
     failed: str | None = None
     withdrawn: bool = False
     retried: bool = False
-    failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and how, since the last result
+    failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and how, since the last progress
+    reached: dict[int, int] = field(default_factory=dict)  # by repeat, the step that the last failure left
 
     @property
     def over(self) -> bool:
@@ -95,6 +96,23 @@ class Trial:
         found = [self.results.get((repeat, rung)) for repeat in range(repeats)]
         values = [math.nan if each.value is None else each.value for each in found if each is not None]
         return math.fsum(values) / repeats if len(values) == repeats else None
+
+
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
+def _malformed(text: str, repeats: int, where: object) -> RunDirError:
+    """Name the first line that does not follow from those before it, with the remedy."""
+    made, number, reason = Journal(repeats), 0, ""
+    try:
+        for number, line in enumerate(text.splitlines(), start=1):  # noqa: B007 it is the line of the error
+            made.add(json.loads(line))
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}"
+    return RunDirError(
+        f"{where}, line {number}: malformed ({reason:.200}): restore it from a copy, or remove this line and those "
+        "after it: the command of the search then goes on from there, with the results that its runs have"
+    )
 
 
 @dataclass
@@ -126,13 +144,8 @@ class Journal:
         try:
             for entry in json.loads(f"[{','.join(text.splitlines())}]"):
                 made.add(entry)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            number = len(made.entries) + 1
-            reason = f"{type(error).__name__}: {error}"
-            raise RunDirError(
-                f"{where} is malformed ({reason:.200}, near entry {number}): restore it from a copy; its runs are "
-                "whole, and the command with another search.seed begins a search anew"
-            ) from None
+        except MALFORMED:
+            raise _malformed(text, repeats, where) from None
         return made
 
     def text(self) -> str:
@@ -171,19 +184,23 @@ class Journal:
             trial.claims.pop(repeat, None)
             trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         elif kind == FAILED:
-            self._failed(trial, repeat, entry["how"], entry["reason"])
+            self._failed(trial, repeat, entry)
         elif kind == WITHDRAWN:
             trial.withdrawn, trial.retried, trial.claims = True, False, {}
         elif kind == RETRY:
             trial.failed, trial.withdrawn, trial.retried, trial.failures = None, False, True, {}
 
     @staticmethod
-    def _failed(trial: Trial, repeat: int, how: str, reason: str) -> None:
+    def _failed(trial: Trial, repeat: int, entry: Mapping[str, Any]) -> None:
+        how, reason, step = entry["how"], entry["reason"], int(entry.get("step", 0))
         trial.claims.pop(repeat, None)
+        if step > trial.reached.get(repeat, 0):
+            trial.reached[repeat] = step
+            trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         count = trial.failures[repeat, how] = trial.failures.get((repeat, how), 0) + 1
         most = {"crash": CRASHES, "killed": KILLS}.get(how, 1)
         if count >= most:
-            trial.failed = reason if most == 1 else f"{reason} ({count} times in a row)"
+            trial.failed = reason if most == 1 else f"{reason} ({count} times in a row without progress)"
 
     def at(self, rung: int) -> dict[int, float]:
         """Return the results that count at a rung, by trial: means over the repeats, nan for what has diverged."""

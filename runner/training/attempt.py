@@ -6,6 +6,7 @@ imported only once it is clear that there is something to train.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import threading
@@ -69,15 +70,17 @@ CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS, DivergedError: 
 
 @dataclass(frozen=True)
 class Pause:
-    """Where an attempt ends before the end of its run, for a search.
+    """What a search wants of an attempt.
 
     Attributes:
-        step: at which it ends.
+        step: at which it ends; None: at the end of the run.
         keep: how many checkpoints the run keeps until it goes on; None: as its config says.
+        metric: the result by which the search decides; checked before the first step if evaluations give it.
     """
 
-    step: int
+    step: int | None = None
     keep: int | None = None
+    metric: str | None = None
 
 
 def attempt(
@@ -91,7 +94,7 @@ def attempt(
         run_dir: a run directory with a frozen config.
         job: the job that this process runs in; None: a process started by hand.
         lease: that of the run directory if the caller holds it; released at the end.
-        pause: end there, with an evaluation; None: at the end of the run.
+        pause: what a search wants: to end at a step, with an evaluation; None: the end of the run.
     """
     STOP.install()
     job, run = job or LocalJob(), RunDir(Path(run_dir).absolute())
@@ -361,7 +364,7 @@ class _Attempt:
         self.session = session = self._open_session()
         self.watch.show_open()
         with self._hang_watch(session):
-            pause = () if self.pause is None else (self.pause.step,)
+            pause = () if self.pause is None else (self.pause.step, self.pause.metric)
             finished = session.train(self.config.known_steps, *pause)
         if finished and pause and session.paused:
             STOP.wait_for_listener()
@@ -556,16 +559,20 @@ def _print_traceback(error: Exception) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m runner.training.attempt RUN_DIR [STEP [KEEP]]`: with a step, pause there."""
+    """`python -m runner.training.attempt RUN_DIR`; a search adds what it wants, see `Pause`."""
     STOP.quiet = processes.end_with_parent()
     outlive_terminal()
-    where, *numbers = arguments or [""]
-    is_run = files.is_file(RunDir(Path(where)).config)
-    if not is_run or len(numbers) > 2 or not all(map(str.isdigit, numbers)):
-        found = " ".join(arguments) or "nothing"
+    parser = argparse.ArgumentParser(prog="runner.training.attempt")
+    parser.add_argument("run", nargs="*")
+    for name, kind in (("step", int), ("keep", int), ("metric", str)):
+        parser.add_argument(f"--{name}", type=kind)
+    options = parser.parse_args(arguments)
+    if len(options.run) != 1 or not files.is_file(RunDir(Path(options.run[0])).config):
+        found = " ".join(options.run) or "nothing"
         print_error(f"error: expected one run directory with a config.yaml, got {found}")
         return int(ExitStatus.USAGE)
-    status = attempt(where, pause=Pause(*map(int, numbers)) if numbers else None)
+    asked = Pause(options.step, options.keep, options.metric)
+    status = attempt(options.run[0], pause=None if asked == Pause() else asked)
     flush_output()
     return status
 

@@ -82,7 +82,7 @@ class Session:
         """Whether training has ended at the step at which it was to pause, before the last one."""
         return self.trainer.paused
 
-    def train(self, steps: int | None = None, pause: int | None = None) -> bool:
+    def train(self, steps: int | None = None, pause: int | None = None, metric: str | None = None) -> bool:
         """Train to `steps`, by default to the end of the run; False if a signal came before.
 
         Files are closed either way.
@@ -90,9 +90,10 @@ class Session:
         Args:
             steps: of the run.
             pause: end at this step already.
+            metric: by which a search decides.
         """
         try:
-            finished = self.trainer.run(self.steps if steps is None else steps, pause)
+            finished = self.trainer.run(self.steps if steps is None else steps, pause, metric)
             self.recorder.state = FINISHED if finished and not self.paused else STOPPED
             self.recorder.reason = early.reason if finished and (early := self.early_end) else None
             return finished

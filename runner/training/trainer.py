@@ -73,7 +73,7 @@ class Trainer:
         self._stop_agreed = self._save_agreed = self._empty_reported = False
         self.train_step.before_update = self._finish_copy
 
-    def run(self, steps: int, pause: int | None = None) -> bool:
+    def run(self, steps: int, pause: int | None = None, metric: str | None = None) -> bool:
         """Train until `steps` steps are complete, and evaluated if that is due; False if a signal came before.
 
         Early stopping or a callback may end the run before: `early_end` says why. In any case the final state is saved
@@ -82,6 +82,7 @@ class Trainer:
         Args:
             steps: of the run.
             pause: return at this step already, evaluated: the run goes on from there later.
+            metric: by which a search decides; checked before the first step if evaluations are to give it.
 
         Raises:
             TrainingError: a non-finite loss, or the data ended.
@@ -91,17 +92,19 @@ class Trainer:
         """
         try:
             self.paused = False
-            return self._run(steps, pause)
+            return self._run(steps, pause, metric)
         finally:
             self.account.switch("end")
 
-    def _run(self, steps: int, pause: int | None) -> bool:
+    def _run(self, steps: int, pause: int | None, metric: str | None) -> bool:
         started_at, until = self.step, steps if pause is None else min(steps, pause)
         if self.evaluation and not (self.step or self.evaluation.due(0)):
-            # A callback may add to the results.
-            stops = None if self.ending.nodes else self.ending.options.metric
             best = self.evaluation.best_metric if self.evaluation.needs_best else None
-            self.evaluation.check_names({"early_stopping.metric": stops, "checkpoint.best.metric": best})
+            judged = {"early_stopping.metric": self.ending.options.metric}
+            judged |= {"search.metric": metric if metric and metric.startswith("eval_") else None}
+            # A callback may add to the results.
+            names = {} if self.ending.nodes else judged
+            self.evaluation.check_names({**names, "checkpoint.best.metric": best})
         self.callbacks.start(self.step)
         self._agree()  # a signal may have come while the session was opened
         self.account.switch("steps")

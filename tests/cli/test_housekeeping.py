@@ -644,7 +644,7 @@ def test_what_is_no_run_is_called_that_and_nothing_in_it_is_judged(
 ) -> None:
     (tmp_path / "profile").write_text("")  # a run has a directory of that name
     assert command("pin", str(tmp_path)) == ExitStatus.USAGE
-    assert error(capsys) == f"{tmp_path} has no checkpoints; pass a run directory, such as outputs/NAME"
+    assert error(capsys) == f"{tmp_path} has no checkpoints: pass a directory such as outputs/NAME"
 
 
 # ---- against others who are at the run

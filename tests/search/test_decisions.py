@@ -131,6 +131,14 @@ def test_kills_use_up_no_budget_for_crashes() -> None:
     assert journal.trials[0].failed is None
 
 
+def test_progress_begins_the_count_of_failures_anew() -> None:
+    journal = begun(1)
+    journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 1})
+    for step in range(4 * CRASHES):
+        journal.add({"entry": "failed", "trial": 0, "step": step // 2, "how": "crash", "reason": "boom"})
+    assert journal.trials[0].failed is None
+
+
 def test_a_result_begins_the_count_of_crashes_anew() -> None:
     journal = begun(1, (1, 2))
     journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 1})
@@ -148,6 +156,13 @@ def test_where_the_first_trials_all_fail_no_other_begins() -> None:
         assert decide(rules(), journal).trial == number
         journal.add({"entry": "start", "trial": number, "values": {}, "slot": 0, "fence": 1})
         journal.add({"entry": "failed", "trial": number, "how": "error", "reason": "no such file"})
+    assert decide(rules(), journal).what == "done"
+
+
+def test_a_metric_that_one_trial_lacks_is_looked_for_in_no_other() -> None:
+    journal = begun(9)
+    journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 1})
+    journal.add({"entry": "failed", "trial": 0, "how": "metric", "reason": "it has no eval_lss"})
     assert decide(rules(), journal).what == "done"
 
 
@@ -204,8 +219,11 @@ def test_a_replay_finds_a_decision_and_a_point_that_were_changed() -> None:
     "text", ["{", '{"entry": "start", "trial": 3, "values": {}}\n', '{"entry": "result"}\n', "[]\n"]
 )
 def test_a_malformed_journal_is_one_error_line(text: str) -> None:
-    with pytest.raises(RunDirError, match=r"o/journal\.jsonl is malformed"):
-        Journal.parse(text, 1, "o/journal.jsonl")
+    valid = '{"entry": "settings", "trials": 3, "rungs": [null]}\n'
+    with pytest.raises(
+        RunDirError, match=r"o/journal\.jsonl, line 2: malformed .* remove this line and those after it"
+    ):
+        Journal.parse(valid + text, 1, "o/journal.jsonl")
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.random, Algorithm.asha])

@@ -9,8 +9,11 @@ import pytest
 from search_runs import SMOKE, plan
 
 from runner.__main__ import run
+from runner.cli.start.search import nearest
+from runner.config.early_stopping import Best, against_its_name
 from runner.config.template import TrialComposer
 from runner.errors import UserError
+from runner.search.directory import turn
 
 LR = "optimizer.lr=log(1e-4,1e-2)"
 ASHA = (*SMOKE, "search=asha", "search.trials=9")
@@ -116,6 +119,11 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
         (["search.trials=3"], "search.trials=3 has no effect without a search: choose one, such as -m search=asha"),
         (["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "seed=tag(log,interval(1,2))"], "a search is -m"),
         (["-m", "seed=interval(1,2)"], "or search=random"),
+        ([LR], f"{LR}: a range needs -m and a search: -m search=asha"),
+        (["-m", "search=asha", "search.trials=3", "optimizer.lr=log(1e-4)"], "optimizer.lr=log(1e-4): log(...) cannot"),
+        (["-m", "search=asha", "search.trials=3", "optimizer.lr=lg(1,2)"], "a range is log(1e-4,1e-2), interval("),
+        (["-m", "search=asha", "search.trials=3", "optimizer=adamw,sdg"], "optimizer=sdg: no such option of optimizer"),
+        (["-m", "search=asha", "search.trials=9", "optimizer.lrr=log(1e-4,1)"], "(did you mean 'lr'?)"),
     ],
 )
 def test_what_is_no_search_says_how_one_is_written(
@@ -153,6 +161,51 @@ def test_what_refers_to_a_varied_setting_follows_it() -> None:
     assert plain["model"]["width"] == 32
     assert plain["optimizer"]["_target_"].endswith("SGD")
     assert plain["optimizer"].keys() == composer.compose([*SMOKE, "optimizer=sgd"]).plain["optimizer"].keys()
+
+
+def test_a_new_search_names_the_one_it_is_most_like(tmp_path: Path) -> None:
+    """An edited file or a typo makes another search, beside one that may not have ended."""
+
+    def near(*overrides: str) -> str:
+        return nearest(plan(LR, "search.rungs=[2,6]", f"run.root={tmp_path}", *overrides)) or ""
+
+    begun = plan(LR, "search.rungs=[2,6]", f"run.root={tmp_path}")
+    begun.search.path.mkdir()
+    with turn(begun.search, begun.record) as mine:
+        begun.record.write(begun.search, mine.guard)
+        mine.append("settings", trials=9, rungs=[2, 6])
+    name = begun.search.path.name
+    assert f"{name} only in optimizer.weight_decay (0.1 → 0.3), search.metric" in near(
+        "optimizer.weight_decay=0.3", "search.metric=loss"
+    )
+    assert near("optimizer=sgd", "seed=3", "search.seed=2") == ""
+
+
+def test_what_is_probably_not_meant_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ASHA, LR, f"run.root={tmp_path}", "search.metric=eval_accuracy", "search.rungs=[2,6]", "train.steps=9"]
+    assert run(["-m", "-n", *words]) == 0
+    captured = capsys.readouterr()
+    assert "by the lowest eval_accuracy" in captured.out
+    assert "search.mode=min takes the lowest eval_accuracy as the best: set search.mode=max" in captured.err
+    assert "the last rung is step 6 of 9" in captured.err
+    assert run(["-m", "-n", *words, "search.mode=max"]) == 0
+    assert "takes the lowest" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "warned"),
+    [
+        ("eval_accuracy", Best.min, True),
+        ("eval_val_f1", Best.min, True),
+        ("eval_loss", Best.max, True),
+        ("eval_loss", Best.min, False),
+        ("eval_accuracy_loss", Best.min, False),
+        ("eval_macro", Best.min, False),
+        (None, None, False),
+    ],
+)
+def test_the_name_of_a_metric_may_contradict_its_mode(metric: str | None, mode: Best | None, warned: bool) -> None:
+    assert bool(list(against_its_name("early_stopping", metric, mode))) == warned
 
 
 @pytest.mark.slow

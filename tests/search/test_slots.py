@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import search_runs
 from search_runs import STEPS, begin, ended, journal_of, record, trains, work
 
 from runner.cli.base.trials import as_json, lines_of
+from runner.cli.start.search import launch_here
 from runner.cli.start.slot import Task
 from runner.errors import ExitStatus
 from runner.rundir.lease import Lease
@@ -271,6 +273,59 @@ def test_a_slot_that_is_in_use_is_refused(tmp_path: Path) -> None:
             assert start_slot(slot.path) == ExitStatus.LOCKED
         finally:
             STOP.uninstall()
+
+
+def test_a_journal_cut_off_at_any_line_goes_on_without_training(tmp_path: Path) -> None:
+    """The remedy for a damaged journal: its runs have the results."""
+    search = begin(tmp_path / "search", 3, (10, 30))
+    work(search, trains)
+    lines, before = search.journal.read_text().splitlines(keepends=True), found(search)
+    for count in range(1, len(lines)):
+        search.journal.write_text("".join(lines[:count]))
+        work(search, lambda task, run: pytest.fail(f"{task.title} is trained again"))
+        assert found(search) == before
+
+
+def test_slots_that_were_killed_are_started_again_while_results_come_in(tmp_path: Path) -> None:
+    search, starts = begin(tmp_path / "search", 3, (10, 30)), list[int]()
+
+    class Launching:
+        def launch(self, *_: object) -> int:
+            starts.append(len(found(search)["trials"]))
+
+            def train(task: Task, run: RunDir) -> int:
+                if trained and len(starts) < 9:
+                    raise KeyboardInterrupt
+                trained.append(task)
+                return trains(task, run)
+
+            trained = list[Task]()
+            try:
+                return int(work(search, train))
+            except KeyboardInterrupt:
+                return 137
+
+    asked: Any = SimpleNamespace(search=search, record=Record.read(search))
+    launcher: Any = Launching()
+    assert launch_here(asked, launcher, [search.slot(0).path]) == ExitStatus.FINISHED
+    assert len(starts) == 4  # results
+    assert {trial["state"] for trial in found(search)["trials"]} == {"paused", "finished"}
+    launcher.launch = lambda *_: 137
+    (search.path / "journal.jsonl").unlink()
+    assert launch_here(asked, launcher, []) == 137
+
+
+def test_a_run_that_pauses_at_the_last_rung_is_not_called_finished(tmp_path: Path) -> None:
+    search = begin(tmp_path / "search", 1, (10,))
+
+    def train(task: Task, run: RunDir) -> int:
+        record(run, 10, eval_loss=1.0)
+        run.status.write_text(json.dumps({"state": "paused"}))
+        ended(run, "paused")
+        return 0
+
+    work(search, train)
+    assert found(search)["trials"][0]["state"] == "paused"
 
 
 def test_the_lines_of_a_search_say_what_happened(tmp_path: Path) -> None:

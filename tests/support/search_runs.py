@@ -89,7 +89,7 @@ def trains(task: Task, run: RunDir) -> int:
     checkpoint(run, step)
     if task.last:
         run.finished.write_text(json.dumps({"steps": step}))
-    ended(run, "finished" if task.last else "paused")
+    ended(run, "finished" if task.last else "paused", end_step=step)
     return int(ExitStatus.FINISHED)
 
 

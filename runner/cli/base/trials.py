@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from runner.cli.base.console import console, shown, table
+from runner.cli.base.console import PROGRAM, console, shown, table
 from runner.config.labels import short_names
-from runner.rundir.state import look
-from runner.search.decide import best, gives_up
-from runner.search.directory import SearchDir
-from runner.search.journal import FAILED, PROMOTE, RESULT, START, WITHDRAWN, Entry, Journal, Trial
+from runner.rundir.state import State, look
+from runner.search.decide import best, decide, gives_up
+from runner.search.directory import Record, SearchDir
+from runner.search.journal import DONE, FAILED, PROMOTE, RESULT, START, WITHDRAWN, Entry, Journal, Trial
 from runner.search.rules import Rules
+from runner.system import files
+
+STOPPED = ("killed", "interrupted")
+"""Words for a run that is on the way to its rung, and not trained at the moment."""
 
 
 def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
@@ -24,19 +29,28 @@ def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
     if trial.failed is not None:
         return "failed"
     if trial.lacks(journal.repeats):
-        words = [_word(search, name) for name in trial.runs.values()]
-        return "running" if "running" in words else "interrupted" if words else "waiting"
+        words = [state.word for state in _runs(search, trial)]
+        return next((word for word in ("running", *STOPPED) if word in words), "waiting")
     value = trial.value(trial.rung, journal.repeats)
     if value is not None and not math.isfinite(value):
         return "diverged"
-    return "finished" if trial.rung == len(journal.rungs) - 1 else "paused"
+    if trial.rung < len(journal.rungs) - 1:
+        return "paused"
+    ends = any(state.word == "paused" for state in _runs(search, trial))  # the last rung may be before the end
+    return "paused" if ends else "finished"
 
 
-def _word(search: SearchDir, name: str) -> str:
-    try:
-        return look(search.run(name)).word
-    except (OSError, ValueError):
-        return "unreadable"
+def _runs(search: SearchDir, trial: Trial) -> Iterator[State]:
+    """Look at the runs of a trial; those that cannot be read are left out."""
+    for name in trial.runs.values():
+        with suppress(OSError, ValueError):
+            yield look(search.run(name))
+
+
+def _progress(search: SearchDir, journal: Journal, trial: Trial) -> str:
+    """Say at which step a trial is that lacks a result."""
+    steps = [state.step for state in _runs(search, trial)] if trial.lacks(journal.repeats) else []
+    return f" at {min(steps)}" if steps else ""
 
 
 def as_json(search: SearchDir, rules: Rules, journal: Journal) -> dict[str, Any]:
@@ -82,8 +96,9 @@ def results(journal: Journal, trial: Trial) -> dict[int, float | None]:
     return {step: value if math.isfinite(value) else None for step, value in journal.results(trial)}
 
 
-def print_table(search: SearchDir, rules: Rules, journal: Journal) -> None:
-    """Print the trials, the best first, and a line on the search."""
+def print_table(search: SearchDir, record: Record, journal: Journal) -> None:
+    """Print the trials, the best first, a line on the search, and the command that trains the best run."""
+    rules, overrides = record.rules, record.config.get("overrides", ())
     keys = [each.key.lstrip("+") for each in rules.space.dimensions]
     names = short_names(keys, ())
     made = table("trial", "state", *(names[key] for key in keys), "step", rules.metric, "run")
@@ -99,12 +114,13 @@ def print_table(search: SearchDir, rules: Rules, journal: Journal) -> None:
         known = results(journal, trial)
         step, value = next(reversed(known.items()), (None, None))
         written = "" if step is None else "nan" if value is None else f"{value:.5g}"
-        run = shown(search.run(trial.runs[0]).path) if trial.runs else ""
+        run = shown(path := search.run(trial.runs[0]).path) if trial.runs else ""
+        run += " (removed or moved)" if trial.runs and not files.is_dir(path) else ""
         mark = " *" if found and trial is found.trial else ""
         values = {key.lstrip("+"): text for key, text in trial.values.items()}
         made.add_row(
             f"{trial.number}{mark}",
-            state_of(search, journal, trial),
+            f"{state_of(search, journal, trial)}{_progress(search, journal, trial)}",
             *(values[key] for key in keys),
             "" if step is None else str(step),
             written,
@@ -112,6 +128,8 @@ def print_table(search: SearchDir, rules: Rules, journal: Journal) -> None:
         )
     console().print(made)
     console().print(summary(rules, journal))
+    if found:
+        console().print(f"its run: {PROGRAM} {shlex.join([*overrides, *pairs(found.trial.values)])}", soft_wrap=True)
     for trial in journal.trials:
         if trial.failed is not None:
             console().print(f"trial {trial.number} failed: {trial.failed}")
@@ -119,11 +137,14 @@ def print_table(search: SearchDir, rules: Rules, journal: Journal) -> None:
 
 def summary(rules: Rules, journal: Journal) -> str:
     """Say in a line how far a search is and what it has found."""
-    over = sum(not trial.lacks(journal.repeats) for trial in journal.trials)
-    line = f"{len(journal.trials)} of {journal.limit} trials begun, {over} of them paused or over"
+    waiting = len(journal.outstanding)
+    line = f"{len(journal.trials)} of {journal.limit} trials begun"
+    line += f", {waiting} of them without the result that they are trained for" if waiting else ""
     line += f", {journal.steps_trained():,} steps trained"
     if gives_up(journal):
-        line += "; the first trials all failed, so no other is begun"
+        line += "; the first trials failed, so no other is begun"
+    elif decide(rules, journal).what == DONE:
+        line += "; the search has ended"
     if (found := best(rules, journal)) is not None:
         line += f"; best: {rules.metric} {found.value:.5g}, trial {found.trial.number} ({point(found.trial.values)})"
     return line
@@ -131,7 +152,12 @@ def summary(rules: Rules, journal: Journal) -> str:
 
 def point(values: Mapping[str, str]) -> str:
     """Write a point as a command would."""
-    return " ".join(f"{key}={value}" for key, value in values.items())
+    return " ".join(pairs(values))
+
+
+def pairs(values: Mapping[str, str]) -> list[str]:
+    """Return the overrides of a point."""
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def lines_of(rules: Rules, journal: Journal, first: int) -> Iterator[str]:

@@ -7,10 +7,11 @@ python -m runner search outputs/text-asha-lr-seed0-1f2e3d4c --replay
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.base.console import PROGRAM, Parser, say, tell
+from runner.cli.base.console import PROGRAM, Parser, say, shown, tell
 from runner.cli.base.trials import as_json, print_table
 from runner.errors import ExitStatus, RunDirError
 from runner.rundir.find import find_searches
@@ -32,6 +33,19 @@ def parser() -> Parser:
     return made
 
 
+def _only_search(root: Path, given: Path) -> Path:
+    """Return the search below a directory if there is one.
+
+    Raises:
+        RunDirError: there is none, or several.
+    """
+    found = list(find_searches(root))
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(map(shown, found)) or "those that a command with search=... printed"
+    raise RunDirError(f"{given} is not the directory of a search, which has a search.json: pass one of {known}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; its exit status.
 
@@ -41,17 +55,17 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(list(arguments))
     path = options.directory.absolute()
     if not is_search(path):
-        found = [str(each) for each in find_searches(path)]
-        remedy = f"there are {', '.join(found)}" if found else "pass a directory that a command with search=... printed"
-        raise RunDirError(f"{options.directory} is not a search, which has a search.json: {remedy}")
+        path = _only_search(path, options.directory)
     search = SearchDir(path)
-    rules = Record.read(search).rules
+    record = Record.read(search)
+    rules = record.rules
     journal = read_journal(search, rules.repeats)
     if options.optuna is not None:
         from runner.search.optuna import write_study
 
         write_study(rules, journal, path.name, options.optuna)
-        say(f"{options.optuna}: {len(journal.trials)} trials; look at them with `optuna-dashboard sqlite:///FILE.db`")
+        url = shlex.quote(f"sqlite:///{options.optuna}")
+        say(f"{options.optuna}: {len(journal.trials)} trials; look at them with `optuna-dashboard {url}`")
         return int(ExitStatus.FINISHED)
     if options.replay:
         wrong = replay(rules, journal.entries)
@@ -62,5 +76,5 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(search, rules, journal), indent=2))
     else:
-        print_table(search, rules, journal)
+        print_table(search, record, journal)
     return int(ExitStatus.FINISHED)

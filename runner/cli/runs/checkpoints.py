@@ -23,6 +23,7 @@ from runner.checkpoint.files.store import Fence
 from runner.cli.base.console import PROGRAM, Parser, console, skip_corrupt, table, tell
 from runner.errors import CheckpointError, ExitStatus, FileError, UserError
 from runner.metrics.progress import size
+from runner.rundir.find import what_to_pass
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_kinds
@@ -118,7 +119,7 @@ def checkpoints_of(path: Path) -> Path:
         return inside
     if files.is_dir(path) and (choice.candidates(Directory(path)) or path.name == inside.name):
         return path
-    raise UserError(f"{path} has no checkpoints; pass a run directory, such as outputs/NAME")
+    raise UserError(f"{path} has no checkpoints: {what_to_pass(path)}")
 
 
 # List and verify

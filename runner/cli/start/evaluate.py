@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli.base.arguments import add_config_dir, one_run_and_settings
@@ -17,6 +16,7 @@ from runner.config.identity import evaluation_digest
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, RunDirError, UserError, refuse
 from runner.rundir.evaluations import Request, evaluated
+from runner.rundir.find import run_dir
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import reading
@@ -58,9 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_intermixed_args(list(arguments))
     given, overrides = one_run_and_settings(options.words, "evaluate outputs/NAME key=value")
     _check(options, overrides)
-    run = RunDir(Path(given).absolute())
-    if not files.is_file(run.config):
-        raise RunDirError(f"{given} is not a run directory, which has a config.yaml: pass one, such as outputs/NAME")
+    run = run_dir(given)
     from runner.config.composition import Composer
     from runner.config.frozen import load_plain
 

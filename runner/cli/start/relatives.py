@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from runner.cli.base.console import shown
 from runner.config.composition import Composed
@@ -21,15 +23,29 @@ LOOKED_AT = 200
 
 def nearest(job: Composed) -> str | None:
     """Say from which run in the same directory a new one differs least, and in what; None if none is like it."""
-    mine, found = identifying_values(job.plain), []
-    for path in _beside(job.run_dir):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # whatever is in it, it is only a hint
-            other = identifying_values(read_plain(RunDir(path).config))
-            pairs = {key: (other.get(key, ABSENT), mine.get(key, ABSENT)) for key in sorted(mine.keys() | other.keys())}
-            changes = [f"{key} ({as_text(old)} → {as_text(new)})" for key, (old, new) in pairs.items() if old != new]
-            if len(changes) <= MOST:
-                how = f"differs from {shown(path)} only in {', '.join(changes)}"
-                found.append((len(changes), f"new: {how if changes else f'{shown(path)} has the same settings'}"))
+
+    def others() -> Iterator[tuple[Path, dict[str, Any]]]:
+        for path in _beside(job.run_dir):
+            with suppress(OSError, ValueError, LookupError, TypeError):  # whatever is in it, it is only a hint
+                yield path, identifying_values(read_plain(RunDir(path).config))
+
+    return closest(identifying_values(job.plain), others())
+
+
+def closest(mine: Mapping[str, Any], others: Iterable[tuple[Path, Mapping[str, Any]]]) -> str | None:
+    """Say which of these differs least from what is new, and in what; None if none is like it.
+
+    Args:
+        mine: dotted key -> value.
+        others: directories with theirs.
+    """
+    found = []
+    for path, other in others:
+        pairs = {key: (other.get(key, ABSENT), mine.get(key, ABSENT)) for key in sorted(mine.keys() | other.keys())}
+        changes = [f"{key} ({as_text(old)} → {as_text(new)})" for key, (old, new) in pairs.items() if old != new]
+        if len(changes) <= MOST:
+            how = f"differs from {shown(path)} only in {', '.join(changes)}"
+            found.append((len(changes), f"new: {how if changes else f'{shown(path)} has the same settings'}"))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 

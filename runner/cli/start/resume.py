@@ -21,6 +21,7 @@ from runner.cli.base.arguments import add_config_dir, runs_and_settings
 from runner.cli.base.console import PROGRAM, Parser, print_errors, say
 from runner.config.plain_yaml import read_plain
 from runner.errors import ExitStatus, RunDirError, UserError, refuse
+from runner.rundir.find import what_to_pass
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted, reading
 from runner.system import files
@@ -145,6 +146,4 @@ def _not_a_run(path: Path) -> str | None:
         return None
     if not files.is_dir(path):
         return f"{path}: no such directory; pass a run directory, which has a config.yaml"
-    runs = sorted(name for name in files.list_dir(path) if files.is_file(RunDir(path / name).config))
-    remedy = f"it holds runs, such as {path / runs[0]}" if runs else "pass a directory such as outputs/NAME"
-    return f"{path} is not a run directory, which has a config.yaml: {remedy}"
+    return f"{path} is not a run directory, which has a config.yaml: {what_to_pass(path)}"

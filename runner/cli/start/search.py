@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,8 +16,10 @@ from runner.cli.base.console import PROGRAM, counted, say, shown, tell
 from runner.cli.base.launcher import common_launcher
 from runner.cli.base.trials import lines_of, print_table
 from runner.cli.runs.pruning import prune
+from runner.cli.start.relatives import closest
 from runner.config.composition import Composed
-from runner.config.identity import HASH_DIGITS, LENGTH_KEYS, MAX_NAME, identifying_values, length_readers
+from runner.config.early_stopping import Best, against_its_name
+from runner.config.identity import HASH_DIGITS, LENGTH_KEYS, MAX_NAME, flatten, identifying_values, length_readers
 from runner.config.search import SearchConfig
 from runner.config.template import TrialComposer
 from runner.contracts import Launcher
@@ -27,7 +29,7 @@ from runner.rundir.lease import Heart, Lease, LeaseWatcher
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted
 from runner.search.decide import Points, decide
-from runner.search.directory import Record, SearchDir, Turn, read_journal, turn
+from runner.search.directory import Record, SearchDir, Turn, is_search, read_journal, turn
 from runner.search.journal import DONE, RETRY, SETTINGS, Journal, Rungs
 from runner.search.points import Dimension, Point, Space
 from runner.search.rules import Algorithm, Rules
@@ -73,14 +75,18 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
         raise UserError("torchrun cannot start a search: start it without torchrun")
     if list((ranks := launcher.rank_counts()).counts) != [1]:
         raise UserError(f"{ranks.option}: the trials of a search have one rank each, and this is {ranks.counts[-1]}")
-    search, repeats = plan.search, plan.record.rules.repeats
+    search, rules = plan.search, plan.record.rules
     is_new = not files.exists(search.record)
     if not is_new:
         check_trusted(RunDir(search.path))
-        _check_change(plan, Record.read(search), read_journal(search, repeats))
+        _check_change(plan, Record.read(search), read_journal(search, rules.repeats))
     if launcher.in_process:
         refuse(launcher.check([search.slot(0).path]))
     say(f"{shown(search.path)}: {_summary(plan, is_new)}")
+    if is_new and (line := nearest(plan)):
+        say(line)
+    for line in against_its_name("search", rules.metric, Best.max if rules.maximize else Best.min):
+        tell(f"warning: {line}")
     if dry_run:
         _show_points(plan)
         return int(ExitStatus.FINISHED)
@@ -88,7 +94,7 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
     with turn(search, plan.record) as mine:
         _begin(plan, mine, launcher.retry_failed)
         journal = mine.journal
-    if decide(plan.record.rules, journal).what == DONE:
+    if decide(rules, journal).what == DONE:
         return _end(plan)
     status = _start_slots(plan, launcher)
     if not launcher.in_process and status == ExitStatus.FINISHED:
@@ -123,7 +129,8 @@ def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
     rules = Rules(options.kind, Space(tuple(dimensions)), options.metric, maximize, *settings)
     trials = _number_of_trials(options, rules)
     points = _points(rules, min(trials, MOST_CHECKED))
-    refuse(composer.check_points(frozen, list(counted(points, "checking trials")), base))
+    drawn = {each.key for each in dimensions if not each.values}
+    refuse(composer.check_points(frozen, list(counted(points, "checking trials")), base, drawn))
     first = composer.compose_point(frozen, points[0], base)
     refuse(_metric_errors(options, first))
     record = Record(
@@ -213,8 +220,18 @@ def _metric_errors(options: SearchConfig, first: Composed) -> Iterator[str]:
 
 
 def _name(rules: Rules, frozen: dict[str, Any], first: Composed, rungs: Rungs) -> str:
-    """Name the directory of a search by what identifies it: how many trials it has is not part of that."""
-    plain = json.loads(json.dumps(first.plain, default=str))
+    """Name the directory of a search by what identifies it."""
+    text = json.dumps([rules.to_json(), _shared(rules, first.plain, rungs)], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
+    varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
+    name = "-".join([title, rules.algorithm.name, *varied])[:MAX_NAME]
+    return f"{name}-seed{rules.seed}-{digest}"
+
+
+def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, Any]:
+    """Return what identifies the trials of a search and is the same in all: dotted key -> value."""
+    plain = json.loads(json.dumps(values, default=str))
     if rungs != (None,) and plain["train"]["steps"] == rungs[-1]:
         plain["train"]["steps"] = None  # a rung may be added
     for key in rules.space.dimensions:
@@ -223,12 +240,26 @@ def _name(rules: Rules, frozen: dict[str, Any], first: Composed, rungs: Rungs) -
             node = node.get(name, {}) if isinstance(node, dict) else {}
         if isinstance(node, dict):
             node.pop(last, None)
-    text = json.dumps([rules.to_json(), identifying_values(plain)], sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
-    title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
-    varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
-    name = "-".join([title, rules.algorithm.name, *varied])[:MAX_NAME]
-    return f"{name}-seed{rules.seed}-{digest}"
+    return identifying_values(plain)
+
+
+def nearest(plan: Plan) -> str | None:
+    """Say from which search beside a new one it differs least: an edited file or a typo makes another search."""
+
+    def settings(record: Record, rungs: Rungs) -> dict[str, Any]:
+        template = next(iter(record.config["templates"].values()))
+        rules = flatten({"search": {**record.rules.to_json(), "space": list(map(str, record.rules.space.dimensions))}})
+        return {**rules, **_shared(record.rules, template["values"], rungs)}
+
+    def others() -> Iterator[tuple[Path, dict[str, Any]]]:
+        with suppress(OSError):
+            beside = [SearchDir(plan.search.path.parent / name) for name in files.list_dir(plan.search.path.parent)]
+            for search in filter(lambda each: is_search(each.path), beside):
+                with suppress(OSError, ValueError, LookupError, TypeError, RunDirError):  # it is only a hint
+                    record = Record.read(search)
+                    yield search.path, settings(record, read_journal(search, record.rules.repeats).rungs)
+
+    return closest(settings(plan.record, plan.rungs), others())
 
 
 # The search that is there
@@ -275,7 +306,13 @@ def _summary(plan: Plan, is_new: bool) -> str:
     runs = f"{plan.trials} trials{each}" + ("" if steps is None else f" of up to {steps} steps")
     if len(rungs) > 1 and plan.trials < (least := rules.reduction ** (len(rungs) - 1)):
         tell(f"warning: of {plan.trials} trials none reaches the last rung: that takes search.trials={least} or more")
-    return f"{'new search' if is_new else 'search'}, {runs}{at}, by {rules.metric}"
+    if steps is not None and plan.rungs[-1] is not None and plan.rungs[-1] < steps:
+        tell(
+            f"warning: the last rung is step {plan.rungs[-1]} of {steps}: the best trials pause there; add {steps} to "
+            "search.rungs to train them to their end, or leave train.steps out to make the last rung the end"
+        )
+    best = "highest" if rules.maximize else "lowest"
+    return f"{'new search' if is_new else 'search'}, {runs}{at}, by the {best} {rules.metric}"
 
 
 def _show_points(plan: Plan) -> None:
@@ -332,8 +369,24 @@ def _start_slots(plan: Plan, launcher: Launcher) -> int:
             tell(f"interrupted ({STOP.name}): nothing was started")
             return int(ExitStatus.INTERRUPTED)
         STOP.uninstall()  # from here on a signal is meant for the slots
-        with _news(plan) if launcher.in_process else ExitStack():
+        if not launcher.in_process:
             return launcher.launch(run_dirs, ATTEMPT, guards)
+        with _news(plan):
+            return launch_here(plan, launcher, run_dirs)
+
+
+def launch_here(plan: Plan, launcher: Launcher, run_dirs: list[Path]) -> int:
+    """Run slots on this machine; again after the last one was killed, as long as results come in; the exit status."""
+    while True:
+        before = read_journal(plan.search, plan.record.rules.repeats)
+        status = launcher.launch(run_dirs, ATTEMPT, [])
+        after = read_journal(plan.search, plan.record.rules.repeats)
+        is_over = (
+            status in (ExitStatus.FINISHED, ExitStatus.INTERRUPTED) or decide(plan.record.rules, after).what == DONE
+        )
+        if is_over or after.steps_trained() == before.steps_trained():
+            return status
+        say("every slot has ended before the search: starting them again")
 
 
 def _submitting(plan: Plan, slots: Sequence[RunDir], held: ExitStack) -> Iterator[files.Guard]:
@@ -390,7 +443,7 @@ def _end(plan: Plan) -> int:
     over = decide(rules, journal).what == DONE
     if over:
         prune(plan.search, plan.record, journal)
-    print_table(plan.search, rules, journal)
+    print_table(plan.search, plan.record, journal)
     say(f"again: {PROGRAM} search {shown(plan.search.path)}")
     if not over:
         tell("the search has not ended: rerun the command to continue it")

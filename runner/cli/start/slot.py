@@ -293,7 +293,7 @@ class Slot:
         if task.step is not None and run.newest_step() > task.step:
             metric = self.record.rules.metric
             reason = f"{run.path} is at step {run.newest_step()} already, and has no {metric} of step {task.step}"
-            self._append(FAILED, task, how="error", reason=f"{reason}: set eval.every_steps={task.step}")
+            self._failed(task, run, how="error", reason=f"{reason}: set eval.every_steps={task.step}")
             return
         attempts = len(ended_attempts(run))
         status = self.trained(task, run)
@@ -339,8 +339,9 @@ class Slot:
     def trained(self, task: Task, run: RunDir) -> int:
         """Make an attempt in a process of its own; its exit status."""
         command = [sys.executable, "-m", "runner.training.attempt", str(run.path)]
-        if task.step is not None:
-            command += [str(task.step), *([] if task.last else [str(self.record.keep)])]
+        command.append(f"--metric={self.record.rules.metric}")
+        command += [] if task.step is None else [f"--step={task.step}"]
+        command += [] if task.step is None or task.last else [f"--keep={self.record.keep}"]
         with files.owned():
             files.make_dirs_in(run.path, run.logs)
         with files.open_append(run.local_log) as output, signals.blocked():
@@ -375,7 +376,7 @@ class Slot:
                 known = sorted(known_values(run, task.step or Finish.of(run).steps))
                 lacks = f"it has no {(metric := self.record.rules.metric)}{nearest(metric, known)}"
                 lacks += f", but {', '.join(known) or 'nothing'}: set search.metric"
-                self._append(FAILED, task, how="error", reason=lacks)
+                self._failed(task, run, how="metric", reason=lacks)
         elif cause == DIVERGED:
             self._append(RESULT, task, rung=task.rung, step=ended[-1].get("end_step") or 0, value=None)
         elif status == ExitStatus.INTERRUPTED:
@@ -384,12 +385,16 @@ class Slot:
         elif status in (ExitStatus.LOCKED, ExitStatus.SUPERSEDED):
             self._pause(BUSY_S)
         elif status in (-9, 137):
-            self._append(FAILED, task, how="killed", reason="its process was killed by SIGKILL")
+            self._failed(task, run, how="killed", reason="its process was killed by SIGKILL")
         elif cause in ("crash", "hang") or status < 0 or (cause is None and status == ExitStatus.FAILED):
             ended_so = f"its process ended with status {status}"
-            self._append(FAILED, task, how="crash", reason=reason or f"{ended_so} (see {run.local_log})")
+            self._failed(task, run, how="crash", reason=reason or f"{ended_so} (see {run.local_log})")
         else:
-            self._append(FAILED, task, how="error", reason=reason or f"exit status {status} (see {run.local_log})")
+            how = "metric" if reason and reason.startswith("search.metric=") else "error"
+            self._failed(task, run, how=how, reason=reason or f"exit status {status} (see {run.local_log})")
+
+    def _failed(self, task: Task, run: RunDir, how: str, reason: str) -> None:
+        self._append(FAILED, task, step=run.newest_step(), how=how, reason=reason)
 
     def _append(self, entry: str, task: Task, **values: object) -> None:
         def do(mine: Turn) -> None:

@@ -21,9 +21,11 @@ from runner.cli.start.edits import Changes
 from runner.cli.start.plan import PlannedRun, plan_run, plan_runs, unusable
 from runner.cli.start.relatives import nearest
 from runner.config.composition import Composed, Composer
+from runner.config.early_stopping import against_its_name
 from runner.config.finished import has_finished
 from runner.config.frozen import holds
 from runner.config.identity import canonical, flatten
+from runner.config.schema import Config
 from runner.config.tree import CONFIG_NAME
 from runner.contracts import Launcher
 from runner.errors import ExitStatus, FileError, LockedError, UserError, refuse
@@ -147,10 +149,18 @@ def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> No
 
 def _warn_without_effect(jobs: Sequence[Composed]) -> None:
     """Name the settings that change nothing, and jobs that will give the same results as another one."""
-    lines = [line for job in jobs for line in without_effect(job.config)]
+    lines = [line for job in jobs for line in (*without_effect(job.config), *_reversed(job.config))]
     named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
     for line in dict.fromkeys([*lines, *same_results(named)]):
         tell(f"warning: {line}")
+
+
+def _reversed(config: Config) -> Iterator[str]:
+    """Yield a warning for each metric whose lowest value is taken as the best though its name says otherwise."""
+    best, stops = config.checkpoint.best, config.early_stopping
+    if config.checkpoint.keep_best:
+        yield from against_its_name("checkpoint.best", best.metric, best.mode)
+    yield from against_its_name("early_stopping", stops.metric, stops.mode)
 
 
 def _warn_of_missing_data(jobs: Sequence[Composed]) -> None:
