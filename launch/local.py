@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,8 @@ from runner.system import clock, files, processes, signals
 
 POLL_S = 0.2
 TRAINING = "runner.training.attempt:attempt"
+TAIL = 4096
+"""Bytes at the end of a log that are read."""
 SLOT = "runner.cli.start.slot:slot"  # of a search, which prints its own table
 
 
@@ -131,7 +134,8 @@ class LocalLauncher:
         for run_dir, status in zip(run_dirs, statuses, strict=True):
             errors = sweep.losses.get(run_dir, [])
             if not alone and status not in (ExitStatus.FINISHED, ExitStatus.INTERRUPTED):
-                reason = display.read_status(run_dir).get("reason") or f"exited with status {status}"
+                reason = display.read_status(run_dir).get("reason") or _last_error(RunDir(run_dir).local_log)
+                reason = reason or f"exited with status {status}"
                 lines = [f"{reason} (its log: {RunDir(run_dir).local_log})", *errors]
                 errors = [f"{run_dir.name}: {line}" for line in lines]
             for error in errors:
@@ -145,6 +149,15 @@ class LocalLauncher:
     def follow(self, run_dirs: list[Path]) -> int:
         """Nothing to do: `launch` returns once the runs are over."""
         return 0
+
+
+def _last_error(log: Path) -> str | None:
+    """Return the error in the last line of a log, for what fails before it can record why."""
+    with suppress(OSError), files.open_regular(log) as file:
+        file.seek(max(0, files.size_of(file.fileno()) - TAIL))
+        *_, last = ["", *file.read().decode(errors="replace").splitlines()]
+        return last.removeprefix("error: ") if last.startswith("error: ") else None
+    return None
 
 
 class Sweep:

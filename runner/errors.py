@@ -45,6 +45,10 @@ class DivergedError(TrainingError):
     """The loss is nan or infinite."""
 
 
+class UnsavedError(TrainingError):
+    """The file system refused to take the last state of a run."""
+
+
 class RunDirError(UserError):
     """A run directory is malformed, cannot be read, or is not to be trusted; other runs are not concerned."""
 

@@ -32,6 +32,7 @@ TITLE = re.compile(rb"attempt \d+ on ")
 # Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
 PAUSED = "paused"  # a search has trained it to one of its rungs, and may go on with it
 DIVERGED = "diverged"  # the loss is nan or infinite
+UNSAVED = "unsaved"  # the file system refused to take the last state
 HARMLESS = frozenset({"finished", PAUSED, "preempted", "requeued", "cancelled", "interrupted"})
 CRASH_LOOP_LIMIT = 3
 EARLY = "ended_early"  # the entry of the completion mark of a run that ended before its last step

@@ -34,11 +34,12 @@ class Decision:
 
 def decide(rules: Rules, journal: Journal) -> Decision:
     """Return what is to be done next, once what others have begun is left to them."""
-    if rules.algorithm.pauses:
+    goes_on = not gives_up(journal)
+    if rules.algorithm.pauses and goes_on:
         for rung in reversed(range(len(journal.rungs) - 1)):
             if (trial := promotable(rules, journal, rung)) is not None:
                 return Decision(PROMOTE, trial.number, rung + 1)
-    if len(journal.trials) < journal.limit and not gives_up(journal):
+    if len(journal.trials) < journal.limit and goes_on:
         return Decision(START, len(journal.trials))
     return Decision(WAIT if journal.outstanding else DONE)
 
@@ -55,17 +56,19 @@ def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
 
 
 def gives_up(journal: Journal) -> bool:
-    """Whether the first trials have failed and none has a result, so that no further one is begun.
+    """Whether no further trial is begun or promoted, since there is something wrong with all of them.
 
-    One is enough if it lacks the metric, as all of them will.
+    The first ones have all failed; or several in a row have, with errors that are not crashes, as on a disk that is
+    gone; or one lacks the metric.
     """
     failed = [trial for trial in journal.trials if trial.failed is not None]
+    if journal.errors >= GIVE_UP:
+        return True
     least = 1 if any("metric" in {how for _, how in trial.failures} for trial in failed) else GIVE_UP
     return len(failed) >= least and not any(trial.results for trial in journal.trials)
 
 
 GIVE_UP = 3
-"""After so many trials that have failed, with no result, there is something wrong with all of them."""
 
 
 class Points:

@@ -125,6 +125,7 @@ class Journal:
         trials: those that were begun, by their numbers.
         limit: how many there are to be.
         rungs: the steps of the rungs.
+        errors: how many trials in a row have failed with an error, and not with a crash, without a result in between.
     """
 
     repeats: int = 1
@@ -132,6 +133,7 @@ class Journal:
     trials: list[Trial] = field(default_factory=list)
     limit: int = 0
     rungs: Rungs = (None,)
+    errors: int = 0
 
     @staticmethod
     def parse(text: str, repeats: int, where: object = "the journal") -> Journal:
@@ -180,14 +182,16 @@ class Journal:
         elif kind == RESULT:
             step, value = int(entry["step"]), entry["value"]
             trial.results[repeat, entry["rung"]] = Result(step, None if value is None else float(value))
-            trial.retried = False
+            trial.retried, self.errors = False, 0
             trial.claims.pop(repeat, None)
             trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         elif kind == FAILED:
             self._failed(trial, repeat, entry)
+            self.errors += entry["how"] in ("error", "metric")
         elif kind == WITHDRAWN:
             trial.withdrawn, trial.retried, trial.claims = True, False, {}
         elif kind == RETRY:
+            self.errors = 0
             trial.failed, trial.withdrawn, trial.retried, trial.failures = None, False, True, {}
 
     @staticmethod

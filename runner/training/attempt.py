@@ -28,6 +28,7 @@ from runner.errors import (
     PeerError,
     SupersededError,
     TimeoutsError,
+    UnsavedError,
     UserError,
     line_of_user,
 )
@@ -37,6 +38,7 @@ from runner.rundir.attempt_log import (
     PAUSED,
     TIME_LIMIT,
     TIMEOUTS,
+    UNSAVED,
     AttemptLog,
     Finish,
     check_latest,
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 
 
 # Causes of the ends that a budget brings about; any other error of the user: failed.
-CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS, DivergedError: DIVERGED}
+CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS, DivergedError: DIVERGED, UnsavedError: UNSAVED}
 
 
 @dataclass(frozen=True)

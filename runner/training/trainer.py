@@ -19,7 +19,7 @@ import torch
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.cadence import Cadence
 from runner.data.loading.protocols import BatchRecord, DataEndedError
-from runner.errors import CheckpointError, DivergedError, TrainingError
+from runner.errors import CheckpointError, DivergedError, TrainingError, UnsavedError
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
 from runner.system import clock
@@ -122,7 +122,7 @@ class Trainer:
                 saved = self.save(wait=leaving)
                 # After a signal there is no time to fix a disk: the last good checkpoint has to do.
                 if leaving and not saved and not self._stop_agreed:
-                    raise TrainingError(self._unsaved())
+                    raise UnsavedError(self._unsaved())
             if leaving:
                 self.account.switch("end")
                 pausing = self.step < steps and self.early_end is None

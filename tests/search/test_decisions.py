@@ -159,6 +159,27 @@ def test_where_the_first_trials_all_fail_no_other_begins() -> None:
     assert decide(rules(), journal).what == "done"
 
 
+def test_errors_of_several_trials_in_a_row_end_the_search_until_it_is_retried() -> None:
+    """They are those of a disk or a data set that is gone, and not those of the trials."""
+    journal = begun(9, (1, 2))
+
+    def fail(number: int, how: str) -> None:
+        journal.add({"entry": "start", "trial": number, "values": {}, "slot": 0, "fence": 1})
+        for _ in range(CRASHES if how == "crash" else 1):
+            journal.add({"entry": "failed", "trial": number, "how": how, "reason": "gone"})
+
+    journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 1})
+    journal.add({"entry": "result", "trial": 0, "rung": 0, "step": 1, "value": 1.0})
+    for number, how in enumerate(["error", "crash", "error", "crash"], start=1):
+        fail(number, how)
+        assert decide(rules(), journal).what == "start"
+    fail(5, "error")
+    assert decide(rules(), journal).what == "done"
+    journal.add({"entry": "retry", "trial": 5})
+    journal.add({"entry": "result", "trial": 5, "rung": 0, "step": 1, "value": 1.0})
+    assert decide(rules(), journal).what == "start"
+
+
 def test_a_metric_that_one_trial_lacks_is_looked_for_in_no_other() -> None:
     journal = begun(9)
     journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 1})

@@ -17,7 +17,7 @@ from search_runs import STEPS, begin, ended, journal_of, record, trains, work
 from runner.cli.base.trials import as_json, lines_of
 from runner.cli.start.search import launch_here
 from runner.cli.start.slot import Task
-from runner.errors import ExitStatus
+from runner.errors import ExitStatus, FileError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.search.choice import best_run
@@ -313,6 +313,22 @@ def test_slots_that_were_killed_are_started_again_while_results_come_in(tmp_path
     launcher.launch = lambda *_: 137
     (search.path / "journal.jsonl").unlink()
     assert launch_here(asked, launcher, []) == 137
+
+
+def test_a_full_disk_ends_a_slot_and_fails_no_trial(tmp_path: Path) -> None:
+    search = begin(tmp_path / "search", 3, (10, 30))
+
+    def fills(task: Task, run: RunDir) -> int:
+        if task.trial == 1:
+            ended(run, "unsaved", reason="no space")
+            return 1
+        return trains(task, run)
+
+    with pytest.raises(FileError, match="run1-0: no space"):
+        work(search, fills)
+    assert found(search)["trials"][1]["results"] == {}
+    assert work(search, trains) == ExitStatus.FINISHED
+    assert {trial["state"] for trial in found(search)["trials"]} == {"paused", "finished"}
 
 
 def test_a_run_that_pauses_at_the_last_rung_is_not_called_finished(tmp_path: Path) -> None:

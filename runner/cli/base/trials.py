@@ -142,7 +142,7 @@ def summary(rules: Rules, journal: Journal) -> str:
     line += f", {waiting} of them without the result that they are trained for" if waiting else ""
     line += f", {journal.steps_trained():,} steps trained"
     if gives_up(journal):
-        line += "; the first trials failed, so no other is begun"
+        line += "; trials failed one after the other, so no other is begun"
     elif decide(rules, journal).what == DONE:
         line += "; the search has ended"
     if (found := best(rules, journal)) is not None:

@@ -44,6 +44,8 @@ RUNGS = 3
 NEWS_S = 0.5
 SHOWN_POINTS = 20
 SUBMISSION_WAIT_S = 120.0
+SIGNALLED = 128
+"""From this exit status on a process was ended by a signal."""
 
 
 @dataclass(frozen=True)
@@ -381,9 +383,8 @@ def launch_here(plan: Plan, launcher: Launcher, run_dirs: list[Path]) -> int:
         before = read_journal(plan.search, plan.record.rules.repeats)
         status = launcher.launch(run_dirs, ATTEMPT, [])
         after = read_journal(plan.search, plan.record.rules.repeats)
-        is_over = (
-            status in (ExitStatus.FINISHED, ExitStatus.INTERRUPTED) or decide(plan.record.rules, after).what == DONE
-        )
+        killed = status < 0 or status >= SIGNALLED
+        is_over = not killed or decide(plan.record.rules, after).what == DONE
         if is_over or after.steps_trained() == before.steps_trained():
             return status
         say("every slot has ended before the search: starting them again")

@@ -23,9 +23,18 @@ from runner.cli.start.start import freeze_run
 from runner.config.composition import Composed
 from runner.config.template import TrialComposer
 from runner.contracts import Job
-from runner.errors import ExitStatus, LockedError, RunDirError, StoppedError, SupersededError, UserError, nearest
+from runner.errors import (
+    ExitStatus,
+    FileError,
+    LockedError,
+    RunDirError,
+    StoppedError,
+    SupersededError,
+    UserError,
+    nearest,
+)
 from runner.rundir import provenance
-from runner.rundir.attempt_log import DIVERGED, PAUSED, Finish, ended_attempts
+from runner.rundir.attempt_log import DIVERGED, PAUSED, UNSAVED, Finish, ended_attempts
 from runner.rundir.evaluations import known_values
 from runner.rundir.lease import Lease, LeaseWatcher, liveness, read_holder
 from runner.rundir.origin import search_modules, working_in
@@ -379,6 +388,8 @@ class Slot:
                 self._failed(task, run, how="metric", reason=lacks)
         elif cause == DIVERGED:
             self._append(RESULT, task, rung=task.rung, step=ended[-1].get("end_step") or 0, value=None)
+        elif cause == UNSAVED:  # no trial can be saved at the moment: the next command goes on with this one
+            raise FileError(f"{run.path}: {reason}")
         elif status == ExitStatus.INTERRUPTED:
             if look(run).word == "withdrawn":
                 self._append(WITHDRAWN, task)
@@ -386,7 +397,7 @@ class Slot:
             self._pause(BUSY_S)
         elif status in (-9, 137):
             self._failed(task, run, how="killed", reason="its process was killed by SIGKILL")
-        elif cause in ("crash", "hang") or status < 0 or (cause is None and status == ExitStatus.FAILED):
+        elif cause in ("crash", "hang", None) or status < 0:
             ended_so = f"its process ended with status {status}"
             self._failed(task, run, how="crash", reason=reason or f"{ended_so} (see {run.local_log})")
         else:
