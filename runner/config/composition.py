@@ -429,13 +429,18 @@ class Composer:
         found = [root / other for other in sorted(same) if files.is_file(root / other / "config.yaml")]
         return found[0] if found and plain["run"]["name"] is None else root / name
 
-    def _given(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The keys that overrides set, and the options of groups that they choose."""
+    def _given(self, overrides: Sequence[str], groups: Collection[str] | None = None) -> tuple[list[str], list[str]]:
+        """The keys that overrides set, and the options of groups that they choose.
+
+        Args:
+            overrides: of the command.
+            groups: their names; those of the tree by default.
+        """
         keys, options = [], []
         titled = "experiment" if any(re.match(r"[+]*experiment=", text) for text in overrides) else "data"
         for text in overrides:
             key, _, value = text.lstrip("+~").partition("=")
-            group = self.tree.group_of(text)
+            group = self.tree.group_of(text, groups)
             if group is None:
                 keys.append(key)
             elif group not in ("experiment", titled) and "/" not in value:

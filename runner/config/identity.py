@@ -186,12 +186,17 @@ def _follows_length(scheduler: dict[str, Any]) -> bool:
 
 def evaluation_digest(plain: dict[str, Any]) -> str:
     """Eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
+    return _digest_of(evaluation_values(plain))
+
+
+def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of everything in a config that decides what an evaluation computes."""
     prefixes = ("eval.", "data.eval_sources.", "data.collate.")
     flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
     others = (".every_steps", ".every_epochs", ".at_start", ".at_end", ".cache_dir")
     flat = {key: value for key, value in flat.items() if not key.endswith(others)}
     flat["eval.batch_size"] = plain["eval"]["batch_size"] or plain["train"]["batch_size"]
-    return _digest_of(flat)
+    return flat
 
 
 def canonical(node: Any) -> str:

@@ -81,27 +81,14 @@ def rewritten(override: str) -> str:
         key = prefix + key.lstrip("+").removeprefix(_KEY)
         if value.startswith("[") and value.endswith("]"):  # as in an experiment file
             value = f"choice({value[1:-1]})"
-    return key + equals + _LOG.sub(r"tag(log,interval(\1))", value)
+    is_text = value.lstrip()[:1] in ("'", '"')
+    return key + equals + (value if is_text else _LOG.sub(r"tag(log,interval(\1))", value))
 
 
-def given_space(space: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return the ranges of `search.space` as overrides; those that a command sets itself are left out.
-
-    Args:
-        space: dotted key -> a range, a list of values, or null for none.
-        overrides: of the command.
-    """
+def left_to_space(space: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what `search.space` varies: dotted key -> a range or a list; not what a command sets itself."""
     keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
-    texts = []
-    for key, value in space.items():
-        if value is not None and key not in keys:
-            listed = ",".join(map(_as_text, value)) if isinstance(value, list) else str(value)
-            texts.append(rewritten(f"{key}={f'choice({listed})' if isinstance(value, list) else listed}"))
-    return texts
-
-
-def _as_text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return {key: value for key, value in space.items() if value is not None and key.lstrip("+") not in keys}
 
 
 def dimension_errors(dimension: Dimension) -> Iterator[str]:

@@ -14,18 +14,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.composition import HYDRAS_OWN, Composed, Composer, fill_in
 from runner.config.explain import ERRORS, explain
 from runner.config.frozen import plain_values, to_config
 from runner.config.identity import canonical, flatten, readable_name
-from runner.config.search import SearchConfig, dimension_errors, given_space, rewritten, to_options
+from runner.config.search import SearchConfig, dimension_errors, left_to_space, rewritten, to_options
 from runner.config.tree import CONFIG_NAME
 from runner.errors import UserError, refuse
-from runner.search.points import Dimension, Point
+from runner.search.points import Dimension, Point, pairs
 
 WANDB = "runner.metrics.wandb.WandB"
+_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[A-Za-z_][\w./@-]*", re.IGNORECASE)
+"""A text that Hydra reads as one without quotes."""
 MOST_WRONG = 3
 """Points with errors that are reported: those of a misspelled setting all have the same."""
 
@@ -36,6 +39,8 @@ class TrialComposer(Composer):
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         super().__init__(config_dirs, config_name)
         self.searching = True
+        self.flags = [f"--config-dir={given}" for given in config_dirs]
+        self.flags += [] if config_name == CONFIG_NAME else [f"--config-name={config_name}"]
 
     def is_search(self, overrides: Sequence[str]) -> bool:
         """Whether a command of several runs is a search: it chooses one, or the file of an option does."""
@@ -65,9 +70,18 @@ class TrialComposer(Composer):
             self.compose(chosen)  # raises all errors, explained
             raise
         refuse(options.option_errors())
-        single, more = self._split(given_space(flatten(options.space), texts))
+        if swept := self._sweep_params([text for text in chosen if self.tree.group_of(text)]):
+            raise UserError(
+                f"{swept[0]} in a config file (hydra.sweeper.params) is a sweep, and this is a search: write it in "
+                "search.space"
+            )
+        space = left_to_space(flatten(options.space), texts)
+        lists = [_listed(key, value) for key, value in space.items() if isinstance(value, list)]
+        ranges = [rewritten(f"{key}={value}") for key, value in space.items() if not isinstance(value, list)]
+        single, more = self._split(ranges)
         refuse(f"search.space: {text} is one value, not a range or a list: set it outside of search" for text in single)
-        return options, fixed, sorted([*dimensions, *more], key=lambda each: each.key)
+        refuse(line for each in lists for line in dimension_errors(each))
+        return options, fixed, sorted([*dimensions, *lists, *more], key=lambda each: each.key)
 
     def _split(self, texts: Sequence[str]) -> tuple[list[str], list[Dimension]]:
         fixed, dimensions, errors = list[str](), list[Dimension](), list[str]()
@@ -120,9 +134,11 @@ class TrialComposer(Composer):
             made = {"values": values_of, "title": title, "named_against": named_against}
             digest = sha256(canonical(made).encode()).hexdigest()
             templates[json.dumps(chosen)] = {**made, "digest": digest}
-        unnamed = r"\+*search[.=]|train\.epochs=null"  # neither is in the name of a run
+        # Not in the name of a run, nor in its plain command.
+        unnamed = r"\+*search[.=]|train\.epochs=null|\+*launcher\.(retry_failed|dry_run|slots)="
         shared = [text for text in fixed if not re.match(unnamed, text)]
-        return {"overrides": shared, "groups": [each.key for each in groups], "templates": templates}
+        known = {"flags": self.flags, "known": self.tree.groups}
+        return {"overrides": shared, **known, "groups": [each.key for each in groups], "templates": templates}
 
     def compose_point(
         self, frozen: Mapping[str, Any], point: Point, base: Path, repeat: int = 0, search: str = ""
@@ -152,9 +168,9 @@ class TrialComposer(Composer):
         for node in plain["logger"].values():
             if isinstance(node, dict) and node.get("_target_") == WANDB and search:
                 node.setdefault("group", search)
-        given = [*frozen["overrides"], *(f"{each}={value}" for each, value in point.items()), *seed]
+        given = [*frozen["overrides"], *pairs(point), *seed]
         named = template["title"], template["named_against"]
-        run_dir = self._run_dir(plain, lambda: readable_name(*named, plain, *self._given(given)))
+        run_dir = self._run_dir(plain, lambda: readable_name(*named, plain, *self._given(given, frozen["known"])))
         plain["run"]["dir"] = str(run_dir)
         return Composed(to_config(plain), plain, tuple(given), run_dir)
 
@@ -171,13 +187,16 @@ class TrialComposer(Composer):
         """
         self.sweeping()
         found: dict[str, str] = {}
-        wrong = 0
+        wrong, runs = 0, dict[str, Point]()
         for point in points:
             try:
-                self.compose_point(frozen, point, base)
+                run = self.compose_point(frozen, point, base).run_dir.name
+                if (twin := runs.setdefault(run, point)) is not point:
+                    both = f"({' '.join(pairs(twin))}) and ({' '.join(pairs(point))})"
+                    return [f"two trials are the same run {run}: {both}: vary what changes what is trained"]
             except UserError as error:
                 wrong += 1
-                texts = [f"{key}={value}" for key, value in point.items()]
+                texts = pairs(point)
                 for line in str(error).splitlines():
                     same = line
                     for key, value in point.items():
@@ -193,3 +212,21 @@ def _texts(node: Any, prefix: str) -> list[tuple[str, str]]:
     if isinstance(node, dict):
         return [found for key, value in node.items() for found in _texts(value, f"{prefix}{key}.")]
     return [(prefix.rstrip("."), node)] if isinstance(node, str) else []
+
+
+def _listed(key: str, values: Sequence[Any]) -> Dimension:
+    """Return the dimension of a list in `search.space`, whose values may be anything that a setting may be."""
+    return Dimension(key, tuple(map(_as_text, values)))
+
+
+def _as_text(value: Any) -> str:
+    """Write a value as a command does."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_as_text(str(key))}:{_as_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return QuotedString(value, Quote.single).with_quotes()
+    return str(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -106,10 +106,15 @@ class ConfigTree:
         # In this order a data option may select a sampler, and an experiment any option.
         self.groups = sorted(names, key=lambda name: (name == "experiment", name == "data", name))
 
-    def group_of(self, override: str) -> str | None:
-        """The config group that `override` chooses an option of; None where it sets a value."""
+    def group_of(self, override: str, groups: Collection[str] | None = None) -> str | None:
+        """The config group that `override` chooses an option of; None where it sets a value.
+
+        Args:
+            override: of a command.
+            groups: the names of the groups; those of this tree by default.
+        """
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]
-        return key if key.partition("/")[0] in (*self.groups, "hydra") else None
+        return key if key.partition("/")[0] in (*(self.groups if groups is None else groups), "hydra") else None
 
     def compose(
         self, overrides: Sequence[str], frozen: dict[str, Any] | None = None, resolved: bool = True
@@ -198,6 +203,7 @@ class ConfigTree:
 
         Raises:
             HydraException: it cannot be parsed.
+            UserError: it has no values.
         """
         parsed = self._loader.parse(override)
         if not parsed.is_sweep_override():
@@ -205,6 +211,8 @@ class ConfigTree:
         key, value = parsed.get_key_element(), parsed.value()
         if not isinstance(value, IntervalSweep):
             values = tuple(parsed.sweep_string_iterator())
+            if not values:
+                raise UserError(f"{override}: the range has no values: its first number must be below its second")
             return Dimension(key, values, ordered=isinstance(value, RangeSweep))
         assert value.start is not None
         assert value.end is not None

@@ -55,6 +55,15 @@ def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
     return None
 
 
+def most_promotions(rules: Rules, journal: Journal) -> int:
+    """Return how many trials could be promoted at once, by the results so far."""
+    if not rules.algorithm.pauses:
+        return 0
+    below = range(len(journal.rungs) - 1)
+    beyond = [sum(trial.rung > rung for trial in journal.trials) for rung in below]
+    return sum(max(0, len(journal.at(rung)) // rules.reduction - beyond[rung]) for rung in below)
+
+
 def gives_up(journal: Journal) -> bool:
     """Whether no further trial is begun or promoted, since there is something wrong with all of them.
 

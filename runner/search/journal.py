@@ -3,7 +3,7 @@
     {"entry": "settings", "trials": 27, "rungs": [100, 300, 900]}        by a command; `null`: the end of the run
     {"entry": "start", "trial": 0, "values": {"optimizer.lr": "0.003"}, "repeat": 0, "slot": 0, "fence": 1}
     {"entry": "promote", "trial": 0, "rung": 1, "repeat": 0, "slot": 0, "fence": 1}
-    {"entry": "take", "trial": 0, "repeat": 1, "slot": 1, "fence": 4}    what is missing of a trial, or was left
+    {"entry": "take", "trial": 0, "repeat": 1, "step": 70, "slot": 1, "fence": 4}   what is missing, or was left
     {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             beside the search
     {"entry": "result", "trial": 0, "repeat": 0, "rung": 0, "step": 100, "value": 2.3}     `null`: diverged
     {"entry": "failed", "trial": 0, "repeat": 0, "step": 70, "how": "crash", "reason": "..."}   `killed`, `error`
@@ -33,6 +33,8 @@ CRASHES = 3
 """A trial that crashes so often in a row without progress has failed."""
 KILLS = 20
 """Likewise, of a process that somebody or the kernel kills while its slot lives: more, since that is seldom its own."""
+LOSSES = 50
+"""Likewise, of slots that end while they train it, by preemptions say."""
 
 Entry = dict[str, Any]
 Rungs = tuple[int | None, ...]
@@ -175,6 +177,8 @@ class Journal:
         trial, repeat = self.trials[entry["trial"]], entry.get("repeat", 0)
         if kind == PROMOTE:
             trial.rung = entry["rung"]
+        if kind == TAKE and repeat in trial.claims:
+            self._failed(trial, repeat, {**entry, "how": "lost", "reason": "the slots that trained it have ended"})
         if kind in (START, PROMOTE, TAKE):
             trial.claims[repeat] = Claim(entry["slot"], entry["fence"])
         elif kind == RUN:
@@ -182,7 +186,7 @@ class Journal:
         elif kind == RESULT:
             step, value = int(entry["step"]), entry["value"]
             trial.results[repeat, entry["rung"]] = Result(step, None if value is None else float(value))
-            trial.retried, self.errors = False, 0
+            trial.retried, self.errors = trial.retried and bool(trial.lacks(self.repeats)), 0
             trial.claims.pop(repeat, None)
             trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         elif kind == FAILED:
@@ -202,7 +206,7 @@ class Journal:
             trial.reached[repeat] = step
             trial.failures = {key: count for key, count in trial.failures.items() if key[0] != repeat}
         count = trial.failures[repeat, how] = trial.failures.get((repeat, how), 0) + 1
-        most = {"crash": CRASHES, "killed": KILLS}.get(how, 1)
+        most = {"crash": CRASHES, "killed": KILLS, "lost": LOSSES}.get(how, 1)
         if count >= most:
             trial.failed = reason if most == 1 else f"{reason} ({count} times in a row without progress)"
 

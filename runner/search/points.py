@@ -19,6 +19,11 @@ Point = dict[str, str]
 """The overrides of a trial: key -> value, as a command would set them."""
 
 
+def pairs(point: Mapping[str, str]) -> list[str]:
+    """Return the overrides of a point."""
+    return [f"{key}={value}" for key, value in point.items()]
+
+
 @dataclass(frozen=True)
 class Dimension:
     """What one setting may be: one of some values, or a number from an interval.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from runner.errors import RunDirError
-from runner.search.decide import Points, best, decide, replay
-from runner.search.journal import CRASHES, KILLS, Journal
+from runner.search.decide import Points, best, decide, most_promotions, replay
+from runner.search.journal import CRASHES, KILLS, LOSSES, Journal
 from runner.search.points import Dimension, Space
 from runner.search.rules import Algorithm, Rules
 
@@ -157,6 +157,29 @@ def test_where_the_first_trials_all_fail_no_other_begins() -> None:
         journal.add({"entry": "start", "trial": number, "values": {}, "slot": 0, "fence": 1})
         journal.add({"entry": "failed", "trial": number, "how": "error", "reason": "no such file"})
     assert decide(rules(), journal).what == "done"
+
+
+def test_a_trial_that_takes_its_slots_down_fails_in_the_end() -> None:
+    """As where it takes all memory of the job."""
+    journal = begun(1)
+    journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 0})
+    for fence in range(1, LOSSES):
+        journal.add({"entry": "take", "trial": 0, "repeat": 0, "step": 7, "slot": 0, "fence": fence})
+    assert not journal.trials[0].over
+    journal.add({"entry": "take", "trial": 0, "repeat": 0, "step": 8, "slot": 0, "fence": LOSSES})
+    for fence in range(LOSSES + 1, 2 * LOSSES):
+        journal.add({"entry": "take", "trial": 0, "repeat": 0, "step": 8, "slot": 0, "fence": fence})
+    assert str(journal.trials[0].failed).startswith("the slots that trained it have ended (50 times")
+
+
+def test_as_many_slots_start_as_there_are_promotions() -> None:
+    journal = begun(9, (1, 2, 3))
+    for number in range(9):
+        journal.add({"entry": "start", "trial": number, "values": {}, "slot": 0, "fence": 1})
+        journal.add({"entry": "result", "trial": number, "rung": 0, "step": 1, "value": float(number)})
+    assert most_promotions(rules(), journal) == 3
+    journal.add({"entry": "promote", "trial": 0, "rung": 1, "slot": 0, "fence": 1})
+    assert most_promotions(rules(), journal) == 2
 
 
 def test_errors_of_several_trials_in_a_row_end_the_search_until_it_is_retried() -> None:

@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from search_runs import SMOKE, plan
+from search_runs import SMOKE, checkpoint, plan
 
 from runner.__main__ import run
 from runner.cli.start.search import nearest
+from runner.cli.start.slot import check_evaluations
+from runner.config.composition import Composer
 from runner.config.early_stopping import Best, against_its_name
 from runner.config.template import TrialComposer
 from runner.errors import UserError
+from runner.rundir.paths import RunDir
 from runner.search.directory import turn
+from runner.search.points import Space
 
 LR = "optimizer.lr=log(1e-4,1e-2)"
 ASHA = (*SMOKE, "search=asha", "search.trials=9")
@@ -64,6 +68,51 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
     assert not composer.is_search(["experiment=smoke", "seed=1,2"])
 
 
+def test_a_list_of_the_space_may_hold_any_value(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = """# @package _global_
+defaults:
+  - smoke
+  - override /search: grid
+search:
+  space:
+    user.text: ["x, y", "it's", "a=b", "", "true", plain]
+    user.value: [0.1, null, true, [1, null], {a: "b c"}]
+    +user.z: [1, 2]
+"""
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    composer = TrialComposer([tmp_path])
+    _, fixed, found = composer.search(["experiment=mine", "user.z=7"])
+    frozen = composer.freeze(fixed, found, tmp_path)
+    points = list(Space(tuple(found)).grid())
+    made = [composer.compose_point(frozen, point, tmp_path).plain["user"] for point in [*points[:5], *points[5::5]]]
+    assert [user["value"] for user in made[:5]] == [0.1, None, True, [1, None], {"a": "b c"}]
+    assert [made[0]["text"], *(user["text"] for user in made[5:])] == ["x, y", "it's", "a=b", "", "true", "plain"]
+    assert {user["z"] for user in made} == {7}
+
+
+def test_a_sweep_in_the_experiment_of_a_search_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - smoke\nhydra:\n  sweeper:\n    params:\n      model.width: 16,32\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"model.width=16,32 in a config file .* is a sweep, and this is a search"):
+        TrialComposer([tmp_path]).search(["experiment=mine", "search=random", "search.trials=3", LR])
+
+
+@pytest.mark.slow
+def test_trials_have_the_names_of_their_plain_commands_with_own_config_dirs(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    text = "defaults:\n  - gpt_tiny\nwidth: {}\n"
+    for name, width in (("aa", 16), ("bb", 32)):
+        (tmp_path / "model" / f"{name}.yaml").write_text(text.format(width))
+    _, fixed, found = (composer := TrialComposer([tmp_path])).search([*ASHA, "model=aa,bb"])
+    frozen = composer.freeze(fixed, found, tmp_path)
+    plain = Composer([tmp_path]).compose([*SMOKE, "model=bb"], tmp_path)
+    trial = TrialComposer().compose_point(frozen, {"model": "bb"}, tmp_path)  # as in a slot
+    assert trial.run_dir == plain.run_dir
+    assert frozen["flags"] == [f"--config-dir={tmp_path}"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
@@ -95,6 +144,8 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
         (("search=random", "search.trials=3", "train.steps=5,6"), "train.steps cannot be varied by a search"),
         (("search=random", LR, "search.trials=3", "launcher.slots=0"), "launcher.slots=0 must be a whole number"),
         (("search=bayes", LR), "search=bayes: no such option of search"),
+        (("search=grid", "eval.batches=1,2"), "two trials are the same run"),
+        (("search=grid", "model.width=range(16,16)"), "the range has no values"),
         (("search=random", LR, "search.trials=3", "launcher.ranks=2"), "have one rank each, and this is 2"),
     ],
 )
@@ -163,6 +214,7 @@ def test_what_refers_to_a_varied_setting_follows_it() -> None:
     assert plain["optimizer"].keys() == composer.compose([*SMOKE, "optimizer=sgd"]).plain["optimizer"].keys()
 
 
+@pytest.mark.slow
 def test_a_new_search_names_the_one_it_is_most_like(tmp_path: Path) -> None:
     """An edited file or a typo makes another search, beside one that may not have ended."""
 
@@ -208,14 +260,33 @@ def test_the_name_of_a_metric_may_contradict_its_mode(metric: str | None, mode: 
     assert bool(list(against_its_name("early_stopping", metric, mode))) == warned
 
 
+def test_a_run_that_was_evaluated_otherwise_is_refused(tmp_path: Path) -> None:
+    """Its results cannot be compared with those of the other trials."""
+    job = plan(LR, "eval.batches=1", f"run.root={tmp_path}").first
+    other = plan(LR, "eval.batches=2", f"run.root={tmp_path}").first
+    assert job.run_dir == other.run_dir
+    run = RunDir(job.run_dir)
+    run.path.mkdir()
+    run.config.write_text(other.text)
+    check_evaluations(job)
+    checkpoint(run, 3)
+    with pytest.raises(
+        UserError, match=r"was evaluated with other settings: eval\.batches \(2 → 1\); search in another"
+    ):
+        check_evaluations(job)
+    run.config.write_text(job.text)
+    check_evaluations(job)
+
+
 @pytest.mark.slow
 def test_a_search_is_named_by_what_identifies_it() -> None:
     name = plan(LR).search.path.name
     assert name.startswith("smoke-asha-lr-seed0-")
     same = [plan(LR, "search.trials=12"), plan(LR, "launcher.slots=2"), plan(LR, "search.keep=2")]
     others = [plan(LR, "search.seed=1"), plan(LR, "model.width=16"), plan(LR, "search.metric=loss")]
+    others += [plan(LR, "eval.batches=1"), plan(LR, "early_stopping=default")]
     assert {each.search.path.name for each in same} == {name}
-    assert len({name, *(each.search.path.name for each in others)}) == 4
+    assert len({name, *(each.search.path.name for each in others)}) == 6
 
 
 def test_more_trials_than_points_are_as_many_as_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +296,7 @@ def test_more_trials_than_points_are_as_many_as_there_are(capsys: pytest.Capture
 
 def test_repeats_have_seeds_of_their_own() -> None:
     made = plan(LR, "search.repeats=2", "seed=5", search="random")
-    assert made.rungs == (None,)
+    assert made.rungs == (20,)
     again = TrialComposer().compose_point(made.record.config, made.points[0], Path.cwd(), 1)
     assert (made.first.config.seed, again.config.seed) == (5, 6)
     assert made.first.digest != again.digest

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import search_runs
 from search_runs import STEPS, begin, ended, journal_of, record, trains, work
 
 from runner.cli.base.trials import as_json, lines_of
+from runner.cli.runs.pruning import prune
 from runner.cli.start.search import launch_here
 from runner.cli.start.slot import Task
 from runner.errors import ExitStatus, FileError
@@ -22,7 +24,7 @@ from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.search.choice import best_run
 from runner.search.decide import replay
-from runner.search.directory import Record, SearchDir
+from runner.search.directory import Record, SearchDir, turn
 
 
 def found(search: SearchDir) -> dict[str, Any]:
@@ -329,6 +331,72 @@ def test_a_full_disk_ends_a_slot_and_fails_no_trial(tmp_path: Path) -> None:
     assert found(search)["trials"][1]["results"] == {}
     assert work(search, trains) == ExitStatus.FINISHED
     assert {trial["state"] for trial in found(search)["trials"]} == {"paused", "finished"}
+
+
+def test_only_what_a_search_has_left_loses_its_checkpoints(tmp_path: Path) -> None:
+    """Not what somebody has trained further since, and not what another search keeps or has not ended."""
+    search, other = begin(tmp_path / "search", 3, (10, 30)), begin(tmp_path / "other", 4, (10, 30))
+    for each in (search, other):
+        record = replace(Record.read(each), prune=False)
+        with turn(each, record) as mine:
+            record.write(each, mine.guard)
+        if each is search:
+            work(each, trains)
+    left = [RunDir(Path(trial["run"])) for trial in found(search)["trials"] if trial["state"] == "paused"]
+    with turn(other, Record.read(other)) as mine:
+        mine.append("start", trial=0, values={}, slot=0, fence=1)
+        mine.append("run", trial=0, repeat=0, run=left[0].path.name)
+    for run in left:
+        run.status.write_text(json.dumps({"state": "paused"}))
+    pruning = replace(Record.read(search), prune=True)
+    search_runs.checkpoint(left[1], 20)  # trained further
+    prune(search, pruning, journal_of(search))
+    assert [run.checkpoint_steps() for run in left] == [[10], [10, 20]]
+    with turn(other, record) as mine:
+        mine.append("withdrawn", trial=0)
+        mine.append("settings", trials=1, rungs=[10, 30])
+        replace(record, prune=True).write(other, mine.guard)
+    prune(search, pruning, journal_of(search))
+    assert [run.checkpoint_steps() for run in left] == [[], [10, 20]]
+
+
+def test_a_rung_that_is_added_meanwhile_is_trained_to(tmp_path: Path) -> None:
+    search = begin(tmp_path / "search", 9, (10, 30))
+
+    def train(task: Task, run: RunDir) -> int:
+        begin(search.path, 9, (10, 30, 90))
+        return trains(replace(task, last=task.step == 90), run)
+
+    work(search, train)
+    assert Counter(len(trial["results"]) for trial in found(search)["trials"])[3] == 1
+
+
+def test_a_run_that_is_over_before_its_rung_is_no_result(tmp_path: Path) -> None:
+    search = begin(tmp_path / "search", 1, (10,))
+
+    def train(task: Task, run: RunDir) -> int:
+        record(run, 6, eval_loss=1.0)
+        run.finished.write_text(json.dumps({"steps": 6}))
+        return 0
+
+    work(search, train)
+    assert found(search)["trials"][0]["state"] == "failed"
+
+
+def test_withdrawn_repeats_are_all_retried(tmp_path: Path) -> None:
+    search = begin(tmp_path / "search", 1, (10,), repeats=2)
+    with turn(search, Record.read(search)) as mine:
+        mine.append("start", trial=0, values={"optimizer.lr": "0.0004846"}, slot=0, fence=1)
+    for repeat in range(2):
+        run = search.run(f"run0-{repeat}")
+        run.path.mkdir()
+        run.status.write_text(json.dumps({"state": "interrupted", "attempt": 1, "cause": "cancelled"}))
+        ended(run, "cancelled")
+    with turn(search, Record.read(search)) as mine:
+        mine.append("withdrawn", trial=0)
+        mine.append("retry", trial=0)
+    work(search, trains)
+    assert found(search)["trials"][0]["state"] == "finished"
 
 
 def test_a_run_that_pauses_at_the_last_rung_is_not_called_finished(tmp_path: Path) -> None:

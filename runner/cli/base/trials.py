@@ -15,6 +15,7 @@ from runner.rundir.state import State, look
 from runner.search.decide import best, decide, gives_up
 from runner.search.directory import Record, SearchDir
 from runner.search.journal import DONE, FAILED, PROMOTE, RESULT, START, WITHDRAWN, Entry, Journal, Trial
+from runner.search.points import pairs
 from runner.search.rules import Rules
 from runner.system import files
 
@@ -98,7 +99,7 @@ def results(journal: Journal, trial: Trial) -> dict[int, float | None]:
 
 def print_table(search: SearchDir, record: Record, journal: Journal) -> None:
     """Print the trials, the best first, a line on the search, and the command that trains the best run."""
-    rules, overrides = record.rules, record.config.get("overrides", ())
+    rules, overrides = record.rules, [*record.config.get("flags", ()), *record.config.get("overrides", ())]
     keys = [each.key.lstrip("+") for each in rules.space.dimensions]
     names = short_names(keys, ())
     made = table("trial", "state", *(names[key] for key in keys), "step", rules.metric, "run")
@@ -153,11 +154,6 @@ def summary(rules: Rules, journal: Journal) -> str:
 def point(values: Mapping[str, str]) -> str:
     """Write a point as a command would."""
     return " ".join(pairs(values))
-
-
-def pairs(values: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a point."""
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 def lines_of(rules: Rules, journal: Journal, first: int) -> Iterator[str]:

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 from runner.checkpoint.files.directory import Directory
 from runner.checkpoint.files.store import Fence
 from runner.errors import UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
-from runner.search.decide import best
-from runner.search.directory import Record, SearchDir
-from runner.search.journal import Journal
+from runner.rundir.state import look
+from runner.search.decide import best, decide
+from runner.search.directory import Record, SearchDir, is_search, read_journal
+from runner.search.journal import DONE, Journal
+from runner.system import files
 
 
 def prune(search: SearchDir, record: Record, journal: Journal) -> None:
     """Remove the checkpoints of the paused trials of a search that has ended, unless it keeps them; the best keeps its.
 
-    A run that somebody trains or has removed is left alone.
+    A run is left alone unless it is as this search has left it: somebody may train it, or have trained it further, have
+    removed it, or need it for another search.
     """
     found = best(record.rules, journal)
+    wanted = _wanted_by_others(search) if record.prune else set[Path]()
     for trial in journal.trials if record.prune else []:
         if trial.rung < len(journal.rungs) - 1 and (found is None or trial is not found.trial):
-            for name in trial.runs.values():
-                with suppress(UserError, OSError):
-                    _remove_checkpoints(search.run(name))
+            steps = {search.run(name): trial.results.get((repeat, trial.rung)) for repeat, name in trial.runs.items()}
+            for run, result in steps.items():
+                with suppress(UserError, OSError, ValueError):
+                    as_left = result is not None and run.newest_step() == result.step and look(run).word == "paused"
+                    if as_left and run.path not in wanted:
+                        _remove_checkpoints(run)
+
+
+def _wanted_by_others(search: SearchDir) -> set[Path]:
+    """Return the runs of the searches beside this one that keep them, or have not ended.
+
+    Raises:
+        RunDirError: one of those is malformed.
+        OSError: one of those cannot be read.
+    """
+    root, found = search.path.parent, set[Path]()
+    for name in files.list_dir(root):
+        if (other := SearchDir(root / name)) != search and is_search(other.path):
+            record = Record.read(other)
+            journal = read_journal(other, record.rules.repeats)
+            if not record.prune or decide(record.rules, journal).what != DONE:
+                found |= {other.run(name).path for trial in journal.trials for name in trial.runs.values()}
+    return found
 
 
 def _remove_checkpoints(run: RunDir) -> None:

@@ -19,7 +19,15 @@ from runner.cli.runs.pruning import prune
 from runner.cli.start.relatives import closest
 from runner.config.composition import Composed
 from runner.config.early_stopping import Best, against_its_name
-from runner.config.identity import HASH_DIGITS, LENGTH_KEYS, MAX_NAME, flatten, identifying_values, length_readers
+from runner.config.identity import (
+    HASH_DIGITS,
+    LENGTH_KEYS,
+    MAX_NAME,
+    evaluation_values,
+    flatten,
+    identifying_values,
+    length_readers,
+)
 from runner.config.search import SearchConfig
 from runner.config.template import TrialComposer
 from runner.contracts import Launcher
@@ -28,7 +36,7 @@ from runner.rundir import provenance
 from runner.rundir.lease import Heart, Lease, LeaseWatcher
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import check_trusted
-from runner.search.decide import Points, decide
+from runner.search.decide import Points, decide, most_promotions
 from runner.search.directory import Record, SearchDir, Turn, is_search, read_journal, turn
 from runner.search.journal import DONE, RETRY, SETTINGS, Journal, Rungs
 from runner.search.points import Dimension, Point, Space
@@ -135,10 +143,10 @@ def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
     refuse(composer.check_points(frozen, list(counted(points, "checking trials")), base, drawn))
     first = composer.compose_point(frozen, points[0], base)
     refuse(_metric_errors(options, first))
-    record = Record(
-        rules, frozen, first.digest, str(base), options.keep, options.prune, first.config.run.lease_timeout_s
-    )
-    name = _name(rules, frozen, first, rungs)
+    shared = [_shared(rules, template["values"], rungs) for template in frozen["templates"].values()]
+    digest = _digest_of([first.digest, *shared])
+    record = Record(rules, frozen, digest, str(base), options.keep, options.prune, first.config.run.lease_timeout_s)
+    name = _name(rules, frozen, first, [_shared(rules, first.plain, rungs), *shared[1:]])
     return Plan(SearchDir(Path(first.plain["run"]["root"]) / name), record, trials, rungs, first, points)
 
 
@@ -188,7 +196,7 @@ def _with_length(
             )
         return [*fixed], tuple(rungs)
     if not options.kind.pauses:
-        return [*fixed], (None,)
+        return [*fixed], (composed.config.known_steps,)
     if steps is None and epochs is not None:
         raise UserError(
             f"search={options.kind.name} with train.epochs={epochs:g} needs search.rungs, such as [100,300,900]: the "
@@ -221,10 +229,13 @@ def _metric_errors(options: SearchConfig, first: Composed) -> Iterator[str]:
         yield f"search.metric={metric} needs evaluations, and there are none: {remedy}, or set search.metric=loss"
 
 
-def _name(rules: Rules, frozen: dict[str, Any], first: Composed, rungs: Rungs) -> str:
+def _digest_of(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequence[dict[str, Any]]) -> str:
     """Name the directory of a search by what identifies it."""
-    text = json.dumps([rules.to_json(), _shared(rules, first.plain, rungs)], sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    digest = _digest_of([rules.to_json(), *shared])
     title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
     varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
     name = "-".join([title, rules.algorithm.name, *varied])[:MAX_NAME]
@@ -232,9 +243,13 @@ def _name(rules: Rules, frozen: dict[str, Any], first: Composed, rungs: Rungs) -
 
 
 def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, Any]:
-    """Return what identifies the trials of a search and is the same in all: dotted key -> value."""
+    """Return what identifies the trials of a search, and their results, and is the same in all: dotted key -> value."""
     plain = json.loads(json.dumps(values, default=str))
-    if rungs != (None,) and plain["train"]["steps"] == rungs[-1]:
+    results = {key: value for key, value in flatten(plain).items() if key.startswith("early_stopping.")}
+    results |= evaluation_values(plain)
+    if not rules.algorithm.pauses:
+        results |= {key: plain["train"][key.partition(".")[2]] for key in LENGTH_KEYS}
+    elif plain["train"]["steps"] == rungs[-1]:
         plain["train"]["steps"] = None  # a rung may be added
     for key in rules.space.dimensions:
         node, (*path, last) = plain, key.key.lstrip("+").split(".")
@@ -242,7 +257,8 @@ def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, 
             node = node.get(name, {}) if isinstance(node, dict) else {}
         if isinstance(node, dict):
             node.pop(last, None)
-    return identifying_values(plain)
+    varied = tuple(each.key.lstrip("+") for each in rules.space.dimensions)
+    return {**{key: value for key, value in results.items() if key not in varied}, **identifying_values(plain)}
 
 
 def nearest(plan: Plan) -> str | None:
@@ -295,8 +311,8 @@ def _check_change(plan: Plan, before: Record, journal: Journal) -> None:
                 "its own (another run.name) if rungs are to be added later"
             )
         raise UserError(
-            f"the trials of {shown(plan.search.path)} had other settings, which are part of what a run is: repeat "
-            "them, or begin another search with another run.name"
+            f"the trials of {shown(plan.search.path)} had other settings, which decide their results: repeat them, or "
+            "begin another search with another run.name"
         )
 
 
@@ -347,6 +363,7 @@ def _start_slots(plan: Plan, launcher: Launcher) -> int:
     search = plan.search
     journal = read_journal(search, plan.record.rules.repeats)
     work = (plan.trials - len(journal.trials) + len(journal.outstanding)) * journal.repeats
+    work += most_promotions(plan.record.rules, journal)
     wanted = [search.slot(number) for number in range(max(1, min(getattr(launcher, "parallel", 1), work)))]
     for slot in wanted:
         files.make_dirs_in(search.path, slot.path)

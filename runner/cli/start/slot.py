@@ -21,6 +21,8 @@ from pathlib import Path
 from runner.cli.runs.pruning import prune
 from runner.cli.start.start import freeze_run
 from runner.config.composition import Composed
+from runner.config.frozen import load_plain
+from runner.config.identity import as_text, differences, evaluation_values
 from runner.config.template import TrialComposer
 from runner.contracts import Job
 from runner.errors import (
@@ -211,15 +213,16 @@ class Slot:
         return self._turn(self._decide)
 
     def _decide(self, mine: Turn) -> Task | str | None:
-        journal = mine.journal
+        journal, self.record = mine.journal, Record.read(self.search)  # a command may have added a rung
         if not journal.entries:
             return None  # its command was killed, and is to be given again
         claim = {"repeat": 0, "slot": self.number, "fence": self.lease.fence}
         if (left := self._left(journal)) is not None:
             trial, repeat = left
             if trial.claims.get(repeat) != Claim(self.number, self.lease.fence):
-                mine.append(TAKE, trial=trial.number, **{**claim, "repeat": repeat})
-            return self._task(journal, trial, repeat)
+                step = self.search.run(trial.runs[repeat]).newest_step() if repeat in trial.runs else 0
+                mine.append(TAKE, trial=trial.number, **{**claim, "repeat": repeat, "step": step})
+            return self._decide(mine) if trial.over else self._task(journal, trial, repeat)
         decision = decide(self.record.rules, journal)
         if decision.what == START:
             number = len(journal.trials)
@@ -323,6 +326,8 @@ class Slot:
         elif task.run != name:
             was = self.search.run(task.run).path
             raise UserError(f"the run of this trial was {was}, and would be {job.run_dir} now: move it there")
+        if self.record.rules.metric.startswith("eval_"):
+            check_evaluations(job)
         freeze_run(job)
         return RunDir(job.run_dir)
 
@@ -334,9 +339,9 @@ class Slot:
             run: its run.
             ended: whether an attempt has just ended as asked for, perhaps before the rung: the run is no longer.
         """
-        finish, step = Finish.of(run).steps, task.step
-        if ended and finish and (step is None or finish < step):
-            step = finish
+        finish, step = Finish.of(run), task.step
+        if ended and finish.steps and (step is None or (finish.steps < step and finish.early is not None)):
+            step = finish.steps
         if step is None or (not ended and _reached(run) < step):
             return False
         value = known_values(run, step).get(self.record.rules.metric)
@@ -430,6 +435,20 @@ class Slot:
         with suppress(OSError):
             now = {**self.job.identity(), "state": state, "doing": doing, **status, "updated": clock.wall()}
             files.write_json(self.here.status, now, durable=False, guard=self.lease.guard)
+
+
+def check_evaluations(job: Composed) -> None:
+    """Refuse a run that somebody has trained with other evaluations: its results cannot be compared.
+
+    Raises:
+        UserError: naming the settings.
+    """
+    run = RunDir(job.run_dir)
+    if run.newest_step():
+        changes = differences(evaluation_values(load_plain(run.path)), evaluation_values(job.plain))
+        if changes:
+            keys = ", ".join(f"{change.key} ({as_text(change.old)} → {as_text(change.new)})" for change in changes)
+            raise UserError(f"{run.path} was evaluated with other settings: {keys}; search in another run.root")
 
 
 def _reached(run: RunDir) -> int:
