@@ -405,7 +405,7 @@ class Composer:
         values = plain_values(_complete(config))
         search = values.pop("search", {})
         if not self.searching:
-            refuse(_lines_on_search(search))
+            refuse(_lines_on_search(search, overrides))
         plain = over_schema(values)
         drop_sources(plain, overrides)
         return choices, plain
@@ -470,11 +470,15 @@ class Composer:
         return title, self._bases[experiment, data]
 
 
-def _lines_on_search(search: Mapping[str, Any]) -> list[str]:
-    """Return a line for each option of a search that a command has which is none."""
+def _lines_on_search(search: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return a line for each option of a search that a command has which is none.
+
+    With `search=none` those of its experiment are left out: it is a single run of what that searches.
+    """
     if search.get("kind") is not None:
         return [f"search={search['kind']} begins many runs: add -m, or set search=none for one run"]
-    return list(SearchConfig(**to_options(search)).option_errors())
+    lines, keys = SearchConfig(**to_options(search)).option_errors(), {text.partition("=")[0] for text in overrides}
+    return [line for line in lines if "search=none" not in overrides or line.partition("=")[0] in keys]
 
 
 def _phases_left(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:

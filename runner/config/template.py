@@ -137,7 +137,8 @@ class TrialComposer(Composer):
         # Not in the name of a run, nor in its plain command.
         unnamed = r"\+*search[.=]|train\.epochs=null|\+*launcher\.(retry_failed|dry_run|slots)="
         shared = [text for text in fixed if not re.match(unnamed, text)]
-        known = {"flags": self.flags, "known": self.tree.groups}
+        chosen_by_file = [] if any(re.match(r"\+*search=", text) for text in fixed) else ["search=none"]
+        known = {"flags": [*self.flags, *chosen_by_file], "known": self.tree.groups}
         return {"overrides": shared, **known, "groups": [each.key for each in groups], "templates": templates}
 
     def compose_point(

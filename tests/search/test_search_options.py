@@ -65,6 +65,10 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
     found = composer.search(["experiment=mine", "optimizer.lr=0.1"])[2]
     assert [each.key for each in found] == ["model.width"]
     assert not composer.is_search(["experiment=mine", "search=none"])
+    alone = Composer([tmp_path]).compose(["experiment=mine", "search=none", "optimizer.lr=0.1"])  # its plain command
+    assert alone.config.optimizer["lr"] == 0.1
+    with pytest.raises(UserError, match=r"^search\.repeats=2 has no effect without a search"):
+        Composer([tmp_path]).compose(["experiment=mine", "search=none", "search.repeats=2"])
     assert not composer.is_search(["experiment=smoke", "seed=1,2"])
 
 
