@@ -356,6 +356,11 @@ def test_only_what_a_search_has_left_loses_its_checkpoints(tmp_path: Path) -> No
         mine.append("withdrawn", trial=0)
         mine.append("settings", trials=1, rungs=[10, 30])
         replace(record, prune=True).write(other, mine.guard)
+    text = other.journal.read_text()
+    other.journal.write_text("{")
+    prune(search, pruning, journal_of(search))
+    assert left[0].checkpoint_steps() == [10]
+    other.journal.write_text(text)
     prune(search, pruning, journal_of(search))
     assert [run.checkpoint_steps() for run in left] == [[], [10, 20]]
 

@@ -23,9 +23,14 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
     A run is left alone unless it is as this search has left it: somebody may train it, or have trained it further, have
     removed it, or need it for another search.
     """
+    if not record.prune:
+        return
+    try:
+        wanted = _wanted_by_others(search)
+    except (UserError, OSError):  # one that cannot be read may need any
+        return
     found = best(record.rules, journal)
-    wanted = _wanted_by_others(search) if record.prune else set[Path]()
-    for trial in journal.trials if record.prune else []:
+    for trial in journal.trials:
         if trial.rung < len(journal.rungs) - 1 and (found is None or trial is not found.trial):
             steps = {search.run(name): trial.results.get((repeat, trial.rung)) for repeat, name in trial.runs.items()}
             for run, result in steps.items():
