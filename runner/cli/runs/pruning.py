@@ -35,9 +35,8 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
             steps = {search.run(name): trial.results.get((repeat, trial.rung)) for repeat, name in trial.runs.items()}
             for run, result in steps.items():
                 with suppress(UserError, OSError, ValueError):
-                    as_left = result is not None and run.newest_step() == result.step and look(run).word == "paused"
-                    if as_left and run.path not in wanted:
-                        _remove_checkpoints(run)
+                    if result is not None and run.path not in wanted:
+                        _remove_checkpoints(run, result.step)
 
 
 def _wanted_by_others(search: SearchDir) -> set[Path]:
@@ -57,10 +56,13 @@ def _wanted_by_others(search: SearchDir) -> set[Path]:
     return found
 
 
-def _remove_checkpoints(run: RunDir) -> None:
+def _remove_checkpoints(run: RunDir, step: int) -> None:
+    """Remove the checkpoints of a run that is paused at a step."""
     if not run.newest_step():
         return
     with Lease.acquire(run.lease, {"job_id": None}, within=run.path) as lease:
+        if run.newest_step() != step or look(run).word != "paused":
+            return
         store = Directory(run.checkpoints, Fence(lease.fence, lease.check_fence))
         store.look_anew()
         pinned = store.pinned()
