@@ -66,7 +66,7 @@ def _remove_checkpoints(run: RunDir, step: int) -> None:
         store = Directory(run.checkpoints, Fence(lease.fence, lease.check_fence))
         store.look_anew()
         pinned = store.pinned()
-        for step in run.checkpoint_steps():
-            if step not in pinned:
-                store.delete(run.checkpoint(step).name)
+        for each in run.checkpoint_steps():
+            if each not in pinned:
+                store.delete(run.checkpoint(each).name)
         store.sweep()
