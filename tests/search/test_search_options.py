@@ -72,6 +72,7 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
     assert not composer.is_search(["experiment=smoke", "seed=1,2"])
 
 
+@pytest.mark.slow
 def test_a_list_of_the_space_may_hold_any_value(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     text = """# @package _global_
@@ -262,6 +263,7 @@ def test_the_name_of_a_metric_may_contradict_its_mode(metric: str | None, mode: 
     assert bool(list(against_its_name("early_stopping", metric, mode))) == warned
 
 
+@pytest.mark.slow
 def test_a_run_that_was_evaluated_otherwise_is_refused(tmp_path: Path) -> None:
     """Its results cannot be compared with those of the other trials."""
     job = plan(LR, "eval.batches=1", f"run.root={tmp_path}").first

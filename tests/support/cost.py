@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-WARN_S, FAIL_S = 0.75, 1.5
+WARN_S, FAIL_S = 0.75, 3.0  # the second far above the first: the speed of a shared machine varies by half
 BOOTSTRAP: Any = import_module("importlib._bootstrap")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 REFERENCE_S = 0.0125
