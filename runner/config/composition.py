@@ -443,7 +443,7 @@ class Composer:
             group = self.tree.group_of(text, groups)
             if group is None:
                 keys.append(key)
-            elif group not in ("experiment", titled) and "/" not in value:
+            elif group not in ("experiment", "search", titled) and "/" not in value:
                 options.append(f"{key}={value}")
         return keys, options
 
@@ -590,10 +590,10 @@ def name_source(plain: dict[str, Any]) -> None:
     if node["path"].endswith(WEIGHTS):  # looked at when it is needed: a run that has a checkpoint needs it no more
         node |= {"run": None, "at": None, "digest": None}
         return
+    head, _, last = node["path"].rpartition("@")
+    if last == "best" and is_search(Path(head)):
+        node["path"] = str(best_run(Path(head)).path)
     path, at = Path(node["path"]), "last"
-    if path.name.endswith("@best") and is_search(search := path.with_name(path.name.removesuffix("@best"))):
-        node["path"] = str(best_run(search).path)
-        path = Path(node["path"])
     if "@" in path.name and not files.is_dir(path):
         run, _, at = node["path"].rpartition("@")
         path = Path(run)  # outputs/NAME/@700, too: shells complete a directory with a slash

@@ -199,6 +199,12 @@ def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def result_values(plain: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of what decides a run's results without being part of what it is: evaluations, its end."""
+    ends = {key: value for key, value in flatten(plain).items() if key.startswith("early_stopping.")}
+    return {**ends, **evaluation_values(plain)}
+
+
 def canonical(node: Any) -> str:
     """Write nested values as a text in which the order of keys, of whatever types, makes no difference."""
     if isinstance(node, dict):

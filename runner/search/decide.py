@@ -130,9 +130,11 @@ class Best:
 
 
 def best(rules: Rules, journal: Journal) -> Best | None:
-    """Return the best trial so far; None if none has a finite result."""
+    """Return the best trial so far, of those that have not diverged; None if none has a finite result."""
+    results = [journal.at(rung) for rung in range(len(journal.rungs))]
+    diverged = {number for values in results for number, value in values.items() if not math.isfinite(value)}
     for rung in reversed(range(len(journal.rungs))):
-        values = {number: value for number, value in journal.at(rung).items() if math.isfinite(value)}
+        values = {number: value for number, value in results[rung].items() if number not in diverged}
         if values:
             number = min(values, key=lambda each: (rules.rank(values[each]), each))
             return Best(journal.trials[number], rung, values[number])

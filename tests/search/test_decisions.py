@@ -97,6 +97,18 @@ def test_high_is_good_with_mode_max() -> None:
     assert (found.trial.number, found.value) == (1, 0.9)
 
 
+def test_a_trial_that_diverges_later_is_not_the_best() -> None:
+    journal = begun(2, (1, 2))
+    for number, value in enumerate((0.5, 1.0)):
+        journal.add({"entry": "start", "trial": number, "values": {}, "slot": 0, "fence": 1})
+        journal.add({"entry": "result", "trial": number, "rung": 0, "step": 1, "value": value})
+    journal.add({"entry": "promote", "trial": 0, "rung": 1, "slot": 0, "fence": 1})
+    journal.add({"entry": "result", "trial": 0, "rung": 1, "step": 2, "value": None})
+    found = best(rules(), journal)
+    assert found is not None
+    assert (found.trial.number, found.rung, found.value) == (1, 0, 1.0)
+
+
 def test_repeats_decide_by_their_mean_once_all_are_there() -> None:
     journal = begun(3, (1, 2), repeats=2)
     for number, values in enumerate(((0.0, 1.0), (0.4, 0.4), (0.3, None))):

@@ -10,7 +10,7 @@ from search_runs import SMOKE, checkpoint, plan
 
 from runner.__main__ import run
 from runner.cli.start.search import nearest
-from runner.cli.start.slot import check_evaluations
+from runner.cli.start.slot import check_results
 from runner.config.composition import Composer
 from runner.config.early_stopping import Best, against_its_name
 from runner.config.template import TrialComposer
@@ -67,6 +67,7 @@ def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Pa
     assert not composer.is_search(["experiment=mine", "search=none"])
     alone = Composer([tmp_path]).compose(["experiment=mine", "search=none", "optimizer.lr=0.1"])  # its plain command
     assert alone.config.optimizer["lr"] == 0.1
+    assert "none" not in alone.run_dir.name
     with pytest.raises(UserError, match=r"^search\.repeats=2 has no effect without a search"):
         Composer([tmp_path]).compose(["experiment=mine", "search=none", "search.repeats=2"])
     assert not composer.is_search(["experiment=smoke", "seed=1,2"])
@@ -245,6 +246,11 @@ def test_what_is_probably_not_meant_is_a_warning(tmp_path: Path, capsys: pytest.
     assert "by the lowest eval_accuracy" in captured.out
     assert "search.mode=min takes the lowest eval_accuracy as the best: set search.mode=max" in captured.err
     assert "the last rung is step 6 of 9" in captured.err
+    assert (
+        run(["-m", "-n", *[word for word in words if word != "train.steps=9"], "train.epochs=2", "train.steps=null"])
+        == 0
+    )
+    assert "train.epochs=2: trials may pause before their end" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -272,12 +278,16 @@ def test_a_run_that_was_evaluated_otherwise_is_refused(tmp_path: Path) -> None:
     run = RunDir(job.run_dir)
     run.path.mkdir()
     run.config.write_text(other.text)
-    check_evaluations(job)
+    check_results(job, "eval_loss")
     checkpoint(run, 3)
-    with pytest.raises(UserError, match=r"was evaluated with other settings: eval\.batches \(2 → 1\); search"):
-        check_evaluations(job)
+    with pytest.raises(UserError, match=r"was trained with other settings: eval\.batches \(2 → 1\); search"):
+        check_results(job, "eval_loss")
+    check_results(job, "loss")
+    stops = plan(LR, "eval.batches=2", "early_stopping=default", f"run.root={tmp_path}").first
+    with pytest.raises(UserError, match=r"early_stopping\.metric \(null → eval_loss\), .*search in another run.root"):
+        check_results(stops, "loss")
     run.config.write_text(job.text)
-    check_evaluations(job)
+    check_results(job, "eval_loss")
 
 
 @pytest.mark.slow

@@ -361,6 +361,10 @@ def test_only_what_a_search_has_left_loses_its_checkpoints(tmp_path: Path) -> No
     prune(search, pruning, journal_of(search))
     assert left[0].checkpoint_steps() == [10]
     other.journal.write_text(text)
+    gone = journal_of(search)
+    gone.errors = 3  # a search that has given up goes on once the cause is fixed
+    prune(search, pruning, gone)
+    assert left[0].checkpoint_steps() == [10]
     prune(search, pruning, journal_of(search))
     assert [run.checkpoint_steps() for run in left] == [[], [10, 20]]
 

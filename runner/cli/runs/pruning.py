@@ -11,7 +11,7 @@ from runner.errors import UserError
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.state import look
-from runner.search.decide import best, decide
+from runner.search.decide import best, decide, gives_up
 from runner.search.directory import Record, SearchDir, is_search, read_journal
 from runner.search.journal import DONE, Journal
 from runner.system import files
@@ -23,7 +23,7 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
     A run is left alone unless it is as this search has left it: somebody may train it, or have trained it further, have
     removed it, or need it for another search.
     """
-    if not record.prune:
+    if not record.prune or gives_up(journal):  # it goes on when the cause is fixed
         return
     try:
         wanted = _wanted_by_others(search)
@@ -51,7 +51,7 @@ def _wanted_by_others(search: SearchDir) -> set[Path]:
         if (other := SearchDir(root / name)) != search and is_search(other.path):
             record = Record.read(other)
             journal = read_journal(other, record.rules.repeats)
-            if not record.prune or decide(record.rules, journal).what != DONE:
+            if not record.prune or gives_up(journal) or decide(record.rules, journal).what != DONE:
                 found |= {other.run(name).path for trial in journal.trials for name in trial.runs.values()}
     return found
 

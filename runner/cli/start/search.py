@@ -23,10 +23,10 @@ from runner.config.identity import (
     HASH_DIGITS,
     LENGTH_KEYS,
     MAX_NAME,
-    evaluation_values,
     flatten,
     identifying_values,
     length_readers,
+    result_values,
 )
 from runner.config.search import SearchConfig
 from runner.config.template import TrialComposer
@@ -245,8 +245,7 @@ def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequenc
 def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, Any]:
     """Return what identifies the trials of a search, and their results, and is the same in all: dotted key -> value."""
     plain = json.loads(json.dumps(values, default=str))
-    results = {key: value for key, value in flatten(plain).items() if key.startswith("early_stopping.")}
-    results |= evaluation_values(plain)
+    results = result_values(plain)
     if not rules.algorithm.pauses:
         results |= {key: plain["train"][key.partition(".")[2]] for key in LENGTH_KEYS}
     elif plain["train"]["steps"] == rungs[-1]:
@@ -328,6 +327,12 @@ def _summary(plan: Plan, is_new: bool) -> str:
         tell(
             f"warning: the last rung is step {plan.rungs[-1]} of {steps}: the best trials pause there; add {steps} to "
             "search.rungs to train them to their end, or leave train.steps out to make the last rung the end"
+        )
+    if steps is None and plan.rungs[-1] is not None:
+        tell(
+            f"warning: the last rung is step {plan.rungs[-1]}, and a run has train.epochs="
+            f"{plan.first.config.train.epochs:g}: trials may pause before their end; add train.epochs=null to make the "
+            "last rung the end"
         )
     best = "highest" if rules.maximize else "lowest"
     return f"{'new search' if is_new else 'search'}, {runs}{at}, by the {best} {rules.metric}"

@@ -22,7 +22,7 @@ from runner.cli.runs.pruning import prune
 from runner.cli.start.start import freeze_run
 from runner.config.composition import Composed
 from runner.config.frozen import load_plain
-from runner.config.identity import as_text, differences, evaluation_values
+from runner.config.identity import as_text, differences, result_values
 from runner.config.template import TrialComposer
 from runner.contracts import Job
 from runner.errors import (
@@ -305,7 +305,7 @@ class Slot:
         if task.step is not None and run.newest_step() > task.step:
             metric = self.record.rules.metric
             reason = f"{run.path} is at step {run.newest_step()} already, and has no {metric} of step {task.step}"
-            self._failed(task, run, how="error", reason=f"{reason}: set eval.every_steps={task.step}")
+            self._failed(task, run, how="error", reason=f"{reason}: search in another run.root")
             return
         attempts = len(ended_attempts(run))
         status = self.trained(task, run)
@@ -326,8 +326,7 @@ class Slot:
         elif task.run != name:
             was = self.search.run(task.run).path
             raise UserError(f"the run of this trial was {was}, and would be {job.run_dir} now: move it there")
-        if self.record.rules.metric.startswith("eval_"):
-            check_evaluations(job)
+        check_results(job, self.record.rules.metric)
         freeze_run(job)
         return RunDir(job.run_dir)
 
@@ -437,18 +436,23 @@ class Slot:
             files.write_json(self.here.status, now, durable=False, guard=self.lease.guard)
 
 
-def check_evaluations(job: Composed) -> None:
-    """Refuse a run that somebody has trained with other evaluations: its results cannot be compared.
+def check_results(job: Composed, metric: str) -> None:
+    """Refuse a run that somebody has trained with other evaluations, or another end: its results cannot be compared.
 
     Raises:
         UserError: naming the settings.
     """
     run = RunDir(job.run_dir)
-    if run.newest_step():
-        changes = differences(evaluation_values(load_plain(run.path)), evaluation_values(job.plain))
-        if changes:
-            keys = ", ".join(f"{change.key} ({as_text(change.old)} → {as_text(change.new)})" for change in changes)
-            raise UserError(f"{run.path} was evaluated with other settings: {keys}; search in another run.root")
+    if not run.newest_step():
+        return
+    old, new = result_values(load_plain(run.path)), result_values(job.plain)
+    changes = [
+        f"{change.key} ({as_text(change.old)} → {as_text(change.new)})"
+        for change in differences(old, new)
+        if metric.startswith("eval_") or change.key.startswith("early_stopping.")
+    ]
+    if changes:
+        raise UserError(f"{run.path} was trained with other settings: {', '.join(changes)}; search in another run.root")
 
 
 def _reached(run: RunDir) -> int:
