@@ -430,7 +430,7 @@ class Composer:
         return found[0] if found and plain["run"]["name"] is None else root / name
 
     def _given(self, overrides: Sequence[str], groups: Collection[str] | None = None) -> tuple[list[str], list[str]]:
-        """The keys that overrides set, and the options of groups that they choose.
+        """Return the keys that overrides set, and the options of groups that they choose.
 
         Args:
             overrides: of the command.

@@ -126,7 +126,7 @@ def identity(plain: dict[str, Any]) -> str:
     flat = identifying_values(plain)
     # The seeded mixture draws from its sources in the order in which they are listed.
     flat["data.sources in order"] = list(plain["data"]["sources"])
-    return _digest_of(flat)
+    return digest_of(flat)
 
 
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _follows_length(scheduler: dict[str, Any]) -> bool:
 
 def evaluation_digest(plain: dict[str, Any]) -> str:
     """Eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
-    return _digest_of(evaluation_values(plain))
+    return digest_of(evaluation_values(plain))
 
 
 def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
@@ -214,8 +214,9 @@ def canonical(node: Any) -> str:
     return repr(node)
 
 
-def _digest_of(flat: dict[str, Any]) -> str:
-    text = json.dumps(flat, sort_keys=True, default=str)
+def digest_of(values: Any) -> str:
+    """Return the first hexadecimal digits of a digest of nested values."""
+    text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.composition import HYDRAS_OWN, Composed, Composer, fill_in
 from runner.config.explain import ERRORS, explain
 from runner.config.frozen import plain_values, to_config
-from runner.config.identity import canonical, flatten, readable_name
+from runner.config.identity import as_text, canonical, flatten, readable_name
 from runner.config.search import SearchConfig, dimension_errors, left_to_space, rewritten, to_options
 from runner.config.tree import CONFIG_NAME
 from runner.errors import UserError, refuse
@@ -217,17 +217,15 @@ def _texts(node: Any, prefix: str) -> list[tuple[str, str]]:
 
 def _listed(key: str, values: Sequence[Any]) -> Dimension:
     """Return the dimension of a list in `search.space`, whose values may be anything that a setting may be."""
-    return Dimension(key, tuple(map(_as_text, values)))
+    return Dimension(key, tuple(map(_typed, values)))
 
 
-def _as_text(value: Any) -> str:
+def _typed(value: Any) -> str:
     """Write a value as a command does."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(_as_text, value))}]"
+        return f"[{','.join(map(_typed, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{_as_text(str(key))}:{_as_text(each)}' for key, each in value.items())}}}"
+        return f"{{{','.join(f'{_typed(str(key))}:{_typed(each)}' for key, each in value.items())}}}"
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         return QuotedString(value, Quote.single).with_quotes()
-    return str(value)
+    return as_text(value)

@@ -107,7 +107,7 @@ class ConfigTree:
         self.groups = sorted(names, key=lambda name: (name == "experiment", name == "data", name))
 
     def group_of(self, override: str, groups: Collection[str] | None = None) -> str | None:
-        """The config group that `override` chooses an option of; None where it sets a value.
+        """Return the config group that `override` chooses an option of; None where it sets a value.
 
         Args:
             override: of a command.

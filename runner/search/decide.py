@@ -65,15 +65,15 @@ def most_promotions(rules: Rules, journal: Journal) -> int:
 
 
 def gives_up(journal: Journal) -> bool:
-    """Whether no further trial is begun or promoted, since there is something wrong with all of them.
+    """Tell whether no further trial is begun or promoted, since there is something wrong with all of them.
 
     The first ones have all failed; or several in a row have, with errors that are not crashes, as on a disk that is
     gone; or one lacks the metric.
     """
-    failed = [trial for trial in journal.trials if trial.failed is not None]
     if journal.errors >= GIVE_UP:
         return True
-    least = 1 if any("metric" in {how for _, how in trial.failures} for trial in failed) else GIVE_UP
+    failed = [trial for trial in journal.trials if trial.failed is not None]
+    least = 1 if any(how == "metric" for trial in failed for _, how in trial.failures) else GIVE_UP
     return len(failed) >= least and not any(trial.results for trial in journal.trials)
 
 

@@ -105,15 +105,16 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 def _malformed(text: str, repeats: int, where: object) -> RunDirError:
     """Name the first line that does not follow from those before it, with the remedy."""
-    made, number, reason = Journal(repeats), 0, ""
+    made, reason = Journal(repeats), ""
     try:
-        for number, line in enumerate(text.splitlines(), start=1):  # noqa: B007 it is the line of the error
+        for line in text.splitlines():
             made.add(json.loads(line))
     except MALFORMED as error:
         reason = f"{type(error).__name__}: {error}"
     return RunDirError(
-        f"{where}, line {number}: malformed ({reason:.200}): restore it from a copy, or remove this line and those "
-        "after it: the command of the search then goes on from there, with the results that its runs have"
+        f"{where}, line {len(made.entries) + 1}: malformed ({reason:.200}): restore it from a copy, or remove "
+        "this line and those after it: the command of the search then goes on from there, with the results that its "
+        "runs have"
     )
 
 

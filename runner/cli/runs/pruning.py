@@ -25,18 +25,22 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
     """
     if not record.prune or gives_up(journal):  # it goes on when the cause is fixed
         return
-    try:
-        wanted = _wanted_by_others(search)
-    except (UserError, OSError):  # one that cannot be read may need any
-        return
-    found = best(record.rules, journal)
+    found, left = best(record.rules, journal), dict[RunDir, int]()
     for trial in journal.trials:
         if trial.rung < len(journal.rungs) - 1 and (found is None or trial is not found.trial):
-            steps = {search.run(name): trial.results.get((repeat, trial.rung)) for repeat, name in trial.runs.items()}
-            for run, result in steps.items():
-                with suppress(UserError, OSError, ValueError):
-                    if result is not None and run.path not in wanted:
-                        _remove_checkpoints(run, result.step)
+            for repeat, name in trial.runs.items():
+                result, run = trial.results.get((repeat, trial.rung)), search.run(name)
+                with suppress(OSError):
+                    if result is not None and run.newest_step() == result.step:
+                        left[run] = result.step
+    try:
+        wanted = _wanted_by_others(search) if left else set[Path]()
+    except (UserError, OSError):  # one that cannot be read may need any
+        return
+    for run, step in left.items():
+        with suppress(UserError, OSError, ValueError):
+            if run.path not in wanted:
+                _remove_checkpoints(run, step)
 
 
 def _wanted_by_others(search: SearchDir) -> set[Path]:
@@ -58,8 +62,6 @@ def _wanted_by_others(search: SearchDir) -> set[Path]:
 
 def _remove_checkpoints(run: RunDir, step: int) -> None:
     """Remove the checkpoints of a run that is paused at a step."""
-    if not run.newest_step():
-        return
     with Lease.acquire(run.lease, {"job_id": None}, within=run.path) as lease:
         if run.newest_step() != step or look(run).word != "paused":
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +19,9 @@ from runner.cli.start.relatives import closest
 from runner.config.composition import Composed
 from runner.config.early_stopping import Best, against_its_name
 from runner.config.identity import (
-    HASH_DIGITS,
     LENGTH_KEYS,
     MAX_NAME,
+    digest_of,
     flatten,
     identifying_values,
     length_readers,
@@ -144,7 +143,7 @@ def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
     first = composer.compose_point(frozen, points[0], base)
     refuse(_metric_errors(options, first))
     shared = [_shared(rules, template["values"], rungs) for template in frozen["templates"].values()]
-    digest = _digest_of([first.digest, *shared])
+    digest = digest_of([first.digest, *shared])
     record = Record(rules, frozen, digest, str(base), options.keep, options.prune, first.config.run.lease_timeout_s)
     name = _name(rules, frozen, first, [_shared(rules, first.plain, rungs), *shared[1:]])
     return Plan(SearchDir(Path(first.plain["run"]["root"]) / name), record, trials, rungs, first, points)
@@ -229,13 +228,9 @@ def _metric_errors(options: SearchConfig, first: Composed) -> Iterator[str]:
         yield f"search.metric={metric} needs evaluations, and there are none: {remedy}, or set search.metric=loss"
 
 
-def _digest_of(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:HASH_DIGITS]
-
-
 def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequence[dict[str, Any]]) -> str:
     """Name the directory of a search by what identifies it."""
-    digest = _digest_of([rules.to_json(), *shared])
+    digest = digest_of([rules.to_json(), *shared])
     title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
     varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
     name = "-".join([title, rules.algorithm.name, *varied])[:MAX_NAME]
