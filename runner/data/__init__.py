@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runner.data.order.weights import SamplerError, SamplerStateError
     from runner.data.sampler import DistributedSampler, MixtureSampler
     from runner.data.streams import ShardedStream
+    from runner.data.trainer_loader import TrainerLoader, committed_batches
 
 __all__ = [
     "BatchRecord",
@@ -30,6 +31,8 @@ __all__ = [
     "SamplerStateError",
     "ShardedStream",
     "StatefulDataLoader",
+    "TrainerLoader",
+    "committed_batches",
     "epoch",
     "ranks",
     "sample_rng",
@@ -48,6 +51,8 @@ _MODULES = {
     "SamplerStateError": "order.weights",
     "ShardedStream": "streams",
     "StatefulDataLoader": "loading.loader",
+    "TrainerLoader": "trainer_loader",
+    "committed_batches": "trainer_loader",
     "epoch": "loading.protocols",
     "ranks": "loading.protocols",
     "sample_rng": "loading.randomness",

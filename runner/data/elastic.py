@@ -170,6 +170,9 @@ class ElasticSampler:
         samples: end after this many samples of the run, counted over all ranks. It does not affect the order, and may
             differ after a resume. Each rank gets the same number: what is left over is dropped.
         epochs: the same as a multiple of the sizes of all sources with a positive weight; pass one of the two, or none.
+        epoch_samples: samples of one pass, counted over all ranks: an iteration ends with the pass that it is in, and
+            `set_epoch(e)` goes to position e * epoch_samples. It does not affect the order, and may differ after a
+            resume. Samples too few for all ranks come first in the next pass. None: one pass for all.
         shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
         allow_data_change: let `load_state_dict` accept a state that was saved with other weights, segments, caps or
             sources. What was consumed stays; this sampler's plan holds from there on.
@@ -178,6 +181,7 @@ class ElasticSampler:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
         order_version: grows with every change of the order.
         sizes: samples by source name.
+        limit: the position at which the sampler ends, if it was given; None: that of the order, if it has one.
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
@@ -198,6 +202,7 @@ class ElasticSampler:
         exclude: Iterable[str] = (),
         samples: int | None = None,
         epochs: float | None = None,
+        epoch_samples: int | None = None,
         shuffle: bool = True,
         allow_data_change: bool = False,
     ) -> None:
@@ -212,7 +217,12 @@ class ElasticSampler:
             caps = dict.fromkeys(sizes, max_epochs)
         self._base = Segment(0, weights_by_name(weights, self.sizes), temperature, caps)
         self._plan = OrderPlan(planned_segments(segments or (), self._base), Selections.parse(exclude))
-        self._limit = self._limit_of(samples, epochs)
+        self.limit = self._limit_of(samples, epochs)
+        self.epoch_samples = None if epoch_samples is None else integer("epoch_samples", epoch_samples, 1)
+        if self.epoch_samples is not None and self.epoch_samples < self.num_replicas:
+            raise SamplerError(
+                f"epoch_samples {epoch_samples}: it must be at least {self.num_replicas}, one per replica"
+            )
         self._position = 0  # where the next iteration starts, unless a skip is set
         self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
         self._iteration = Iteration()
@@ -246,7 +256,19 @@ class ElasticSampler:
     # --- iteration -------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: epochs belong to the sources, and the order runs through them."""
+        """Begin the next iteration at pass `epoch`, unless a state was loaded that stands within it.
+
+        Without `epoch_samples` it does nothing: epochs belong to the sources, and the order runs through them.
+
+        Raises:
+            SamplerError: `epoch` is no integer of 0 or more.
+        """
+        if self.epoch_samples is not None and self.pass_of(self._position) != integer("epoch", epoch, 0):
+            self._position, self._counted, self._skip = epoch * self.epoch_samples, (0, self.num_replicas), 0
+
+    def pass_of(self, position: int) -> int:
+        """The pass to which the samples from a position on belong, from 0; those too few for all ranks to the next."""
+        return 0 if self.epoch_samples is None else (position + self.num_replicas - 1) // self.epoch_samples
 
     def set_skip(self, skip: int) -> None:
         """Leave out the first `skip` samples of this rank, in the next iteration only.
@@ -274,7 +296,7 @@ class ElasticSampler:
         Raises:
             TypeError: the order is endless.
         """
-        stop = self._stop()
+        stop = self._stop(self._iteration)
         if stop is None:
             raise TypeError(
                 "the elastic order is endless, so that it has no length: pass samples=N or epochs=N to ElasticSampler, "
@@ -290,9 +312,11 @@ class ElasticSampler:
         """
         return len(self) - self._iteration.counted - samples
 
-    def _stop(self) -> int | None:
-        """The position at which the sampler ends; None: never."""
-        ends = [end for end in (self.order.total, self._limit) if end is not None]
+    def _stop(self, iteration: Iteration) -> int | None:
+        """The position at which an iteration ends; None: never."""
+        ends = [end for end in (self.order.total, self.limit) if end is not None]
+        if self.epoch_samples is not None:
+            ends.append((self.pass_of(iteration.start) + 1) * self.epoch_samples)
         return min(ends, default=None)
 
     def __iter__(self) -> Iterator[int]:
@@ -320,7 +344,7 @@ class ElasticSampler:
 
     def _remaining(self, iteration: Iteration, drawn: int) -> int:
         """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
-        stop = self._stop()
+        stop = self._stop(iteration)
         return ((END if stop is None else stop) - iteration.start) // self.num_replicas - drawn
 
     def _integers(self, iteration: Iteration) -> Iterator[int]:
@@ -497,6 +521,8 @@ class ElasticSampler:
         """
         fixed, digest = self._fixed_state()
         position, counted = self._position_after(samples), self._iteration.counted + samples
+        if self.pass_of(position) != self.pass_of(self._iteration.start):
+            counted = 0  # of the next pass
         return {**fixed, "position": position, "samples": counted, "seal": _seal(digest, position, counted)}
 
     def _fixed_state(self) -> tuple[dict[str, Any], str]:

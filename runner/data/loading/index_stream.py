@@ -97,7 +97,17 @@ class IndexStream:
     @property
     def ends_for_good(self) -> bool:
         """Tell whether nothing follows the sampler's end, since its order runs through all epochs."""
+        return self.counts_what_is_left and not self.has_passes
+
+    @property
+    def counts_what_is_left(self) -> bool:
+        """Tell whether the sampler knows how many samples its iteration still has."""
         return self.by_position and hasattr(self.sampler, "samples_left_after")
+
+    @property
+    def has_passes(self) -> bool:
+        """Tell whether the sampler's order runs through all epochs, and each of them is a pass over a part of it."""
+        return self.by_position and getattr(self.sampler, "epoch_samples", None) is not None
 
     @property
     def awaits_epoch(self) -> bool:
@@ -114,7 +124,7 @@ class IndexStream:
         size = size_of(self.sampler)
         if size is None or self.is_batch_sampler:
             return None if size is None else max(size - batches, 0)
-        left = self.sampler.samples_left_after(samples - base) if self.ends_for_good else size - samples
+        left = self.sampler.samples_left_after(samples - base) if self.counts_what_is_left else size - samples
         per_batch = self.batch_size or 1
         return max(left // per_batch if self.drop_last else -(-left // per_batch), 0)
 
@@ -129,7 +139,8 @@ class IndexStream:
         Raises:
             LoaderStateError: the epoch of a plain sampler is shorter than `skip`.
         """
-        if self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch")):
+        is_set = self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch"))
+        if is_set and not self.has_passes:  # a pass follows from the position
             self.sampler.set_epoch(epoch)
         if self.by_skip and (skip or self._has_skipped):
             self._has_skipped = True  # from now on, a pending skip is the loader's, not the user's

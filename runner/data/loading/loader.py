@@ -180,7 +180,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         Raises:
             DataEndedError: the sampler has ended, for good.
         """
-        if self._epoch and self._stream.ends_for_good and self._stream.batches_left(0, 0, 0) == 0:
+        if self._epoch and self._stream.counts_what_is_left and self._stream.batches_left(0, 0, 0) == 0:
             raise DataEndedError(
                 f"pass {self._epoch} of this loader would be empty, since {type(self._stream.sampler).__name__} has "
                 "yielded all its samples: raise its epochs= or samples=, or iterate less often"
@@ -333,7 +333,11 @@ class StatefulDataLoader(DataLoader[T_co]):
             self._pool = None
 
     def _state_by_position(self, position: EpochPosition) -> Any:
-        return self._stream.sampler.state_dict_at(position.samples - position.base)
+        samples = position.samples - position.base
+        if self._stream.has_passes and self.drop_last:  # an incomplete batch is dropped with the pass
+            left = self._stream.sampler.samples_left_after(samples)
+            samples += left if left < (self.batch_size or 1) else 0
+        return self._stream.sampler.state_dict_at(samples)
 
     def _check_length(self, samples: int) -> None:
         if self._reported_length is None or samples <= self._reported_length:
@@ -361,6 +365,11 @@ class StatefulDataLoader(DataLoader[T_co]):
             assert self._loaded is not None
             return 0 if self._has_yielded_all() else int(self._loaded["batches_yielded"])
         return 0 if self._current is None or self._current.finished else self._current.position.batches
+
+    @property
+    def samples_yielded(self) -> int:
+        """Samples yielded in this epoch, including those before a resume."""
+        return 0 if self._has_yielded_all() and self._pending else self._place().samples
 
     def end_epoch(self) -> None:
         """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""
@@ -394,6 +403,10 @@ class StatefulDataLoader(DataLoader[T_co]):
             return self._with_changes(self._loaded)
         running = None if current is None or current.finished else current
         position = EpochPosition(self._epoch) if running is None else running.position
+        sampler = self._sampler_state(None if running is None else position)
+        before = self._batches_before
+        if running is not None and self._stream.has_passes and self._has_yielded_all():
+            position, before, running = EpochPosition(self._epoch + 1), before + position.batches, None
         states = self._initial_dataset_states() if current is None else current.dataset_states()
         by_worker = self._iterable or states is not None  # otherwise it is the same whoever fetches the next batch
         state: State = {
@@ -402,17 +415,17 @@ class StatefulDataLoader(DataLoader[T_co]):
             "style": "iterable" if self._iterable else "map",
             "epoch": position.epoch,
             "in_epoch": running is not None,
-            "batches_before": self._batches_before,
+            "batches_before": before,
             "batches_yielded": position.batches,
             "samples_yielded": position.samples,
             "batch_size": self.batch_size,
             "num_workers": self.num_workers if by_worker else 0,
             "next_worker": running.next_worker() if by_worker and running is not None else 0,
             "seeds": self._seeds.state(running is not None),
-            "sampler": self._sampler_state(None if running is None else position),
+            "sampler": sampler,
             "order": None,
             "dataset": one_value(states),
-            "_iterator_finished": running is None and self._epoch > 0,  # accelerate sets it in any loader's state
+            "_iterator_finished": running is None and position.epoch > 0,  # accelerate sets it in any loader's state
         }
         if not self._iterable:
             state["dataset_size"] = size_of(self.dataset)
