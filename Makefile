@@ -69,25 +69,25 @@ simulate: $(VENV)/.test
 mutants: $(VENV)/.test
 	PYTHONPATH=tests nice -n 19 $(BIN)/python -m mutants $(ARGS)
 
-$(VENV)/.run: pyproject.toml constraints.txt
+$(VENV)/.run: pyproject.toml exactdata/pyproject.toml constraints.txt
 	@echo "creating $(VENV) with $$($(PYTHON) --version); torch and the rest take 1 to 3 minutes and 1.1 GB"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e . $(SHOW)
+	$(BIN)/python -m pip install -c constraints.txt -e ./exactdata -e . $(SHOW)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
 	@echo "installing what the tests need into $(VENV): about a minute"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[test]" $(SHOW)
+	$(BIN)/python -m pip install -c constraints.txt -e ./exactdata -e ".[test]" $(SHOW)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.test
 	@echo "installing what the site needs into $(VENV): half a minute"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]" $(SHOW)
+	$(BIN)/python -m pip install -c constraints.txt -e ./exactdata -e ".[docs]" $(SHOW)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
 	@echo "installing the peers that are measured into $(VENV)"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]" $(SHOW)
+	$(BIN)/python -m pip install -c constraints.txt -e ./exactdata -e ".[bench]" $(SHOW)
 	@touch $@
 
 clean:

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from benchmarks.loop import ours
 from benchmarks.results import table
 from benchmarks.timing import seconds
+from exactdata import StatefulDataLoader
 from runner.config.composition import compose
-from runner.data import StatefulDataLoader
 from runner.rundir.paths import RunDir
 from runner.training.session import Session
 

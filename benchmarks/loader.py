@@ -41,9 +41,9 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.results import Table, table
 from benchmarks.sampler import ratio
 from benchmarks.timing import seconds
-from runner.data import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
-from runner.data.datasets import TokenDataset
-from runner.data.order.state_checks import sealed
+from exactdata import DistributedSampler, ElasticSampler, MixtureSampler, StatefulDataLoader
+from exactdata.datasets import TokenDataset
+from exactdata.order.state_checks import sealed
 
 LENGTH = 2048  # tokens a sample
 TOKENS = 16 << 20

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.results import Table, table
+from exactdata import DistributedSampler
+from exactdata.datasets import collate
 from runner.config.composition import compose
 from runner.config.schema import Config
-from runner.data import DistributedSampler
-from runner.data.datasets import collate
 from runner.models.loss import next_token_loss
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir

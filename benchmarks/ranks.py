@@ -24,8 +24,8 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
+from exactdata.order.batch_shape import BatchShape
 from launch.rendezvous import free_port
-from runner.data.order.batch_shape import BatchShape
 from runner.models.gpt import GPT
 from runner.models.loss import next_token_loss
 from runner.system.distributed import World

@@ -25,8 +25,8 @@ import numpy as np
 
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
-from runner.data.loading.protocols import BatchRecord
-from runner.data.order.ledger import DataLedger
+from exactdata.loading.protocols import BatchRecord
+from exactdata.order.ledger import DataLedger
 from runner.metrics import resume_jsonl, resume_records
 from runner.rundir.appender import announce, withdraw
 from runner.rundir.attempt_log import AttemptLog, last_step

@@ -41,9 +41,9 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from benchmarks.results import table
 from benchmarks.timing import seconds
-from runner.data.elastic import ElasticSampler
-from runner.data.order.ledger import DataLedger
-from runner.data.sampler import DistributedSampler, MixtureSampler, permutation
+from exactdata.elastic import ElasticSampler
+from exactdata.order.ledger import DataLedger
+from exactdata.sampler import DistributedSampler, MixtureSampler, permutation
 
 RANKS, RANK = 8, 3
 SPELL = 32_768  # samples, several blocks of those that are looked up at once

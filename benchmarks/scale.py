@@ -34,13 +34,13 @@ from torch.multiprocessing.spawn import spawn, start_processes
 
 from benchmarks.results import Table, table
 from benchmarks.timing import seconds
+from exactdata.elastic import ElasticSampler
+from exactdata.order.ledger import DataLedger
 from launch.rendezvous import free_port
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.files.manifest import Manifest
 from runner.checkpoint.files.store import FileRecord
 from runner.checkpoint.tensors import layout
-from runner.data.elastic import ElasticSampler
-from runner.data.order.ledger import DataLedger
 from runner.system import files
 from runner.system.distributed import World
 from runner.training.ranks.peer_watch import MAX_INTERVAL_S, PeerWatch

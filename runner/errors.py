@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+
+from exactdata import errors
+
+UserError = errors.UserError
+nearest = errors.nearest
+_OWN = (Path(__file__).parent, Path(errors.__file__).parent)
 
 
 class ExitStatus(IntEnum):
@@ -21,17 +26,6 @@ class ExitStatus(IntEnum):
     LOCKED = 73  # another process works in this run directory
     SUPERSEDED = 74  # a newer attempt holds the lease; this one wrote nothing more
     INTERRUPTED = 75  # stopped by a signal, or it is not known whether a job was accepted: rerun the command
-
-
-class UserError(Exception):
-    """An error that the user can fix: printed as one line, without a traceback.
-
-    The message names the value, what is allowed, and the remedy.
-    """
-
-    status = ExitStatus.USAGE
-    everywhere = False
-    """Whether every rank of the job raises the same error, so that rank 0 alone reports it."""
 
 
 class TrainingError(UserError):
@@ -146,13 +140,7 @@ def line_of_user(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(__file__).parent not in Path(frame.filename).parents
+        if not any(own in Path(frame.filename).parents for own in _OWN)
         and not any(part in frame.filename for part in installed)
     ]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the valid name nearest to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, list(valid), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.data.datasets import MixtureDataset, TokenDataset
+from exactdata.datasets import MixtureDataset, TokenDataset
 
 LENGTH, BATCH = 2048, 16
 

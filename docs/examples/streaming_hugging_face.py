@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runner.data import ShardedStream
+from exactdata import ShardedStream
 
 
 class PackedText(ShardedStream):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.data import ShardedStream
+from exactdata import ShardedStream
 
 
 class JsonLines(ShardedStream):

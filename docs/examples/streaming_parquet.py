@@ -8,7 +8,7 @@ from typing import Any
 
 from pyarrow import parquet
 
-from runner.data import ShardedStream
+from exactdata import ShardedStream
 
 
 class ParquetRows(ShardedStream):

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from runner.data import ShardedStream
+from exactdata import ShardedStream
 
 
 class TarSamples(ShardedStream):

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from torch import nn
 
+from exactdata.ranks import current_ranks
 from runner import bounds
 from runner.checkpoint.background import Background
 from runner.checkpoint.files import choice
@@ -28,7 +29,7 @@ from runner.checkpoint.tensors.staging import collect
 from runner.checkpoint.tensors.state import Averaged, OptimizerLike, StateDict, TrainState
 from runner.errors import SupersededError, UserError
 from runner.system import clock
-from runner.system.distributed import World, current_ranks
+from runner.system.distributed import World
 
 _log = logging.getLogger(__name__)
 

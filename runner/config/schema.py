@@ -13,6 +13,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from exactdata.samplers import SamplerKind
 from runner import bounds
 from runner.bounds import MAX_COUNT
 from runner.config.early_stopping import Best, EarlyStoppingConfig
@@ -29,7 +30,6 @@ from runner.config.schedule import (
 )
 from runner.config.search import SearchConfig
 from runner.errors import nearest
-from runner.samplers import SamplerKind
 
 
 class WeightsBy(Enum):
@@ -413,7 +413,7 @@ def _path_errors(config: Config) -> Iterator[str]:
     reported: list[Any] = []
     for key, node in _source_nodes(config):
         target = node.get("_target_") if isinstance(node, dict) else None
-        if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
+        if target not in ("runner.data.text.TextFiles", "exactdata.shards.TokenShards"):
             continue
         paths = node.get("paths")
         listed = paths if isinstance(paths, list) else [paths]

@@ -18,7 +18,21 @@ from typing import Any
 from runner.errors import UserError, nearest
 from runner.system import modules
 
+DATA, OF_DATA = "exactdata.", "runner.data."
+"""What names of the package `exactdata` begin with, and the names under which `runner.data` has the same."""
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
+
+
+def with_one_name(node: Any) -> Any:
+    """Values in which each `_target_` of `exactdata` has its name in `runner.data`: both are the same run."""
+    if isinstance(node, list):
+        return [with_one_name(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    values = {key: with_one_name(value) for key, value in node.items()}
+    if str(target := values.get("_target_")).startswith(DATA):
+        values["_target_"] = OF_DATA + str(target).removeprefix(DATA)
+    return values
 
 
 def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) -> Any:
@@ -210,6 +224,11 @@ def _nearest_name(target: str) -> str:
 
 def _is_defined_in_source(target: str) -> bool:
     """Whether a statement of a module binds `target`, found without running the module."""
+    names = [target, *([DATA + target.removeprefix(OF_DATA)] if target.startswith(OF_DATA) else [])]
+    return any(map(_binds, names))
+
+
+def _binds(target: str) -> bool:
     found = modules.source_of(target)
     if found is None:
         return False

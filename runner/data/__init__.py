@@ -1,71 +1,55 @@
-"""Sources, samplers, and a data loader that resumes exactly.
+"""The names of the package `exactdata`, and the text that the examples train on.
 
-The names below are imported on first use, so that `import runner.data` does not import torch.
+Configs and projects may say `runner.data.shards.TokenShards` or `exactdata.shards.TokenShards`: both are one class, and
+the same run.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Sequence
+from importlib import import_module, util
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
-if TYPE_CHECKING:
-    from runner.data.datasets import MixtureDataset
-    from runner.data.elastic import ElasticSampler
-    from runner.data.loading.loader import StatefulDataLoader
-    from runner.data.loading.protocols import BatchRecord, LoaderStateError, RestartableDataLoader, epoch, ranks, shard
-    from runner.data.loading.randomness import sample_rng
-    from runner.data.order.weights import SamplerError, SamplerStateError
-    from runner.data.sampler import DistributedSampler, MixtureSampler
-    from runner.data.streams import ShardedStream
-    from runner.data.trainer_loader import TrainerLoader, committed_batches
+import exactdata
+from exactdata import __all__ as __all__
 
-__all__ = [
-    "BatchRecord",
-    "DistributedSampler",
-    "ElasticSampler",
-    "LoaderStateError",
-    "MixtureDataset",
-    "MixtureSampler",
-    "RestartableDataLoader",
-    "SamplerError",
-    "SamplerStateError",
-    "ShardedStream",
-    "StatefulDataLoader",
-    "TrainerLoader",
-    "committed_batches",
-    "epoch",
-    "ranks",
-    "sample_rng",
-    "shard",
-]
+_OURS = f"{__name__}."
 
-_MODULES = {
-    "BatchRecord": "loading.protocols",
-    "DistributedSampler": "sampler",
-    "ElasticSampler": "elastic",
-    "LoaderStateError": "loading.protocols",
-    "MixtureDataset": "datasets",
-    "MixtureSampler": "sampler",
-    "RestartableDataLoader": "loading.protocols",
-    "SamplerError": "order.weights",
-    "SamplerStateError": "order.weights",
-    "ShardedStream": "streams",
-    "StatefulDataLoader": "loading.loader",
-    "TrainerLoader": "trainer_loader",
-    "committed_batches": "trainer_loader",
-    "epoch": "loading.protocols",
-    "ranks": "loading.protocols",
-    "sample_rng": "loading.randomness",
-    "shard": "loading.protocols",
-}
+
+class _Renamed(MetaPathFinder, Loader):
+    """Finds `runner.data.NAME` as the module `exactdata.NAME`, where it has a module of that name."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(_OURS) or util.find_spec(self._theirs(name)) is None:
+            return None
+        return util.spec_from_loader(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self._theirs(spec.name))
+        spec.loader_state = module.__spec__  # which the import system replaces by the other name
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+    def _theirs(self, name: str) -> str:
+        return f"exactdata.{name.removeprefix(_OURS)}"
+
+
+sys.meta_path.insert(0, _Renamed())  # before what would read a module of a renamed package a second time
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    """Import a name of `exactdata` when it is used first."""
+    try:
+        return getattr(exactdata, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

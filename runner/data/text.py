@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from runner.data.datasets import DataError, TokenDataset, Tokens, expand
+from exactdata.datasets import DataError, TokenDataset, Tokens, expand
 from runner.errors import nearest
 from runner.system import clock
 from runner.system.files import fsync_dir, read_json

@@ -18,7 +18,7 @@ from typing import Any
 from runner.system import files, modules
 
 INSTALLED = {"site-packages", "dist-packages"}
-SHIPPED = ("runner", "launch")
+SHIPPED = ("runner", "launch", "exactdata")
 UNREADABLE = "unreadable"
 """Stands for the digest of a file that cannot be read."""
 

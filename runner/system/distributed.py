@@ -41,15 +41,6 @@ and of this process differ, so it may come a little, or a step of the system's c
 _PROBE_TAG = 1_000_003  # no collective and no other message of ours uses it
 
 
-def current_ranks() -> tuple[int, int]:
-    """(rank, world size) of torch.distributed; (0, 1) where it is not in use. Imports no torch."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    initialized = getattr(distributed, "is_initialized", None)  # absent from a torch that is built without it
-    if initialized is None or not initialized():
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
-
-
 @dataclass(frozen=True)
 class World:
     """This process's place among the ranks of the run.

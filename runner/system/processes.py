@@ -119,17 +119,6 @@ def is_over(state: tuple[str, str] | None, start_time: object) -> bool:
     return state is None or state[1] != start_time or state[0] in "ZXx"
 
 
-def open_files_limit() -> int:
-    """How many files this process may have open."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def allow_more_open_files() -> None:
-    """Raise the limit of open files as far as it may be raised; many systems begin with 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def parent_of(pid: int) -> int | None:
     """The process that started a process of this machine, or None if there is none: proc(5), field 4 of stat."""
     stat = files.read_small(f"/proc/{pid}/stat")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.config.finished import has_finished
 from runner.contracts import Job
+from runner.data.messages import words_of_config
 from runner.errors import (
     CrashLoopError,
     DivergedError,
@@ -265,7 +266,8 @@ class _Attempt:
             return ExitStatus.FINISHED
         try:
             try:
-                return self._train()
+                with words_of_config():
+                    return self._train()
             finally:
                 self.watch.stop()  # from here on this thread decides how the attempt ends
         except SupersededError:
@@ -281,7 +283,7 @@ class _Attempt:
             raise failure from error
         except UserError as error:
             self._tell_ranks(error, str(error))
-            self._end(CAUSES.get(type(error), "failed"), error.status, str(error), self.requeued)
+            self._end(CAUSES.get(type(error), "failed"), ExitStatus(error.status), str(error), self.requeued)
             raise
         except Exception as error:  # noqa: BLE001 a bug in a user's model, say
             with suppress(OSError):

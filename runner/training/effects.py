@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from exactdata.order.weights import shares
 from runner.config.identity import as_text, identifying_values, length_readers
 from runner.config.schedule import WARMUP_STEPS, Decay, PhaseState, unreached_phases
 from runner.config.schema import CheckpointConfig, Config, WeightsBy, phase_schedule, rank_invariant
-from runner.data.order.weights import shares
 
 ADD_HELD_OUT = "add held-out data as data.eval_sources.NAME"
 UNITS = {WeightsBy.sizes: "samples", WeightsBy.tokens: "tokens"}

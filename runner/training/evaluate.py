@@ -16,6 +16,7 @@ from runner.checkpoint.files.directory import store_of
 from runner.config.frozen import trained
 from runner.config.schema import Config
 from runner.contracts import Job
+from runner.data.messages import words_of_config
 from runner.errors import CheckpointError, ExitStatus, FileError, UnreadableError, UserError
 from runner.rundir.evaluations import ALL, Request, add, evaluated
 from runner.rundir.paths import RunDir
@@ -254,7 +255,7 @@ def attempt(directory: str | os.PathLike[str], job: Job) -> int:
     if job.auto_restarts and int(processes.environment.get("RANK", "0")) == 0:
         # At once, and not after the batch: the job may be killed before that is done.
         STOP.listen(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True), job.cause)
-    return carry_out(path, job, lambda world: _attempt(path, job, world))
+    return carry_out(path, job, words_of_config()(lambda world: _attempt(path, job, world)))
 
 
 def _attempt(directory: Path, job: Job, world: World) -> ExitStatus:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exactdata import generators
 from runner.checkpoint.files import choice
 from runner.checkpoint.files.choice import Candidate, Intact
 from runner.checkpoint.files.directory import store_of
@@ -26,7 +27,6 @@ from runner.errors import UserError
 from runner.rundir.find import run_dir
 from runner.rundir.origin import search_modules
 from runner.rundir.trust import check_trusted, reading
-from runner.system import generators
 from runner.training.model import build
 
 _log = logging.getLogger(__name__)

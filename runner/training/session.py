@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from exactdata import generators
+from exactdata.order.batch_shape import BatchShape
 from runner.checkpoint import TrainStateManager, restore_train_state
 from runner.config.frozen import load_plain
 from runner.config.identity import evaluation_digest
 from runner.config.schema import Config, NonFinite
-from runner.data.order.batch_shape import BatchShape
 from runner.metrics.lineage import FINISHED, STOPPED
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.evaluations import add, recorded
 from runner.rundir.lease import Lease
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount
-from runner.system import generators
 from runner.system.distributed import World
 from runner.system.signals import STOP
 from runner.training.branch import fitting, restarts_optimizers, trunk_of

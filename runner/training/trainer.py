@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from exactdata.loading.protocols import BatchRecord, DataEndedError
 from runner.checkpoint import TrainStateManager, build_train_state
 from runner.checkpoint.cadence import Cadence
-from runner.data.loading.protocols import BatchRecord, DataEndedError
 from runner.errors import CheckpointError, DivergedError, TrainingError, UnsavedError
 from runner.rundir.paths import RunDir
 from runner.rundir.time_account import TimeAccount

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from exactdata.samplers import SamplerKind
 from runner.__main__ import run as command
 from runner.chaos import report
 from runner.chaos.compare import Comparison, compare, compare_metrics
@@ -32,7 +33,6 @@ from runner.cli.chaos.chaos_options import choose_kinds, fixed_ranks, parse, req
 from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
-from runner.samplers import SamplerKind
 
 LOCAL = {name: kind.triggers for name, kind in KINDS.items() if kind.on_this_machine}
 

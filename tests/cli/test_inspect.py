@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exactdata.elastic import ElasticSampler
+from exactdata.order.batch_shape import BatchShape, append_shape
+from exactdata.order.segments import Segment
+from exactdata.queries import order_queries
+from exactdata.queries.order_record import OrderRecord, RecordError
+from exactdata.sampler import DistributedSampler, MixtureSampler
 from runner.cli.look import inspect
-from runner.data.elastic import ElasticSampler
-from runner.data.order.batch_shape import BatchShape, append_shape
-from runner.data.order.segments import Segment
-from runner.data.queries import order_queries
-from runner.data.queries.order_record import OrderRecord, RecordError
-from runner.data.queries.resume_plan import parse_overrides, resume_plan
-from runner.data.sampler import DistributedSampler, MixtureSampler
+from runner.cli.look.resume_plan import parse_overrides, resume_plan
+from runner.data import order_file
 from runner.errors import UserError
 
 SIZES = {"prose": 60, "code": 200}
@@ -60,15 +61,15 @@ def seeded(kind: str) -> OrderRecord:
 
 def in_run(path: Path, made: OrderRecord, step: int = 0) -> str:
     path.mkdir()
-    made.write(path / "order.json")
+    order_file.write(made, path / "order.json")
     (path / "status.json").write_text(json.dumps({"step": step}))
     return str(path)
 
 
 def test_a_record_is_equal_after_writing_and_reading(tmp_path: Path) -> None:
     for made in (record(exclude=["code:7", "positions:100-119"]), seeded("mixture")):
-        made.write(tmp_path / "order.json")
-        assert OrderRecord.read(tmp_path / "order.json") == made
+        order_file.write(made, tmp_path / "order.json")
+        assert order_file.read(tmp_path / "order.json") == made
 
 
 def test_steps_and_positions_follow_the_batch_shapes() -> None:
@@ -337,12 +338,12 @@ def test_weights_that_the_sampler_would_refuse_are_errors_for_every_kind() -> No
 @pytest.mark.parametrize("start", ["Infinity", "NaN", "1e400", "-1", "null", "[]"])
 def test_a_damaged_record_is_one_line(tmp_path: Path, start: str) -> None:
     path = tmp_path / "order.json"
-    record().write(path)
+    order_file.write(record(), path)
     text = path.read_text()
     path.write_text(re.sub(r'("start": ?)\d+', rf"\g<1>{start}", text, count=1))
     assert path.read_text() != text
     with pytest.raises(RecordError, match=r"\A.*not a record of a data order.*\Z"):
-        OrderRecord.read(path)
+        order_file.read(path)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,11 @@ from fake_launcher import Command, FakeLauncher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exactdata.elastic import ElasticSampler
+from exactdata.order.batch_shape import BatchShape
+from exactdata.queries.order_record import OrderRecord
 from runner.__main__ import run as command_line
-from runner.data.elastic import ElasticSampler
-from runner.data.order.batch_shape import BatchShape
-from runner.data.queries.order_record import OrderRecord
+from runner.data import order_file
 from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
 from runner.rundir.trust import RECORDS as KINDS_OF_RECORDS
@@ -78,9 +79,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (run.path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     run.config.write_text(compose(["experiment=smoke", f"run.dir={run.path}", "train.steps=3"]).text)
     sampler = ElasticSampler(SIZES, {"prose": 1, "code": 3}, global_batch_size=8, num_replicas=1, seed=3)
-    OrderRecord.of_elastic(
+    order = OrderRecord.of_elastic(
         sampler.state_dict(), SIZES, steps=3, tokens_per_sample={}, batch_shapes=(BatchShape(0, 4, 2),)
-    ).write(run.order)
+    )
+    order_file.write(order, run.order)
     toy = Toy()
     saving = manager(run.checkpoints)
     for _ in range(3):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from composing import compose
 
+from exactdata import ElasticSampler, StatefulDataLoader
 from runner.bounds import BOUNDS
 from runner.checkpoint import TrainStateManager
 from runner.checkpoint.cadence import AdaptiveInterval, Cadence
 from runner.config.schema import Config, config_errors
-from runner.data import ElasticSampler, StatefulDataLoader
 from runner.errors import UserError
 from runner.rundir.lease import Lease
 from runner.training.ranks.hang_watch import Judge

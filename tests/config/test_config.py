@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from exactdata.samplers import SamplerKind
 from runner.config.composition import Composer
 from runner.config.frozen import load, load_plain
 from runner.config.hints import expected
@@ -20,7 +21,6 @@ from runner.config.schema import Config
 from runner.config.search_path import conf_dir, groups
 from runner.config.tree import opened
 from runner.errors import UserError
-from runner.samplers import SamplerKind
 
 TREE = groups([conf_dir()])
 # What an option needs, or is meant for.

@@ -15,16 +15,16 @@ from loading import Gathered, Squares
 from padded import Sentences, pad
 from torch.utils.data import Dataset, default_collate
 
+from exactdata import ElasticSampler, StatefulDataLoader
+from exactdata.datasets import DataError, TokenDataset
+from exactdata.loading.collation import CollationError
+from exactdata.loading.fixed import FixedBatches
+from exactdata.loading.workers import collate_in_own_memory
+from exactdata.order.ledger import DataLedger
 from runner.config.schema import Config
-from runner.data import ElasticSampler, StatefulDataLoader
-from runner.data.datasets import DataError
-from runner.data.loading.collation import CollationError
-from runner.data.loading.fixed import FixedBatches
-from runner.data.loading.workers import collate_in_own_memory
-from runner.data.order.ledger import DataLedger
 from runner.errors import UserError
 from runner.training.data.consumption import Consumption, ElasticConsumption
-from runner.training.data.sources import join_sources, make_collate
+from runner.training.data.sources import join_sources, make_collate, tokens_per_sample
 
 
 def loader_of(dataset: Any, sizes: dict[str, int], workers: int = 0, **more: Any) -> Any:
@@ -195,3 +195,13 @@ def test_a_worker_collates_into_ordinary_memory(monkeypatch: pytest.MonkeyPatch)
     assert not batch.is_shared()
     assert batch.tolist() == [[0, 1, 2], [1, 2, 3]]
     assert torch.utils.data.get_worker_info() is info
+
+
+def test_only_a_dataset_whose_samples_are_all_tokens_says_how_many_they_have() -> None:
+    class Padded(TokenDataset):
+        def __getitems__(self, indices: Any) -> Any:
+            return super().__getitems__(indices)
+
+    assert tokens_per_sample({"a": TokenDataset(np.arange(33), 8), "b": Padded(np.arange(33), 8), "c": [1, 2]}) == {
+        "a": 8
+    }

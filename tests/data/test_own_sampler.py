@@ -17,11 +17,11 @@ from loading import Squares, identity
 from orders import Drawing
 from torch.utils.data import SequentialSampler
 
+from exactdata import ElasticSampler, StatefulDataLoader
+from exactdata.order.ledger import DataLedger
+from exactdata.order.weights import SamplerError, SamplerStateError
+from exactdata.own_sampler import own_sampler
 from runner.config.schema import Config
-from runner.data import ElasticSampler, StatefulDataLoader
-from runner.data.order.ledger import DataLedger
-from runner.data.order.weights import SamplerError, SamplerStateError
-from runner.data.own_sampler import own_sampler
 from runner.errors import UserError
 from runner.training.data.consumption import OwnConsumption
 from runner.training.data.order import check_epoch, make_own_sampler

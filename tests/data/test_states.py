@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DistributedSampler as TorchSampler
 from torch.utils.data import Sampler
 
+from exactdata import DistributedSampler, ElasticSampler, LoaderStateError, MixtureSampler, StatefulDataLoader
+from exactdata.order.ledger import DataLedger
+from exactdata.order.segments import Segment, segments_from_json
+from exactdata.order.weights import SamplerStateError
 from runner.checkpoint import restore_train_state
 from runner.checkpoint.tensors.state import build_train_state
-from runner.data import DistributedSampler, ElasticSampler, LoaderStateError, MixtureSampler, StatefulDataLoader
-from runner.data.order.ledger import DataLedger
-from runner.data.order.segments import Segment, segments_from_json
-from runner.data.order.weights import SamplerStateError
 
 SIZE = 24
 SIZES = {"a": 10, "b": 14}

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exactdata.datasets import DataError
 from runner.data import text
-from runner.data.datasets import DataError
 from runner.data.text import PythonText, TextFiles
 
 

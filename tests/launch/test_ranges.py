@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from exactdata.samplers import SamplerKind
 from launch.ranges import parse
 from runner.cli.base.launcher import rank_count_errors
 from runner.config.schema import Config, SamplerConfig, TrainConfig
 from runner.contracts import RankCounts
 from runner.errors import UserError
-from runner.samplers import SamplerKind
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ MODULES = """
     runner/checkpoint/files/choice.py runner/checkpoint/manager.py runner/checkpoint/saver.py
     runner/checkpoint/tensors/reader.py runner/checkpoint/tensors/restore.py
     runner/checkpoint/files/pins.py runner/checkpoint/tensors/state.py runner/checkpoint/cadence.py
-    runner/data/order/*.py runner/data/sampler.py runner/data/elastic.py
-    runner/data/loading/loader.py runner/data/loading/loader_state.py runner/data/loading/index_stream.py
-    runner/data/loading/redistribution.py
+    exactdata/order/*.py exactdata/sampler.py exactdata/elastic.py exactdata/trainer_loader.py
+    exactdata/loading/loader.py exactdata/loading/loader_state.py exactdata/loading/index_stream.py
+    exactdata/loading/redistribution.py
     runner/training/records/recorder.py runner/training/data/consumption.py runner/training/session.py
     runner/training/attempt.py runner/training/step/step.py
     runner/metrics/jsonl.py runner/system/files.py

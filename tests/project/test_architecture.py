@@ -32,7 +32,7 @@ WITHOUT_TORCH = """
     runner.rundir.submitted_jobs runner.rundir.provenance runner.config.schema runner.config.schedule
     runner.config.search_path runner.cli.base.help runner.cli.look.status runner.cli.look.show
     runner.cli.look.logs runner.cli.runs.cancel runner.cli.runs.checkpoints runner.training.attempt runner.training.job
-    runner.data.order.batch_shape runner.checkpoint.files.directory launch.slurm launch.local
+    exactdata.order.batch_shape runner.checkpoint.files.directory launch.slurm launch.local
 """.split()
 Imports = Mapping[str, Collection[str]]
 

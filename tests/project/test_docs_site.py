@@ -21,7 +21,7 @@ INCLUDES = '```py\n--8<-- "conf/sampler/elastic.yaml"\n```\n'
         ("<p>a <code>::: b</code></p> <pre><code>| a |</code></pre> <img src='here.png'>", "", None),
         ("<pre><code><span>--</span><span>8</span> &lt; --&quot;a.py&quot;</code></pre>", "", "its source: --8 < --"),
         ("<p>--8&lt;-- &quot;a.py&quot;</p>", "", "its source: --8<--"),
-        ("<p>::: runner.data</p>", "", "its source: :::"),
+        ("<p>::: exactdata</p>", "", "its source: :::"),
         ("<p>a\n!!! note</p>", "", "its source: !!!"),
         ("<p>| a | b |\n</p>", "", "its source: | a | b |"),
         ("<p>[a](b.md)</p>", "", "its source: ]("),

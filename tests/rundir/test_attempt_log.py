@@ -17,7 +17,7 @@ import pytest
 from composing import compose
 from tiny_attempts import TinyJob
 
-from runner.data.order.batch_shape import BatchShape
+from exactdata.order.batch_shape import BatchShape
 from runner.errors import CrashLoopError, ExitStatus, FileError, SupersededError, TimeoutsError, UserError
 from runner.rundir.attempt_log import AttemptLog, Finish, ended_attempts, last_record, status_of
 from runner.rundir.lease import Lease

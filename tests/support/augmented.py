@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from runner.data import sample_rng
+from exactdata import sample_rng
 from runner.data.text import PythonText
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from runner.data import StatefulDataLoader
+from exactdata import StatefulDataLoader
 from runner.errors import UserError
 from runner.models.loss import next_token_loss
 

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from runner.data import ElasticSampler, StatefulDataLoader
-from runner.data.order.ledger import DataLedger
-from runner.data.order.weights import SamplerError
+from exactdata import ElasticSampler, StatefulDataLoader
+from exactdata.order.ledger import DataLedger
+from exactdata.order.weights import SamplerError
 
 POOL = {"code": 23, "prose": 7, "tests": 41, "math": 3, "logs": 12}
 WEIGHTS = (0.0, 0.2, 0.5, 1.0, 1.0, 3.0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from runner.data import sample_rng, shard
+from exactdata import sample_rng, shard
 
 
 def identity(batch: Any) -> Any:

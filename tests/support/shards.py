@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
-from runner.data.loading import loader as _loader
-from runner.data.loading import protocols
-from runner.data.loading.workers import TaskRunner
+from exactdata.loading import loader as _loader
+from exactdata.loading import protocols
+from exactdata.loading.workers import TaskRunner
 
 loader_module: Any = _loader  # whose names are replaced
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from ranks import on_ranks
 
+from exactdata.ranks import current_ranks
 from runner.errors import CheckpointError, PeerError, UnreadableError, UserError
 from runner.system import clock, distributed
-from runner.system.distributed import World, current_ranks
+from runner.system.distributed import World
 
 
 class SettingError(UserError, ValueError):

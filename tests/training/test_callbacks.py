@@ -23,11 +23,12 @@ from resume import assert_same
 from runs import PACED, TINY, Run, assert_same_run
 from torch import nn
 
+from exactdata import generators
 from runner.checkpoint import get_rng_state
 from runner.config.schema import CallbackFailure, Config
 from runner.errors import CallbackError, SupersededError, UserError
 from runner.rundir.paths import RunDir
-from runner.system import files, generators
+from runner.system import files
 from runner.system.distributed import World
 from runner.training.callbacks.callbacks import Callbacks
 from runner.training.callbacks.hook import Failure

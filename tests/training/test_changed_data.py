@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from exactdata.datasets import TokenDataset
 from runner.checkpoint.tensors.checks import check_fingerprint
 from runner.config.schema import Config
-from runner.data.datasets import TokenDataset
 from runner.errors import MismatchError
 from runner.training.data import sources
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import PACED, TINY, Run, assert_same_run
 
+from exactdata.order.batch_shape import BatchShape, position_at
+from exactdata.samplers import SamplerKind
 from runner.config.schema import Config, SamplerConfig, TrainConfig
-from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.queries.order_record import OrderRecord
+from runner.data import order_file
 from runner.errors import ExitStatus, UserError
 from runner.rundir.attempt_log import Finish
 from runner.rundir.paths import RunDir
-from runner.samplers import SamplerKind
 from runner.training.data.epoch_steps import EpochSteps, exact
 from runner.training.data.order import with_steps
 
@@ -153,7 +153,7 @@ def test_killed_resumed_and_extended_it_ends_after_the_last_epoch(tmp_path: Path
     assert json.loads((run.path / "finished.json").read_text()) == {"steps": 18, "epochs": 3.0}
     assert step_records(run)[-1]["sources"]["rows"] == {"samples": 72, "epochs": 3.0}
     assert (run.status()["step"], run.status()["total"]) == (18, 18)
-    assert OrderRecord.read(RunDir(run.path).order).steps == 18
+    assert order_file.read(RunDir(run.path).order).steps == 18
     attempts = len(run.attempts())
     assert "finished, all 18 steps" in run.finish()
     assert len(run.attempts()) == attempts  # nothing was started

@@ -9,8 +9,8 @@ import pytest
 import torch
 from runs import PACED, TINY, Run, assert_same_run
 
+from exactdata.order.batch_shape import BatchShape
 from runner.config.schema import Config
-from runner.data.order.batch_shape import BatchShape
 from runner.system import processes
 from runner.training.exactness import inexact, make_exact
 from runner.training.records.run_state import RunState

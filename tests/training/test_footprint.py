@@ -11,9 +11,9 @@ import torch
 from composing import compose
 from torch import nn
 
+from exactdata import generators
 from runner.config.frozen import load
 from runner.config.schema import Config
-from runner.system import generators
 from runner.training.model import build
 from runner.training.model.footprint import Part, footprint, measured, per_step, planned_step
 from runner.training.model.optimizers import Optimizers

@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.data.order.batch_shape import share_of
+from exactdata.order.batch_shape import share_of
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training.ranks import gradient_sum

@@ -18,7 +18,7 @@ from runs import TINY, Run, assert_same_run
 from shapes import Part, Shapes, the_shapes
 from torch import nn
 
-from runner.data.order.batch_shape import BatchShape
+from exactdata.order.batch_shape import BatchShape
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training.model.optimizers import Optimizers

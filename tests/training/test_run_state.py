@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 from resume import through_a_file
 
-from runner.data.order.batch_shape import BatchShape
-from runner.data.order.ledger import DataLedger
+from exactdata.order.batch_shape import BatchShape
+from exactdata.order.ledger import DataLedger
 from runner.errors import CheckpointError
 from runner.training.data.consumption import ElasticConsumption
 from runner.training.records.run_state import RunState

@@ -14,8 +14,8 @@ import torch
 from composing import compose
 from recorders import Bar, recorder_of
 
+from exactdata.order.batch_shape import BatchShape
 from runner.config.schema import ForkConfig
-from runner.data.order.batch_shape import BatchShape
 from runner.errors import MismatchError, UserError
 from runner.metrics.lineage import Fork
 from runner.rundir.attempt_log import AttemptLog

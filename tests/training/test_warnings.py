@@ -46,6 +46,6 @@ def test_a_warning_in_a_loader_worker_does_not_touch_the_status(
     handler: WarningHandler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handler._pid += 1  # the handler was installed in the parent process
-    logging.getLogger("runner.data.loading.workers").warning(MESSAGE)
+    logging.getLogger("exactdata.loading.workers").warning(MESSAGE)
     assert recorded(tmp_path) == []
     assert MESSAGE in capsys.readouterr().err

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from exactdata.ranks import current_ranks
 from runner.checkpoint.tensors.compare import EVERY, unlike
 from runner.errors import CheckpointError, UserError, nearest
-from runner.system.distributed import current_ranks
 
 StateDict = dict[str, Any]
 

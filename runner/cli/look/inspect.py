@@ -15,10 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from exactdata.inspect import table
+from exactdata.queries import order_queries
+from exactdata.queries.order_record import OrderRecord
 from runner.cli.base.console import PROGRAM, Parser
-from runner.data.queries import order_queries
-from runner.data.queries.order_record import OrderRecord
-from runner.data.queries.resume_plan import parse_overrides, resume_plan
+from runner.cli.look.resume_plan import parse_overrides, resume_plan
+from runner.data import order_file
 from runner.errors import UserError
 from runner.rundir.paths import RunDir
 from runner.rundir.state import look
@@ -60,13 +62,13 @@ def _parser() -> Parser:
 
 def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     run = RunDir(options.run)
-    record = OrderRecord.read(run.order)
+    record = order_file.read(run.order)
     if record.sampler.is_own:
         record = _with_sampler(run, record, options)
     done = look(run).step
     if options.step is not None:
         rows = order_queries.samples_of_step(record, options.step)
-        return rows, _table(rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")
+        return rows, table(rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")
     if options.sample is not None:
         source, _, index = options.sample.rpartition(":")
         if not index.isdecimal():
@@ -74,13 +76,13 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
         rows = order_queries.times_of_sample(record, source, int(index))
         rows = [{**row, "consumed": row["step"] <= done} for row in rows]
         times = "once" if len(rows) == 1 else f"{len(rows)} times"
-        return rows, _table(rows, f"{options.sample}: {times} in {record.steps} steps")
+        return rows, table(rows, f"{options.sample}: {times} in {record.steps} steps")
     if options.plan:
         rows = order_queries.source_totals(record)
         return rows, _totals_text(record, rows)
     if options.diff is not None:
         with reading(RunDir(options.diff)):
-            other = OrderRecord.read(RunDir(options.diff).order)
+            other = order_file.read(RunDir(options.diff).order)
             answer = order_queries.first_difference(record, other)
         return answer, _difference_text(answer)
     answer = resume_plan(record, done, parse_overrides(record, options.resume_plan))
@@ -115,18 +117,6 @@ def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace)
     return replace(record, make=cache(make))
 
 
-def _table(rows: list[dict[str, Any]], title: str) -> str:
-    if not rows:
-        return title
-    columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in zip(*columns, strict=True)
-    ]
-    return "\n".join([title, *lines])
-
-
 def _totals_text(record: OrderRecord, rows: list[dict[str, Any]]) -> str:
     parts = []
     for i, row in enumerate(rows):
@@ -136,7 +126,7 @@ def _totals_text(record: OrderRecord, rows: list[dict[str, Any]]) -> str:
             title = f"\nthe whole run, {steps}{estimate}"
         else:
             title = f"{steps}, positions {row['first_position']} to {row['stop_position'] - 1}"
-        table = [
+        rows_of = [
             {
                 "source": name,
                 "share": f"{entry['share']:.4f}",
@@ -146,7 +136,7 @@ def _totals_text(record: OrderRecord, rows: list[dict[str, Any]]) -> str:
             }
             for name, entry in row["sources"].items()
         ]
-        parts.append(_table(table, title))
+        parts.append(table(rows_of, title))
     return "\n".join(parts)
 
 

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from exactdata import generators
 from runner.config.schema import CallbackFailure, Config, Strategy
 from runner.config.targets import CHANGES_TRAINING
 from runner.errors import CallbackError, PeerError, SupersededError, UserError
 from runner.metrics.media import Media, file_name, png
 from runner.rundir.paths import RunDir
-from runner.system import clock, files, generators
+from runner.system import clock, files
 from runner.system.distributed import World
 from runner.training.callbacks.hook import MAY_STOP, METHODS, Failure, Hook, failure_of, make_hook, restore_hook
 from runner.training.ranks.peers import peer_errors

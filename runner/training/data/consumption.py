@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from exactdata.loading.protocols import BatchRecord
+from exactdata.order.ledger import LANES, DataLedger
 from runner.config.schedule import PhaseSchedule
-from runner.data.loading.protocols import BatchRecord
-from runner.data.order.ledger import LANES, DataLedger
 from runner.errors import CheckpointError
 from runner.metrics.records import names_all
 

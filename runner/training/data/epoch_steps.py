@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from exactdata.order.batch_shape import BatchShape, position_at
+from exactdata.samplers import Kind
 from runner.config.schema import Config
-from runner.data.order.batch_shape import BatchShape, position_at
-from runner.samplers import Kind
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from exactdata.micro_batches import MicroBatchSampler
+from exactdata.order.batch_shape import BatchShape, position_at
+from exactdata.order.exclusions import Selections
+from exactdata.order.segments import Segment
+from exactdata.queries.order_record import OrderRecord
 from runner.config.schema import Config, length_errors, phase_schedule, rank_invariant, source_weights
 from runner.config.targets import bind, instantiate
-from runner.data.micro_batches import MicroBatchSampler
-from runner.data.order.batch_shape import BatchShape, position_at
-from runner.data.order.exclusions import Selections
-from runner.data.order.segments import Segment
-from runner.data.queries.order_record import OrderRecord
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training.data.epoch_steps import EpochSteps, exact
@@ -90,7 +90,7 @@ def _elastic_sampler(
     config: Config, datasets: dict[str, Any], shapes: Sequence[BatchShape], world: World, allow_change: bool
 ) -> Any:
     """That of this rank: of its part of each global batch, or of its micro-batches."""
-    from runner.data import ElasticSampler
+    from exactdata import ElasticSampler
 
     shape, phases = shapes[-1], phase_schedule(config)
     first = phases.at(0)
@@ -124,7 +124,7 @@ def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_re
     Raises:
         UserError: it cannot be created, lacks a method, or its order cannot be repeated.
     """
-    from runner.data.own_sampler import own_sampler
+    from exactdata.own_sampler import own_sampler
 
     options = config.sampler
     node = options.node(())

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from exactdata.datasets import MixtureDataset
+from exactdata.loading.fetch import is_collated
 from runner.checkpoint.files.store import new_hash
 from runner.config.identity import flatten
 from runner.config.schema import Config, WeightsBy, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
-from runner.data.datasets import MixtureDataset
-from runner.data.loading.fetch import is_collated
 from runner.errors import UserError
 from runner.system import files
 

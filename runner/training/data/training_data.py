@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from exactdata import StatefulDataLoader
+from exactdata.order.batch_shape import BatchShape, append_shape
+from exactdata.order.ledger import DataLedger
 from runner.config.schema import Config, phase_schedule
 from runner.config.targets import instantiate
-from runner.data import StatefulDataLoader
-from runner.data.order.batch_shape import BatchShape, append_shape
-from runner.data.order.ledger import DataLedger
+from runner.data import order_file
 from runner.rundir.attempt_log import insist
 from runner.rundir.paths import RunDir
+from runner.system import stacks
 from runner.system.distributed import World
 from runner.training.data.consumption import (
     Consumption,
@@ -77,7 +79,13 @@ def open_training_data(
     allow_change = config.run.allow_data_change or same_plan or config.fork.begins_at(step)
     sampler = make_sampler(config, dataset, datasets, world, now.batch_shapes, allow_change)
     pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
-    options = replace(config.data, pin_memory=pin)
+    data = config.data
+    options = SimpleNamespace(
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=pin,
+        worker_start=stacks.show_to_parent,
+    )
     check_epoch(config, sampler)
     loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options)
     ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
@@ -103,4 +111,4 @@ def record_order(
     """Write what `runner inspect` needs to know about the data order, if it is known here."""
     if isinstance(consumption, TrackedConsumption):
         order = order_record(config, consumption.sampler, datasets, shapes)
-        insist(lambda: order.write(run.order, run.guard), run.order)
+        insist(lambda: order_file.write(order, run.order, run.guard), run.order)

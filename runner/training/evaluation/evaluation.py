@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from exactdata import generators
 from runner.checkpoint.files.manifest import BEST_METRIC
 from runner.config.schema import Config
 from runner.errors import UserError, nearest
-from runner.system import generators
 from runner.training.data.epoch_steps import EpochSteps
 from runner.training.evaluation.held_out import EvaluationSet, evaluation_sets
 from runner.training.evaluation.metrics import EvaluationMetric, build_metrics

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from exactdata.datasets import collate as default_collate
+from exactdata.loading.fixed import FixedBatches
+from exactdata.loading.protocols import Acting
 from runner.config.schema import Config, EvalSetConfig
-from runner.data.datasets import collate as default_collate
-from runner.data.loading.fixed import FixedBatches
-from runner.data.loading.protocols import Acting
 from runner.errors import UserError
 from runner.system.distributed import World
 from runner.training.data.epoch_steps import EpochSteps

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+from exactdata.ranks import current_ranks
 from runner.system import clock, processes
-from runner.system.distributed import TIMEOUT, World, current_ranks, lost_peer
+from runner.system.distributed import TIMEOUT, World, lost_peer
 
 REPORT_S = 2.0
 """How long a rank that follows waits for the report: the one that failed may be writing it just now."""

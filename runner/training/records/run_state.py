@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from exactdata.order.batch_shape import BatchShape
 from runner.checkpoint.tensors.compare import EVERY
 from runner.checkpoint.tensors.state import check_like
-from runner.data.order.batch_shape import BatchShape
 from runner.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""Shows the warnings of `runner`'s modules while an attempt trains, and records them in its status."""
+"""Shows the warnings of our modules while an attempt trains, and records them in its status."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from contextlib import contextmanager, suppress
 from runner.rundir.attempt_log import AttemptLog
 from runner.system import processes
 
+LOGGERS = ("runner", "exactdata")
+"""Our packages, whose modules warn."""
+
 
 class WarningHandler(logging.Handler):
-    """Shows what `runner`'s modules log at WARNING and above, and records it in the status."""
+    """Shows what our modules log at WARNING and above, and records it in the status."""
 
     def __init__(self, log: AttemptLog) -> None:
         super().__init__(logging.WARNING)
@@ -29,7 +32,8 @@ class WarningHandler(logging.Handler):
 
     def remove(self) -> None:
         """Stop forwarding warnings."""
-        logging.getLogger("runner").removeHandler(self)
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self)
 
     def _before_recorder(self, message: str) -> None:
         _print_warning(message)
@@ -43,12 +47,13 @@ def _print_warning(message: str) -> None:
 
 @contextmanager
 def warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
-    """Yield a handler on the logger `runner`, on the rank that has `log`; it is removed only if the block fails."""
+    """Yield a handler of our modules' warnings, on the rank that has `log`; it is removed only if the block fails."""
     if log is None:
         yield None
         return
     handler = WarningHandler(log)
-    logging.getLogger("runner").addHandler(handler)
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(handler)
     try:
         yield handler
     except BaseException:

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from exactdata import generators
+from exactdata.order.batch_shape import BatchShape, share_of
 from runner.checkpoint.tensors.compare import nested_differences
 from runner.checkpoint.tensors.staging import snapshot
-from runner.data.order.batch_shape import BatchShape, share_of
 from runner.errors import UserError
-from runner.system import generators
 from runner.system.distributed import World, shared
 from runner.training.model.optimizers import Optimizers
 from runner.training.ranks.gradient_sum import GradientSum

@@ -1,0 +1,10 @@
+"""`python -m exactdata`."""
+
+from __future__ import annotations
+
+import sys
+
+from exactdata.inspect import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,518 @@
+"""Map-style datasets: fixed-length samples from arrays of tokens, and mixtures of several sources.
+
+A *source* is a dataset with a name. A token *sample* is a dict of `input_ids` and `labels`, int64 tensors of shape
+(T,), where the label of a token is the next token. In a *collated* dataset (`collated = True`), `__getitems__(indices)`
+returns a finished batch, a dict of tensors of shape (B, ...), at the cost of one numpy gather. Any other map-style
+dataset works as well, sample by sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from exactdata.errors import UserError
+from exactdata.loading.collation import disagreement
+from exactdata.loading.fetch import is_stateful
+from exactdata.loading.global_draws import draws_nothing
+from exactdata.order.arrays import I64
+from exactdata.order.weights import check_names
+
+Tokens = npt.NDArray[np.integer[Any]]
+Batch = dict[str, Tensor]
+
+
+class DataError(UserError, ValueError):
+    """The data are missing, malformed, or not as the arguments say. The message names the source or the file."""
+
+
+class TokenArray:
+    """One 1-D array of tokens, in memory or memory-mapped, and its samples of `sequence_length` tokens.
+
+    A memory map is pickled as its path and reopened, so that worker processes share its pages instead of receiving a
+    copy.
+    """
+
+    def __init__(self, tokens: Tokens, sequence_length: int) -> None:
+        self.where = describe(tokens)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{self.where}: an array of shape {tokens.shape} and type {tokens.dtype} is not tokens: "
+                "pass a 1-D array of integers"
+            )
+        self.sequence_length = sequence_length
+        self._set(tokens)
+
+    def _set(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.samples = max(0, (len(tokens) - 1) // self.sequence_length)
+        # np.ndarray is cheaper to index than its subclass np.memmap, which stays alive as its base.
+        plain = tokens.view(np.ndarray)
+        step = plain.strides[0] if plain.ndim else 0
+        # Row i covers tokens [i*T, i*T + T]: gathering rows is one call, four times as fast as an index matrix.
+        self.windows: Tokens = np.lib.stride_tricks.as_strided(
+            plain,
+            shape=(self.samples, self.sequence_length + 1),
+            strides=(step * self.sequence_length, step),
+            writeable=False,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {"where": self.where, "sequence_length": self.sequence_length}
+        mapped = map_arguments(self.tokens)
+        return state | ({"map": mapped} if mapped else {"tokens": np.asarray(self.tokens)})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.where = state["where"]
+        self.sequence_length = state["sequence_length"]
+        self._set(open_map(**state["map"]) if "map" in state else state["tokens"])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Length, dtype and a checksum of the first and last 2,048 tokens: identifies the array cheaply."""
+        ends = np.concatenate([self.tokens[:2048], self.tokens[-2048:]])
+        return {
+            "tokens": len(self.tokens),
+            "dtype": self.tokens.dtype.str,
+            "ends": hashlib.blake2b(ends.tobytes(), digest_size=8).hexdigest(),
+        }
+
+
+def describe(tokens: Tokens) -> str:
+    """The file of a memory map, or "tokens in memory"."""
+    name = getattr(tokens, "filename", None)
+    return str(name) if name else "tokens in memory"
+
+
+def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
+    """Arguments with which `open_map` reopens the same part of the same file; None if `tokens` is no such map."""
+    if not isinstance(tokens, np.memmap) or getattr(tokens, "filename", None) is None or tokens.mode == "c":
+        return None
+    root: Any = tokens
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(root.base, mmap.mmap) or tokens.strides != root.strides:
+        return None
+    # every slice of a map has the offset of the whole map
+    behind = tokens.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+    return {
+        "path": str(tokens.filename),
+        "dtype": tokens.dtype.str,
+        "offset": root.offset + behind,
+        "count": len(tokens),
+    }
+
+
+def open_map(path: str, dtype: str, offset: int, count: int) -> Tokens:
+    """Memory-map `count` numbers of `dtype` from byte `offset` of `path`, read-only.
+
+    Raises:
+        DataError: the file is missing, or shorter than before.
+    """
+    try:
+        return cast(Tokens, np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot reopen {count} tokens of type {dtype} ({error}): restore the file") from error
+
+
+class TokenDataset(Dataset[Batch]):
+    """Samples of `sequence_length` tokens with next-token labels, from one or more arrays of tokens.
+
+    Sample i of an array covers its tokens [i*T, i*T + T], so that an array of n tokens has (n - 1) // T samples and
+    every token has a label. A sample never crosses from one array into the next.
+
+    Args:
+        tokens: a 1-D integer array or memory map, or a sequence of them.
+        sequence_length: T, at least 1.
+        vocab_size: tokens outside [0, vocab_size) are errors, raised when they are fetched, because opening reads
+            nothing; None: not checked.
+        name: name of this source in errors, for arrays in memory.
+
+    Raises:
+        DataError: an array does not consist of integers in one dimension, or no array is long enough for one sample.
+    """
+
+    collated = True
+
+    def __init__(
+        self,
+        tokens: Tokens | Sequence[Tokens],
+        sequence_length: int,
+        vocab_size: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length is {sequence_length}: it must be at least 1")
+        if vocab_size is not None and vocab_size < 1:
+            raise DataError(f"vocab_size is {vocab_size}: it must be at least 1, or null to skip the check")
+        arrays = [tokens] if isinstance(tokens, np.ndarray) else list(tokens)
+        if not arrays:
+            raise DataError(f"{name or 'tokens'}: no arrays of tokens: pass at least one")
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.name = name
+        self.arrays = [TokenArray(array, sequence_length) for array in arrays]
+        self._starts = np.cumsum([0] + [array.samples for array in self.arrays])
+        self._samples = int(self._starts[-1])
+        if self._samples == 0:
+            longest = max(self.arrays, key=lambda array: len(array.tokens))
+            raise DataError(
+                f"{self._where(longest)}: {len(longest.tokens)} tokens are too few for one sample of sequence_length "
+                f"{sequence_length}, which takes {sequence_length + 1}: add data or reduce sequence_length"
+            )
+        kinds = {array.tokens.dtype for array in self.arrays}
+        self.dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
+        # Whether tokens of this type can be outside the vocabulary at all.
+        limits = np.iinfo(self.dtype)
+        self._check_high = vocab_size is not None and limits.max >= vocab_size
+        self._check_low = vocab_size is not None and limits.min < 0
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """What the metrics count per sample: T. None if a subclass overrides `__getitems__`, and may pad."""
+        return self.sequence_length if is_plain_tokens(self) else None
+
+    @property
+    def prefetch(self) -> str | None:
+        """`thread`: nothing here is random, so a thread may prefetch. None if a subclass overrides `__getitems__`."""
+        return "thread" if is_plain_tokens(self) else None
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Batch:
+        batch = self.__getitems__([index])
+        return {key: value[0] for key, value in batch.items()}
+
+    def __getitems__(self, indices: Sequence[int] | I64) -> Batch:
+        """Fetch a batch.
+
+        Args:
+            indices: sample indices, shape (B,).
+
+        Returns:
+            `input_ids` and `labels`, int64 tensors of shape (B, T).
+
+        Raises:
+            IndexError: an index is outside [0, len).
+            DataError: a token is outside the vocabulary.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        check_bounds(wanted, self._samples, "dataset")
+        return token_batch(self.gather(wanted))
+
+    def gather(self, indices: I64) -> Tokens:
+        """The windows of T + 1 tokens of each sample, in the dtype of the arrays.
+
+        Args:
+            indices: int64 of shape (B,), within [0, len): not checked.
+
+        Returns:
+            Tokens of shape (B, T + 1).
+
+        Raises:
+            DataError: a token is outside the vocabulary.
+        """
+        windows = self.arrays[0].windows[indices] if len(self.arrays) == 1 else self._gather_arrays(indices)
+        if self.vocab_size is not None and len(indices):
+            high = self._check_high and np.maximum.reduce(windows, axis=None) >= self.vocab_size
+            if high or (self._check_low and np.minimum.reduce(windows, axis=None) < 0):
+                raise self._outside_vocabulary(windows, indices, self.vocab_size)
+        return windows
+
+    def _gather_arrays(self, indices: I64) -> Tokens:
+        windows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        for number in np.unique(which):
+            rows = np.nonzero(which == number)[0]
+            windows[rows] = self.arrays[number].windows[indices[rows] - self._starts[number]]
+        return windows
+
+    def _outside_vocabulary(self, windows: Tokens, indices: I64, vocab_size: int) -> DataError:
+        row, column = np.argwhere((windows >= vocab_size) | (windows < 0))[0]
+        number = int(np.searchsorted(self._starts, indices[row], side="right")) - 1
+        position = int(indices[row] - self._starts[number]) * self.sequence_length + int(column)
+        value = int(windows[row, column])
+        remedy = f"set vocab_size to at least {value + 1} or " if value >= 0 else ""
+        return DataError(
+            f"{self._where(self.arrays[number])}: token {value} at position {position} is not in the vocabulary "
+            f"(0 to {vocab_size - 1}): {remedy}use tokens of this model's tokenizer"
+        )
+
+    def _where(self, array: TokenArray) -> str:
+        named = self.name is not None and array.where == "tokens in memory"
+        return str(self.name) if named else array.where
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Identifies the data without reading all of it; JSON-serializable."""
+        return {
+            "sequence_length": self.sequence_length,
+            "arrays": [array.fingerprint() for array in self.arrays],
+        }
+
+
+class MixtureDataset(Dataset[Any]):
+    """Concatenates named sources: index i of the mixture is index i - cumulative_sizes[s] of source s.
+
+    A sample that is a dict gets `dataset_idx`, the number of its source; any other sample becomes
+    (sample, dataset_idx). If every source is collated, so is the mixture: a batch is gathered source by source and
+    restored to the requested order, with `dataset_idx` as an int64 tensor of shape (B,).
+
+    Args:
+        datasets: map-style datasets.
+        names: a unique name for each; weights and phases refer to sources by name.
+        tagged: False: samples are what their sources return. A `StatefulDataLoader` adds `dataset_idx` to a batch of
+            them that is a dict.
+        gathers: False: sources that are collated are fetched sample by sample, too.
+
+    Attributes:
+        cumulative_sizes: [0, n_0, n_0 + n_1, ...].
+        collated: whether `__getitems__` returns finished batches.
+        marks_batches: the loader is to call `mark`.
+
+    Raises:
+        DataError: no sources, a different number of names, a duplicate name, or a source that is empty or has no
+            length.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Any], names: Sequence[str], *, tagged: bool = True, gathers: bool = True
+    ) -> None:
+        self.datasets = list(datasets)
+        self.names = list(names)
+        self.tagged = tagged
+        if not self.datasets:
+            raise DataError("At least one source is needed: the mixture has none")
+        check_names(self.names, DataError)
+        if len(self.datasets) != len(self.names):
+            raise DataError(
+                f"datasets and names must have the same length: {len(self.datasets)} datasets, "
+                f"{len(self.names)} names ({', '.join(self.names)})"
+            )
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise DataError(f"duplicate source name {twice[0]!r}: every source needs a name of its own")
+        sizes = [source_size(*pair) for pair in zip(self.names, self.datasets, strict=True)]
+        self.cumulative_sizes: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._starts = np.asarray(self.cumulative_sizes, dtype=np.int64)
+        lengths = {d.sequence_length if is_plain_tokens(d) else None for d in self.datasets}
+        # Tokens of several sources are gathered in their narrow dtype and widened to int64 once, all together.
+        self._sequence_length = lengths.pop() if len(lengths) == 1 else None
+        kinds = {d.dtype for d in self.datasets} if self._sequence_length is not None else set()
+        self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
+        self.collated = gathers and all(getattr(dataset, "collated", False) for dataset in self.datasets)
+        self.marks_batches = not (tagged or self.collated) and len(self.names) > 1
+        self.prefetch = "thread" if all(getattr(d, "prefetch", None) == "thread" for d in self.datasets) else None
+        self.draws_nothing = all(map(draws_nothing, self.datasets))
+        self.has_state = any(map(is_stateful, self.datasets))
+
+    def __len__(self) -> int:
+        return self.cumulative_sizes[-1]
+
+    def locate(self, indices: I64) -> I64:
+        """The number of the source of each index.
+
+        Raises:
+            IndexError: an index is not in [0, len).
+        """
+        check_bounds(indices, len(self), "mixture")
+        return self._starts.searchsorted(indices, side="right") - 1
+
+    def __getitem__(self, index: int) -> Any:
+        source = int(self.locate(np.asarray([index], dtype=np.int64))[0])
+        try:
+            sample = self.datasets[source][index - self.cumulative_sizes[source]]
+        except DataError as error:
+            raise self._named(source, error) from error
+        if not self.tagged:
+            return sample
+        if isinstance(sample, dict):
+            return {**sample, "dataset_idx": source}
+        return sample, source
+
+    def mark(self, batch: Any, indices: Sequence[int]) -> Any:
+        """`batch`, with `dataset_idx` (int64 of shape (B,)) if it is a dict."""
+        if isinstance(batch, dict):
+            batch["dataset_idx"] = torch.from_numpy(self.locate(np.asarray(indices, dtype=np.int64)))
+        return batch
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int] | I64], Batch]:
+        """Fetches a batch of indices of shape (B,). Exists only if `collated`: otherwise a loader must fetch sample by
+        sample, so that `exactdata.sample_rng` knows which sample is being fetched."""
+        if not self.collated:
+            raise AttributeError("a mixture with a source that is not collated has no __getitems__")
+        return self._fetch_batch
+
+    def _fetch_batch(self, indices: Sequence[int] | I64) -> Batch:
+        wanted = np.asarray(indices, dtype=np.int64)
+        sources = self.locate(wanted)
+        first = int(sources[0]) if len(sources) else 0
+        if self._sequence_length is not None:
+            batch = token_batch(self._gather(wanted, sources, self._sequence_length))
+        elif (sources == first).all():
+            batch = self._fetch(first, wanted)
+        else:
+            batch = self._interleave(wanted, sources)
+        batch["dataset_idx"] = torch.from_numpy(sources)
+        return batch
+
+    def _gather(self, wanted: I64, sources: I64, sequence_length: int) -> Tokens:
+        """Windows of tokens of shape (B, T + 1), where all sources are token datasets."""
+        windows: Tokens | None = None
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
+            rows = np.flatnonzero(sources == source)
+            try:
+                part = self.datasets[source].gather(wanted[rows] - self.cumulative_sizes[source])
+            except DataError as error:
+                raise self._named(source, error) from error
+            if len(rows) == len(wanted):
+                return cast(Tokens, part)
+            if windows is None:
+                windows = np.empty((len(wanted), sequence_length + 1), dtype=self._dtype)
+            windows[rows] = part
+        return windows if windows is not None else np.empty((0, sequence_length + 1), dtype=self._dtype)
+
+    def _fetch(self, source: int, wanted: I64) -> Batch:
+        try:
+            batch = self.datasets[source].__getitems__(wanted - self.cumulative_sizes[source])
+        except DataError as error:
+            raise self._named(source, error) from error
+        return {key: torch.as_tensor(value) for key, value in batch.items()}
+
+    def _interleave(self, wanted: I64, sources: I64) -> Batch:
+        batch: Batch = {}
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
+            rows = np.flatnonzero(sources == source)
+            part = self._fetch(source, wanted[rows])
+            if not batch:
+                batch = {key: value.new_empty((len(wanted), *value.shape[1:])) for key, value in part.items()}
+            samples = [{key: value[0] for key, value in each.items()} for each in (batch, part)]
+            if line := disagreement(samples, [f"of source {self.names[i]!r}" for i in (sources.min(), source)]):
+                raise DataError(line)
+            for key, value in part.items():
+                batch[key][torch.from_numpy(rows)] = value
+        return batch
+
+    def _named(self, source: int, error: DataError) -> DataError:
+        return DataError(f"source {self.names[source]!r}: {error}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the sources as `dataset_0`, `dataset_1`, ...; {} for a source without state."""
+        return {
+            f"dataset_{source}": dataset.state_dict() if is_stateful(dataset) else {}
+            for source, dataset in enumerate(self.datasets)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the states of the sources.
+
+        Raises:
+            DataError: the state was saved with another number of sources.
+        """
+        keys = [f"dataset_{source}" for source in range(len(self.datasets))]
+        if sorted(state) != sorted(keys):
+            raise DataError(
+                f"the saved state of this mixture has {', '.join(map(str, state)) or 'nothing'}, its sources are "
+                f"{', '.join(keys)}: use the sources that it was saved with"
+            )
+        for key, dataset in zip(keys, self.datasets, strict=True):
+            if is_stateful(dataset):
+                dataset.load_state_dict(state[key])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Size and, if it has one, fingerprint of each source by name; JSON-serializable."""
+        return {
+            name: {"samples": len(dataset), **(dataset.fingerprint() if hasattr(dataset, "fingerprint") else {})}
+            for name, dataset in zip(self.names, self.datasets, strict=True)
+        }
+
+
+def check_bounds(indices: I64, size: int, what: str) -> None:
+    """Raise IndexError unless all `indices` are in [0, size)."""
+    # As an unsigned number a negative index is huge, so one comparison finds both kinds. `argmax` takes half the time
+    # of `max`.
+    unsigned = indices.view(np.uint64)
+    if len(indices) and unsigned.item(unsigned.argmax()) >= size:
+        bad = next(int(index) for index in indices if not 0 <= index < size)
+        raise IndexError(f"sample {bad} is not in this {what} of {size} samples")
+
+
+def token_batch(windows: Tokens) -> Batch:
+    """`input_ids` and `labels`, int64 tensors of shape (B, T), from windows of tokens of shape (B, T + 1)."""
+    return {
+        "input_ids": torch.from_numpy(windows[:, :-1].astype(np.int64)),
+        "labels": torch.from_numpy(windows[:, 1:].astype(np.int64)),
+    }
+
+
+def source_size(name: str, dataset: Any) -> int:
+    """Number of samples of a source.
+
+    Raises:
+        DataError: the source is empty or has no length.
+    """
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"source {name!r} ({type(dataset).__name__}) has no length: a mixture takes map-style datasets only"
+        ) from error
+    if size < 1:
+        raise DataError(f"source {name!r} is empty: add data, or remove it")
+    return size
+
+
+def is_plain_tokens(dataset: Any) -> bool:
+    """Whether `dataset` fetches batches as `TokenDataset` does; a subclass may override it."""
+    return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
+
+
+def collate(samples: Any) -> Any:
+    """`collate_fn` for torch's DataLoader over these datasets: keeps finished batches, collates anything else."""
+    return samples if isinstance(samples, dict) else default_collate(samples)
+
+
+def expand(paths: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:
+    """Expand files, folders and globs to a list of files.
+
+    Args:
+        paths: one path or several; the order is kept.
+        pattern: which files of a folder are taken; they are sorted by name.
+
+    Raises:
+        DataError: a path does not exist, or a folder or glob has no matching file.
+    """
+    entries = [paths] if isinstance(paths, str | Path) else list(paths)
+    files: list[Path] = []
+    for entry in entries:
+        path = Path(entry).expanduser()
+        if path.is_file():
+            found = [path]
+        elif path.is_dir():
+            found = sorted(file for file in path.glob(pattern) if file.is_file())
+        else:
+            found = _glob(path)
+        if not found:
+            problem = f"has no file that matches {pattern!r}" if path.is_dir() else "does not exist"
+            raise DataError(f"{path}: {problem}: check the path; relative paths start at {Path.cwd()}")
+        files.extend(found)
+    if not files:
+        raise DataError("paths is empty: name files, folders or globs")
+    return files
+
+
+def _glob(path: Path) -> list[Path]:
+    parts = path.parts
+    wild = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    if wild is None:
+        return []
+    return sorted(file for file in Path(*parts[:wild]).glob(str(Path(*parts[wild:]))) if file.is_file())

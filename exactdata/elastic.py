@@ -1,0 +1,712 @@
+"""ElasticSampler: the same global sequence of samples for any number of ranks, batches and workers.
+
+The sequence itself is `exactdata.order.sequence.ElasticSequence`. This module adds one rank's part of it, the state,
+and changes during a run. Rank r of N takes positions start + r, start + r + N, ...: a micro-batch of all ranks is a
+range of positions, so between steps exactly a prefix of the sequence is consumed.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from exactdata.errors import nearest
+from exactdata.order.arrays import I64, U64
+from exactdata.order.exclusions import Exclusion, Exclusions, Selections, check_selections, excluded_from
+from exactdata.order.packed import pack_json, unpack_json
+from exactdata.order.plan import OrderPlan
+from exactdata.order.segments import (
+    Segment,
+    check_sizes,
+    check_values,
+    planned_segments,
+    segment_at,
+    segments_from_json,
+)
+from exactdata.order.sequence import VERSION, ElasticSequence
+from exactdata.order.spans import END
+from exactdata.order.state_checks import (
+    ListOf,
+    MapOf,
+    Record,
+    any_integer,
+    anything,
+    check,
+    check_same_seal,
+    digest_of,
+    flag,
+    mapping,
+    shown,
+    text,
+    whole,
+)
+from exactdata.order.weights import (
+    SamplerError,
+    SamplerStateError,
+    Weights,
+    integer,
+    replicas_and_rank,
+    weights_by_name,
+)
+
+_INT64_MAX = int(np.iinfo(np.int64).max)
+_STATE = Record(
+    {
+        "seed": any_integer,
+        "shuffle": flag,
+        "position": whole(),
+        "samples": whole(),
+        "num_replicas": whole(1),
+        "global_batch_size": whole(1),
+        "order": text,
+        "seal": text,
+    }
+)
+_ORDER = Record(  # in the text of `order`
+    {
+        "sizes": MapOf(whole()),
+        "retired": ListOf(text),
+        "segments": anything,
+        "exclusions": ListOf(mapping),
+        "plan": mapping,
+    }
+)
+_MESSAGE = (
+    "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
+)
+
+FIRST = 256  # samples in the first block
+MOST = 8192  # samples in a block; in a larger one a sample costs no less
+
+
+@dataclass
+class Iteration:
+    """The progress of one iteration. Older iterations keep their own and may be continued.
+
+    Attributes:
+        start: position at which the iteration began.
+        counted: samples of this rank before `start` that the loaded state has counted.
+        drawn: samples of this rank that were drawn.
+        follow: returns how many of them the loader has yielded; None: all.
+    """
+
+    start: int = 0
+    counted: int = 0
+    drawn: int = 0
+    follow: Callable[[], int] | None = None
+
+    @property
+    def yielded(self) -> int:
+        """Samples of this rank that the iteration has yielded."""
+        return self.drawn if self.follow is None else self.follow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"start": self.start, "counted": self.counted, "drawn": self.yielded, "follow": None}
+
+
+class ElasticIterator(Iterator[Any]):
+    """Draws one iteration; implements `exactdata.loading.index_stream.ChangingIndices` for loaders that draw ahead.
+
+    Args:
+        sampler: the sampler.
+        iteration: where the iteration begins.
+        draw: returns a generator of what follows the samples drawn so far.
+    """
+
+    def __init__(
+        self, sampler: ElasticSampler, iteration: Iteration, draw: Callable[[Iteration], Iterator[Any]]
+    ) -> None:
+        self._sampler = sampler
+        self._iteration = iteration
+        self._draw = draw
+        self._items = draw(iteration)
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the order."""
+        return self._sampler.order_version
+
+    def follow(self, yielded: Callable[[], int]) -> None:
+        """Let changes begin after the samples that `yielded` returns, not after those that were drawn."""
+        self._iteration.follow = yielded
+
+    def seek(self, samples: int) -> None:
+        """Continue after the first `samples` samples of the iteration."""
+        self._iteration.drawn = samples
+        self._items = self._draw(self._iteration)
+
+
+class ElasticSampler:
+    """Yields indices into the MixtureDataset of the sources, in an order that does not depend on ranks or batches.
+
+    Memory and start-up cost do not depend on the number of samples. Any position can be looked up directly.
+
+    Args:
+        sizes: samples by source name, in the order of the MixtureDataset.
+        weights: by source name (every source; 0 leaves it out), or one per source in the order of `sizes`.
+        global_batch_size: samples of one step over all ranks, a multiple of num_replicas. It does not affect the order.
+        num_replicas: number of ranks; default: of torch.distributed, or 1.
+        rank: this rank; default: of torch.distributed, or 0.
+        seed: of everything random in the order.
+        temperature: shares are proportional to weight^(1/temperature).
+        segments: planned changes of weights, as Segments, mappings, or tuples (start, weights, temperature). Sources
+            that a segment does not name keep their base weight.
+        max_epochs: cap on the epochs of a source, after which it is no longer drawn: one number for all sources, or
+            by name. The sampler ends when every source has reached its cap.
+        exclude: samples to leave out from now on: `NAME:INDEX`, `NAME:FIRST-LAST` or `positions:FIRST-LAST`, both ends
+            inclusive.
+        samples: end after this many samples of the run, counted over all ranks. It does not affect the order, and may
+            differ after a resume. Each rank gets the same number: what is left over is dropped.
+        epochs: the same as a multiple of the sizes of all sources with a positive weight; pass one of the two, or none.
+        epoch_samples: samples of one pass, counted over all ranks: an iteration ends with the pass that it is in, and
+            `set_epoch(e)` goes to position e * epoch_samples. It does not affect the order, and may differ after a
+            resume. Samples too few for all ranks come first in the next pass. None: one pass for all.
+        shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
+        allow_data_change: let `load_state_dict` accept a state that was saved with other weights, segments, caps or
+            sources. What was consumed stays; this sampler's plan holds from there on.
+
+    Attributes:
+        order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
+        order_version: grows with every change of the order.
+        sizes: samples by source name.
+        limit: the position at which the sampler ends, if it was given; None: that of the order, if it has one.
+
+    Raises:
+        SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        weights: Weights,
+        *,
+        global_batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        temperature: float = 1.0,
+        segments: Iterable[Segment | Mapping[str, Any] | Sequence[Any]] | None = None,
+        max_epochs: float | Mapping[str, float] | None = None,
+        exclude: Iterable[str] = (),
+        samples: int | None = None,
+        epochs: float | None = None,
+        epoch_samples: int | None = None,
+        shuffle: bool = True,
+        allow_data_change: bool = False,
+    ) -> None:
+        self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
+        self.global_batch_size = check_global_batch(global_batch_size, self.num_replicas)
+        self.seed = integer("seed", seed)
+        self.shuffle, self.allow_data_change = bool(shuffle), bool(allow_data_change)
+        self.sizes = check_sizes(sizes)
+        if max_epochs is None or isinstance(max_epochs, Mapping):
+            caps = dict(max_epochs or {})
+        else:
+            caps = dict.fromkeys(sizes, max_epochs)
+        self._base = Segment(0, weights_by_name(weights, self.sizes), temperature, caps)
+        self._plan = OrderPlan(planned_segments(segments or (), self._base), Selections.parse(exclude))
+        self.limit = self._limit_of(samples, epochs)
+        self.epoch_samples = None if epoch_samples is None else integer("epoch_samples", epoch_samples, 1)
+        if self.epoch_samples is not None and self.epoch_samples < self.num_replicas:
+            raise SamplerError(
+                f"epoch_samples {epoch_samples}: it must be at least {self.num_replicas}, one per replica"
+            )
+        self._position = 0  # where the next iteration starts, unless a skip is set
+        self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
+        self._iteration = Iteration()
+        self._skip = 0
+        self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
+        self._retired: dict[str, int] = {}  # sizes of sources that the run had before
+        self.order: ElasticSequence
+        self.order_version = 0
+        self._order_inputs: tuple[Any, ...] = ()
+        self._set_order(self._plan.segments, ())
+        if self._plan.exclude:
+            check_selections(self._plan.exclude, 0, self.sizes)
+            self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order.key_ranges))
+
+    def _limit_of(self, samples: int | None, epochs: float | None) -> int | None:
+        """The position at which the sampler ends; None: that of the order, if it has one."""
+        if samples is not None and epochs is not None:
+            raise SamplerError(f"samples={samples!r} and epochs={epochs!r}: pass one of the two")
+        if samples is not None:
+            return integer("samples", samples, 0)
+        if epochs is None:
+            return None
+        if isinstance(epochs, bool) or not hasattr(epochs, "__float__") or not 0 <= epochs < math.inf:
+            raise SamplerError(f"epochs {epochs!r}: it must be a finite number of 0 or more")
+        size = sum(size for name, size in self.sizes.items() if self._base.weights[name] > 0)
+        samples = int(Fraction(str(epochs)) * size)
+        if samples > END:
+            raise SamplerError(f"epochs {epochs!r} of {size} samples: at most 2^62 samples can be counted; lower it")
+        return samples
+
+    # --- iteration -------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next iteration at pass `epoch`, unless a state was loaded that stands within it.
+
+        Without `epoch_samples` it does nothing: epochs belong to the sources, and the order runs through them.
+
+        Raises:
+            SamplerError: `epoch` is no integer of 0 or more.
+        """
+        if self.epoch_samples is not None and self.pass_of(self._position) != integer("epoch", epoch, 0):
+            self._position, self._counted, self._skip = epoch * self.epoch_samples, (0, self.num_replicas), 0
+
+    def pass_of(self, position: int) -> int:
+        """The pass to which the samples from a position on belong, from 0; those too few for all ranks to the next."""
+        return 0 if self.epoch_samples is None else (position + self.num_replicas - 1) // self.epoch_samples
+
+    def set_skip(self, skip: int) -> None:
+        """Leave out the first `skip` samples of this rank, in the next iteration only.
+
+        After `load_state_dict`, samples are counted from where the saving run counted them: a loader that skips all it
+        has counted, on top of the state, does not skip the samples in the state twice.
+
+        Raises:
+            SamplerError: a negative skip, or one that would land before position 0.
+        """
+        skip = integer("skip", skip, 0)
+        counted, replicas = self._counted
+        if skip and self._position + (skip - counted) * replicas < 0:
+            raise SamplerError(
+                f"skip {skip}: the loaded state counts {counted} samples per rank at position {self._position}; "
+                "skip at least as many, or 0 to continue from there"
+            )
+        self._skip = skip
+
+    def __len__(self) -> int:
+        """Samples of this rank in the whole iteration, including those that a loaded state counts.
+
+        It is therefore the same before and after a resume, which is what the progress of a training loop refers to.
+
+        Raises:
+            TypeError: the order is endless.
+        """
+        stop = self._stop(self._iteration)
+        if stop is None:
+            raise TypeError(
+                "the elastic order is endless, so that it has no length: pass samples=N or epochs=N to ElasticSampler, "
+                "or cap every source with max_epochs"
+            )
+        return self._iteration.counted + max(0, stop - self._iteration.start) // self.num_replicas
+
+    def samples_left_after(self, samples: int) -> int:
+        """Samples that this rank still gets after `samples` samples of the current iteration.
+
+        Raises:
+            TypeError: the order is endless.
+        """
+        return len(self) - self._iteration.counted - samples
+
+    def _stop(self, iteration: Iteration) -> int | None:
+        """The position at which an iteration ends; None: never."""
+        ends = [end for end in (self.order.total, self.limit) if end is not None]
+        if self.epoch_samples is not None:
+            ends.append((self.pass_of(iteration.start) + 1) * self.epoch_samples)
+        return min(ends, default=None)
+
+    def __iter__(self) -> Iterator[int]:
+        return ElasticIterator(self, self._start_iteration(), self._integers)
+
+    def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
+        """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
+
+        Args:
+            batch_size: samples per array, at least 1.
+            drop_last: leave out a shorter last array, at the end of a capped order.
+
+        Yields:
+            Dataset indices, int64 of shape (batch_size,).
+        """
+        draw = partial(self._batches, batch_size=integer("batch_size", batch_size, 1), drop_last=drop_last)
+        return ElasticIterator(self, self._start_iteration(), draw)
+
+    def _start_iteration(self) -> Iteration:
+        in_state, replicas = self._counted
+        counted = self._skip or in_state
+        self._iteration = Iteration(self._position + (counted - in_state) * replicas, counted)
+        self._skip, self._counted = 0, (0, self.num_replicas)
+        return self._iteration
+
+    def _remaining(self, iteration: Iteration, drawn: int) -> int:
+        """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
+        stop = self._stop(iteration)
+        return ((END if stop is None else stop) - iteration.start) // self.num_replicas - drawn
+
+    def _integers(self, iteration: Iteration) -> Iterator[int]:
+        return (int(batch[0]) for batch in self._batches(iteration, 1, drop_last=True))
+
+    def _batches(self, iteration: Iteration, batch_size: int, drop_last: bool) -> Iterator[I64]:
+        remaining, positions = partial(self._remaining, iteration), partial(self._positions, iteration)
+        return drawn_in_blocks(self, iteration, batch_size, drop_last, remaining, positions)
+
+    # --- lookups ---------------------------------------------------------------------------------
+
+    def positions(self, first: int, count: int) -> I64:
+        """Positions in the run of this rank's samples [first, first + count) of the current iteration.
+
+        Returns:
+            int64 of shape (count,).
+        """
+        return self._positions(self._iteration, first, count)
+
+    def _positions(self, iteration: Iteration, first: int, count: int) -> I64:
+        start, replicas = iteration.start + self.rank, self.num_replicas
+        return np.arange(start + first * replicas, start + (first + count) * replicas, replicas, dtype=np.int64)
+
+    def sample_keys(self, first: int, count: int) -> U64:
+        """A 64-bit identity, a hash of (seed, source, key), of each of the samples that `positions` describes.
+
+        Returns:
+            uint64 of shape (count,).
+        """
+        return self.order.sample_keys(self.positions(first, count))
+
+    def indices_at(self, positions: I64) -> I64:
+        """Dataset index of the sample at each position of the run, int64 of the same shape (count,)."""
+        return self.order.indices_at(positions)
+
+    def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
+        """Look up the sample at a position of the run.
+
+        Args:
+            position: an integer, or integers of shape (count,).
+
+        Returns:
+            Source name, index within the source, and epoch of the source; arrays of shape (count,) for an array.
+
+        Raises:
+            SamplerError: not integers, or a position outside the order.
+        """
+        ids, index, epochs = self.order.locate(np.atleast_1d(_integers("position", position)))
+        if np.ndim(position) == 0:
+            return self.order.names[int(ids[0])], int(index[0]), int(epochs[0])
+        return np.array(self.order.names)[ids], index, epochs
+
+    def find(self, source: Any, index: Any, epoch: Any) -> Any:
+        """Look up when a sample is consumed: the inverse of `locate`.
+
+        Args:
+            source: a source name, or names of shape (count,).
+            index: index within the source, or an array.
+            epoch: epoch of the source, or an array. Scalars are broadcast.
+
+        Returns:
+            The position in the run, or int64 positions of shape (count,); -1 for a sample that is never consumed:
+            it is excluded or capped, or its source is no longer drawn, or all positions below 2^62 come before it.
+
+        Raises:
+            SamplerError: an unknown source, or an index or epoch that it does not have.
+        """
+        wanted = np.atleast_1d(source), _integers("index", index), _integers("epoch", epoch)
+        if wanted[0].ndim > 1:
+            raise SamplerError(f"source {source!r}: it must be a name or a one-dimensional array of names")
+        names, index_array, epochs = np.broadcast_arrays(*wanted)
+        ids = np.array([self._id_of(str(name)) for name in names.tolist()], np.int64)
+        size = np.array([self.order.sizes[self.order.names[i]] for i in ids.tolist()])
+        if ((index_array < 0) | (index_array >= size) | (epochs < 0)).any():
+            raise SamplerError("find: every index must be within its source, and every epoch 0 or more")
+        found = self.order.find(ids, index_array.astype(np.int64), epochs.astype(np.int64))
+        return int(found[0]) if np.ndim(source) == np.ndim(index) == np.ndim(epoch) == 0 else found
+
+    def _id_of(self, name: str) -> int:
+        if name not in self.order.sizes:
+            raise SamplerError(f"unknown source {name!r}{nearest(name, self.order.sizes)}")
+        return self.order.id_of(name)
+
+    # --- changes during a run --------------------------------------------------------------------
+
+    def update_weights(self, weights: Weights, temperature: float = 1.0, *, position: int | None = None) -> None:
+        """Change weights and temperature from `position` on. Every source continues at its key.
+
+        All ranks must make the same change at the same sample.
+
+        Args:
+            weights: by source name (sources that are not named keep their base weight), or one per source.
+            temperature: shares are proportional to weight^(1/temperature).
+            position: where the change begins; default: the first position that the current iteration has not yielded
+                on any rank. Planned segments that begin later stay.
+
+        Raises:
+            SamplerError: invalid weights, or a position that was already yielded.
+        """
+        at = self._first_changeable(position)
+        segments = self.order.segments
+        current = segment_at(segments, at)
+        named = weights_by_name(weights, self.sizes, self._base.weights)
+        is_now = at == self._position_after(self._iteration.yielded)  # nothing can come to stand before it
+        if is_now and (named, temperature) == (current.weights, current.temperature):
+            return
+        segment = replace(current, start=at, weights=named, temperature=temperature)
+        check_values([segment])
+        changed = [*(one for one in segments if one.start != at), segment]
+        self._set_order(tuple(sorted(changed, key=lambda one: one.start)), self.order.exclusions)
+
+    def exclude(self, texts: Iterable[str], *, position: int | None = None) -> None:
+        """Leave out more samples from `position` on.
+
+        Args:
+            texts: as the constructor's `exclude`. Positions are those of the order as it is before this call.
+            position: as for `update_weights`.
+
+        Raises:
+            SamplerError: an invalid exclusion, or a position that was already yielded.
+        """
+        at, selections = self._first_changeable(position), Selections.parse(texts)
+        check_selections(selections, at, self.sizes)
+        added = excluded_from(selections, at, self.order.key_ranges, planned=False)
+        self._set_order(self.order.segments, self.order.exclusions + added)
+
+    def _first_changeable(self, position: int | None) -> int:
+        """Where a change begins: at `position`, or at the first one that the current iteration has not yielded."""
+        reached = self._position_after(self._iteration.yielded)
+        if position is None:
+            return reached
+        position = integer("position", position, 0)
+        if position < reached:
+            raise SamplerError(
+                f"position {position}: a change cannot begin before position {reached}, the first not yet consumed"
+            )
+        return position
+
+    def _position_after(self, samples: int) -> int:
+        """The position after `samples` samples of each rank in the current iteration."""
+        return self._iteration.start + samples * self.num_replicas
+
+    def _set_order(
+        self, segments: tuple[Segment, ...], exclusions: Exclusions, retired: Mapping[str, int] | None = None
+    ) -> None:
+        retired = self._retired if retired is None else dict(retired)
+        sizes = {**self.sizes, **retired}
+        inputs = sizes, segments, exclusions
+        if self._order_inputs == inputs:
+            return
+        self.order = self._sequence(sizes, segments, exclusions)
+        self._retired = retired
+        self._order_inputs = inputs
+        self.order_version += 1
+
+    def _sequence(
+        self, sizes: Mapping[str, int], segments: tuple[Segment, ...], exclusions: Exclusions
+    ) -> ElasticSequence:
+        absent = tuple(name for name in sizes if name not in self.sizes)
+        return ElasticSequence(sizes, self.seed, segments, exclusions, absent=absent, shuffle=self.shuffle)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after all samples that the current iteration has yielded; see `state_dict_at`."""
+        return self.state_dict_at(self._iteration.yielded)
+
+    def state_dict_at(self, samples: int) -> dict[str, Any]:
+        """The state after `samples` samples of each rank in the current iteration; JSON-serializable.
+
+        It contains the global position, so after `load_state_dict` no skip is needed, whatever the number of ranks. A
+        loader that skips all samples it has counted reaches the same position, because the state also records how many
+        samples per rank it counts; see `set_skip`.
+        """
+        fixed, digest = self._fixed_state()
+        position, counted = self._position_after(samples), self._iteration.counted + samples
+        if self.pass_of(position) != self.pass_of(self._iteration.start):
+            counted = 0  # of the next pass
+        return {**fixed, "position": position, "samples": counted, "seal": _seal(digest, position, counted)}
+
+    def _fixed_state(self) -> tuple[dict[str, Any], str]:
+        """The state without what changes with every sample, and its digest: made once for each order.
+
+        What describes the order is a text (without its segments if they are those of the plan), so that a state costs
+        the same however many segments there are, and nothing that is done to a state reaches another one.
+        """
+        if self._fixed is None or self._fixed[0] is not self.order:
+            same = self.order.segments is self._plan.segments
+            order = {
+                "sizes": dict(self.order.sizes),
+                "retired": sorted(self._retired),
+                "segments": None if same else [one.to_json() for one in self.order.segments],
+                "exclusions": [one.to_json() for one in self.order.exclusions],
+                "plan": self._plan.to_json(),
+            }
+            state = {
+                "kind": "elastic",
+                "version": VERSION,
+                "seed": self.seed,
+                "shuffle": self.shuffle,
+                "num_replicas": self.num_replicas,
+                "global_batch_size": self.global_batch_size,
+                "order": pack_json(order),
+            }
+            self._fixed = self.order, state, digest_of(state)
+        return self._fixed[1:]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved with any number of ranks and any batch size.
+
+        Raises:
+            SamplerStateError: the state is truncated or edited; it has another version, seed or source size; or its
+                weights, segments, caps or sources differ and `allow_data_change` is not set.
+        """
+        state = opened_state(state)
+        for name, own in (("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[name] != own:
+                raise SamplerStateError(
+                    f"the saved data order has {name} {state[name]}, this sampler has {name} {own}: set {name} "
+                    "to the saved value"
+                )
+        for name, size in state["sizes"].items():
+            if self.sizes.get(name, size) != size:
+                raise SamplerStateError(
+                    f"source {name!r} had {size} samples when the state was saved and has {self.sizes[name]} now: "
+                    "restore it, or remove it and add the new data under another name"
+                )
+        changes = self.changes_from(state)
+        if changes and not self.allow_data_change:
+            raise SamplerStateError(
+                f"the data order differs from the saved one: {'; '.join(changes)}; "
+                "go back to that, or pass allow_data_change=True to go on with this one"
+            )
+        self._adopt(state)
+
+    def changes_from(self, state: Mapping[str, Any]) -> list[str]:
+        """How this sampler's plan differs from that of an `opened_state`, one message per difference."""
+        known = set(state["sizes"]) - set(state["retired"])
+        changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
+        changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
+        return changes + self._plan.changes_from(state["plan"], state["position"])
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        position = state["position"]
+        saved_segments = state["segments"]
+        segments, exclusions = self._plan.continued(
+            state["plan"],
+            saved_segments,
+            state["exclusions"],
+            position,
+            self.sizes,
+            lambda exclusions: self._sequence(state["sizes"], saved_segments, exclusions),
+        )
+        retired = {name: size for name, size in sorted(state["sizes"].items()) if name not in self.sizes}
+        self._set_order(segments, exclusions, retired)
+        self._position, self._skip = position, 0
+        self._counted = state["samples"], state["num_replicas"]
+        self._iteration = Iteration(position, state["samples"])
+
+
+def drawn_in_blocks(
+    sampler: ElasticSampler,
+    iteration: Iteration,
+    batch_size: int,
+    drop_last: bool,
+    left_after: Callable[[int], int],
+    positions: Callable[[int, int], I64],
+) -> Iterator[I64]:
+    """Yield the indices of one batch after another, int64 of shape (batch_size,).
+
+    A lookup is some hundred numpy calls, which cost as much for 16 samples as for 500: batches are looked up in blocks.
+    A block begins small and grows, so that neither the first batch nor one after a change waits for many others.
+
+    Args:
+        sampler: with the order, which may change after any batch.
+        iteration: its `drawn` counts the samples that are yielded.
+        left_after: how many samples are left after so many.
+        positions: those of the samples [first, first + count), from first and count.
+    """
+    ahead = FIRST
+    while (left := left_after(iteration.drawn)) >= (batch_size if drop_last else 1):
+        order, size = sampler.order, min(batch_size, left)
+        count = min(max(ahead // size, 1), left // size) * size  # whole batches
+        ahead = min(2 * ahead, MOST)
+        for batch in order.indices_at(positions(iteration.drawn, count)).reshape(-1, size):
+            iteration.drawn += size
+            yield batch
+            if sampler.order is not order:
+                ahead = FIRST
+                break  # what comes now is different
+
+
+def _integers(what: str, value: Any) -> I64:
+    """An integer or a one-dimensional array of integers, as int64; what lies beyond becomes the nearest that does not.
+
+    Raises:
+        SamplerError: `value` is neither.
+    """
+    array = np.asarray(value)
+    values = array.reshape(-1).tolist() if array.dtype.kind in "Ou" else []
+    if values and all(isinstance(one, int) for one in values):
+        array = np.array([max(-_INT64_MAX, min(one, _INT64_MAX)) for one in values], np.int64).reshape(array.shape)
+    if array.ndim > 1 or (array.size and array.dtype.kind != "i"):
+        raise SamplerError(f"{what} {value!r}: it must be an integer or a one-dimensional array of integers")
+    return array.astype(np.int64)
+
+
+def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what the text of its order holds, unpacked: sizes, retired, segments, exclusions and plan.
+
+    Raises:
+        SamplerStateError: it is not a complete, unedited state of a known version.
+    """
+    if not isinstance(state, Mapping):
+        raise SamplerStateError(f"the saved sampler state is {shown(state)}: pass what state_dict() returned")
+    version = state.get("version")
+    if state.get("kind") != "elastic" or version is None:
+        raise SamplerStateError(
+            f"the saved sampler state has keys {shown(list(state))} and is not an elastic sampler's: "
+            "use the sampler it was saved with, or start a new run"
+        )
+    if version != VERSION:
+        raise SamplerStateError(
+            f"the saved data order has version {shown(version)}; this program knows version {VERSION}: use the program "
+            "that saved it"
+        )
+    check(state, _STATE, _MESSAGE, SamplerStateError)
+    fixed = {name: value for name, value in state.items() if name not in ("position", "samples", "seal")}
+    found = _seal(digest_of(fixed), state["position"], state["samples"])
+    check_same_seal(state["seal"], found, "the saved data order", SamplerStateError)
+    try:
+        order = unpack_json(state["order"])
+        check(order, _ORDER, _MESSAGE, SamplerStateError)
+        order["plan"] = OrderPlan.from_json(order["plan"])
+        segments = order["segments"]
+        order["segments"] = order["plan"].segments if segments is None else segments_from_json(segments)
+        order["exclusions"] = tuple(map(Exclusion.from_json, order["exclusions"]))
+    except SamplerStateError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise SamplerStateError(
+            f"the saved data order cannot be read ({error!r:.200}): it was edited; use another checkpoint"
+        ) from None
+    return {**state, **order}
+
+
+def _seal(fixed: str, position: int, samples: int) -> str:
+    """The seal of a state, from the digest of its fixed part."""
+    return blake2b(f"{fixed} {position} {samples}".encode(), digest_size=8).hexdigest()
+
+
+def check_global_batch(global_batch_size: int, num_replicas: int) -> int:
+    """The global batch size as an integer.
+
+    Raises:
+        SamplerError: it is not a multiple of `num_replicas`; the message names the nearest multiples.
+    """
+    global_batch_size = integer("global_batch_size", global_batch_size, 1)
+    if global_batch_size % num_replicas:
+        below = global_batch_size // num_replicas * num_replicas
+        near = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+        raise SamplerError(
+            f"global_batch_size {global_batch_size} is not a multiple of {num_replicas} replicas; the nearest is {near}"
+        )
+    return global_batch_size

@@ -1,0 +1,53 @@
+"""What is wrong with samples that cannot be collated: which of them, of which source, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from exactdata.errors import UserError
+
+
+class CollationError(UserError, RuntimeError):
+    """The samples of a batch do not fit each other."""
+
+
+def disagreement(samples: Sequence[Any], names: Sequence[str]) -> str | None:
+    """How the first sample differs from the first one of another layout; None if all have the same.
+
+    Args:
+        names: what to call each sample.
+    """
+    layouts = [layout(sample) for sample in samples]
+    other = next((at for at, found in enumerate(layouts) if found != layouts[0]), None)
+    if other is None:
+        return None
+    keys = [key for key in {**layouts[0], **layouts[other]} if layouts[0].get(key) != layouts[other].get(key)]
+    shown = [
+        f"sample {names[at]} has {', '.join(_entry(key, layouts[at].get(key)) for key in keys[:4])}"
+        for at in (0, other)
+    ]
+    return (
+        f"the samples of a batch must agree: {', '.join(shown)}: return the same from every source, or set "
+        "collate_fn to a function that pads them"
+    )
+
+
+def layout(sample: Any, key: str = "") -> dict[str, str]:
+    """Path within the sample -> shape and type of what is there."""
+    if isinstance(sample, Mapping):
+        parts: Any = sample.items()
+    elif isinstance(sample, (list, tuple)):
+        parts = enumerate(sample)
+    else:
+        shape = getattr(sample, "shape", None)
+        kind = str(getattr(sample, "dtype", type(sample).__name__)).removeprefix("torch.")
+        return {key: kind if shape is None else f"{tuple(shape)} {kind}"}
+    found: dict[str, str] = {}
+    for name, part in parts:
+        found |= layout(part, f"{key}.{name}" if key else str(name))
+    return found
+
+
+def _entry(key: str, found: str | None) -> str:
+    return f"no {key}" if found is None else f"{key} {found}".strip()

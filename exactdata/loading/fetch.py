@@ -1,0 +1,321 @@
+"""Turning indices into a batch, in any process or thread; `stream_fetch` is for iterable datasets.
+
+A map-style dataset may offer, from slowest to fastest: `__getitem__(index)`; `__getitems__(indices)`, which returns
+a list of samples; and `__getitems__` with the attribute `collated = True`, which returns a finished batch of numpy
+arrays or tensors, passed on without a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, get_worker_info
+
+from exactdata import generators
+from exactdata.loading import global_draws
+from exactdata.loading.collation import CollationError, disagreement
+from exactdata.loading.randomness import Keys, current
+
+Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
+_OF_COLLATE = 0x9E3779B97F4A7C15  # what a batch is collated with is not what its first sample was drawn with
+
+
+def items(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The remaining items, without calling `iterator.__iter__`, which restarts some iterators."""
+    return iterator if isinstance(iterator, GeneratorType) else iter(partial(next, iterator, _END), _END)
+
+
+_END = object()
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether `thing` can save and restore its state; a dataset of datasets may deny it by `has_state = False`."""
+    methods = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    return all(map(callable, methods)) and bool(getattr(thing, "has_state", True))
+
+
+def is_iterator(thing: object) -> bool:
+    """Whether `thing` is its own iterator."""
+    return callable(getattr(thing, "__next__", None))
+
+
+def is_collated(dataset: object) -> bool:
+    """Whether the dataset's `__getitems__` returns a finished batch."""
+    return bool(getattr(dataset, "collated", False)) and callable(getattr(dataset, "__getitems__", None))
+
+
+def has_getitems(dataset: Any) -> bool:
+    """Whether the dataset's `__getitems__` is one of its own: torch's Subset has one that may only loop."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def to_tensors(batch: Any) -> Any:
+    """The batch with its numpy arrays replaced by tensors that share their memory."""
+    if type(batch) is dict:
+        for value in batch.values():
+            if type(value) is not torch.Tensor:
+                break
+        else:
+            return batch
+    if isinstance(batch, np.ndarray):
+        return torch.from_numpy(batch)
+    if isinstance(batch, Mapping):
+        return {key: to_tensors(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return tuple(to_tensors(value) for value in batch)
+    return batch
+
+
+class MapFetcher:
+    """Batches of a map-style dataset: fetch, then collate.
+
+    Args:
+        collate_fn: as in torch's DataLoader.
+        batched: the sampler's items are batches of indices (torch's automatic batching).
+        own_collate: `collate_fn` is the user's; it is then also applied to the batches of a collated dataset.
+        seeded: draws from the global generators depend on the samples alone, as far as that can be; see
+            `global_draws`.
+
+    Attributes:
+        watches: look at the next batch for draws that do not.
+        draws: the generators of such draws, once they were found, and `consequence` what they mean.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        batched: bool,
+        own_collate: bool,
+        seeded: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.batched = batched
+        self.collated = batched and is_collated(dataset)
+        self._direct = self.collated and not own_collate
+        self._own_collate = own_collate
+        self._marks = batched and bool(getattr(dataset, "marks_batches", False))
+        self._seeds_samples = seeded and not global_draws.draws_nothing(dataset)
+        self._seeds_collate = seeded and own_collate and not global_draws.draws_nothing(collate_fn)
+        self._samples: Callable[[Any], Any] = self._single
+        if batched:
+            self._samples = self._at_once if has_getitems(dataset) else self._one_by_one
+        self.watches = seeded and (not self._seeds_samples or self._samples == self._at_once)
+        # A list can be fetched again, sample by sample, if a draw is found; a state would have moved on.
+        if self._samples == self._at_once and self._seeds_samples and not (self.collated or is_stateful(dataset)):
+            self._samples, self.watches = self._as_list, False
+        self.draws = ""
+        self.consequence = global_draws.OF_A_BATCH if self._seeds_samples else global_draws.UNANNOUNCED
+
+    def fetch(self, indices: Indices, keys: Keys | Callable[[], Keys]) -> Any:
+        """The batch of these indices.
+
+        Args:
+            keys: one key per sample for `sample_rng`, or a function that returns them.
+
+        Raises:
+            Exception: whatever the dataset raises; the sample, its source and the process are added to the message.
+            RuntimeError: the dataset raised StopIteration, which would be taken for the end of the epoch.
+        """
+        current.keys, current.at = keys, 0
+        outside = generators.states() if self._seeds_samples or self._seeds_collate else None
+        try:
+            return self._fetch_and_collate(indices)
+        finally:
+            current.keys = None
+            if outside is not None:
+                generators.put_back(outside)
+
+    def _fetch_and_collate(self, indices: Indices) -> Any:
+        if isinstance(indices, np.ndarray) and not self.collated:
+            indices = indices.tolist()
+        if self.watches:
+            self.watches = False
+            samples, self.draws = global_draws.watched(partial(self._samples, indices))
+        else:
+            samples = self._samples(indices)
+        if self._direct:
+            return samples
+        if self._seeds_collate:
+            generators.seed(self._keys()[0] ^ _OF_COLLATE)
+        return self._collate(samples, indices)
+
+    def _collate(self, samples: Any, indices: Indices) -> Any:
+        """The batch of these samples; a mixture adds which sources they are of."""
+        listed = indices if self.batched else [indices]
+        try:
+            batch = collate(self.collate_fn, samples)
+        except Exception as error:
+            if self.batched and not self._own_collate and isinstance(samples, (list, tuple)):
+                names = [named_sample(self.dataset, index) for index in listed]
+                if line := disagreement(samples, names):
+                    raise CollationError(line) from error
+            explain(error, self.dataset, listed, indices, "collating")
+            raise
+        return self.dataset.mark(batch, indices) if self._marks else batch
+
+    def _keys(self) -> list[int]:
+        """The keys of the batch's samples."""
+        if callable(current.keys):
+            current.keys = current.keys()
+        return current.keys.tolist()  # type: ignore[union-attr, no-any-return]
+
+    def _single(self, index: Any) -> Any:
+        return self._each([index], index, self.dataset.__getitem__)[0]
+
+    def _one_by_one(self, indices: Indices) -> list[Any]:
+        return self._each(indices, indices, self.dataset.__getitem__)
+
+    def _each(self, wanted: Iterable[Any], indices: Indices, get: Callable[[Any], Any]) -> list[Any]:
+        """`get` of each of the `wanted`, seeded for each; `indices` are those of the batch."""
+        keys = self._keys() if self._seeds_samples else None
+        samples: list[Any] = []
+        keep, index = samples.append, None
+        try:
+            for index in wanted:
+                if keys is not None:
+                    generators.seed(keys[current.at])
+                keep(get(index))
+                current.at += 1
+        except Exception as error:
+            explain(error, self.dataset, [index], indices)
+            raise
+        return samples
+
+    def _at_once(self, indices: Indices) -> Any:
+        """What `__getitems__` returns; its draws depend on the first sample, and on how many there are."""
+        if self._seeds_samples and len(indices):
+            generators.seed(self._keys()[0])
+        return self._getitems(indices)
+
+    def _as_list(self, indices: Indices) -> Any:
+        """What `__getitems__` returns, until it draws: then it is asked for one sample at a time."""
+        outside = generators.states()
+        samples = self._getitems(indices)
+        draws = generators.drawn_from(outside)
+        if not draws:
+            return samples
+        if isinstance(samples, (list, tuple)) and len(samples) == len(indices):
+            self._samples = self._list_one_by_one
+        else:  # a finished batch, although the dataset does not say so
+            self._samples, self.draws = self._at_once, draws
+        return self._samples(indices)
+
+    def _list_one_by_one(self, indices: Indices) -> list[Any]:
+        return self._each(indices, indices, self._list_of_one)
+
+    def _list_of_one(self, index: Any) -> Any:
+        keys, at = current.keys, current.at
+        current.keys, current.at = keys[at : at + 1], 0  # type: ignore[index]
+        try:
+            return self.dataset.__getitems__([index])[0]
+        finally:
+            current.keys, current.at = keys, at
+
+    def _getitems(self, indices: Indices) -> Any:
+        try:
+            if self.collated:
+                wanted = indices if type(indices) is np.ndarray else np.asarray(indices)
+                return to_tensors(self.dataset.__getitems__(wanted))
+            return self.dataset.__getitems__(indices)
+        except Exception as error:
+            explain(error, self.dataset, indices, indices)
+            raise
+
+
+def load_state(thing: Any, state: Any) -> None:
+    """Load a copy of `state`, since `thing` may keep what it is given, and change it."""
+    thing.load_state_dict(copy.deepcopy(state))
+
+
+def load_end(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManager[Any] | None = None) -> None:
+    """Load the state that `thing` had after an epoch, so that the next `iter()` begins another one.
+
+    Some datasets keep the end of the epoch as their position, so that the next iteration is empty. Others have already
+    gone back to the start. Fetching one item tells them apart, unless they say so by `begins_anew = True`: a shard may
+    have no items.
+
+    Args:
+        as_it_was: entered for that one item.
+    """
+    if saved["dataset"] is None:
+        return
+    load_state(thing, saved["dataset"])
+    if saved["ended"] and not getattr(thing, "begins_anew", False):
+        with as_it_was or nullcontext():
+            iterator = iter(thing)
+            was_at_start = iterator is not thing and next(iterator, _END) is not _END
+        if was_at_start:
+            load_state(thing, saved["dataset"])
+
+
+def collate(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    """`collate_fn(samples)`.
+
+    Raises:
+        RuntimeError: it raised StopIteration.
+    """
+    try:
+        return collate_fn(samples)
+    except StopIteration as error:
+        raise stopped(f"the collate_fn {getattr(collate_fn, '__qualname__', collate_fn)!s}") from error
+
+
+def stopped(who: str) -> RuntimeError:
+    """What a StopIteration becomes (as in PEP 479) that would otherwise be taken for the end of the epoch."""
+    return RuntimeError(f"{who} raised StopIteration, which only the end of an iterator may: raise another error")
+
+
+def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, doing: str = "loading") -> None:
+    """Add to `error` which sample of which source failed, and in which process.
+
+    Raises:
+        RuntimeError: `error` is a StopIteration.
+    """
+    try:
+        names = ", ".join(named_sample(dataset, index) for index in list(failed)[:8])
+        several = "one of the samples" if doing == "loading" else "the samples"
+        rest = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
+        where = f"{several if len(failed) > 1 else 'sample'} {names}{rest}"
+    except (TypeError, ValueError, IndexError, KeyError):  # an index of a type of the user's
+        where = f"sample {indices!r} of {type(dataset).__name__}"
+    if isinstance(error, StopIteration):
+        raised = stopped(type(dataset).__name__)
+        annotate(raised, where, doing)
+        raise raised from error
+    annotate(error, where, doing)
+
+
+def named_sample(dataset: Any, index: Any) -> str:
+    """The sample as text, for example `17 of source 'code' (index 1017)`."""
+    sizes = getattr(dataset, "cumulative_sizes", None)
+    if sizes is None or not isinstance(index, (int, np.integer)):
+        return f"{index} of {type(dataset).__name__}"
+    starts = list(sizes) if sizes[0] == 0 else [0, *sizes]
+    source = bisect_right(starts, index) - 1
+    names: Sequence[Any] = getattr(dataset, "names", range(len(starts)))
+    return f"{index - starts[source]} of source {names[source]!r} (index {index})"
+
+
+def annotate(error: Exception, where: str, doing: str = "loading") -> None:
+    """Add the sample and the process to `error`: to its message if that is plain text, otherwise as a note."""
+    info = get_worker_info()
+    process = "in the main process" if info is None else f"in worker {info.id} (pid {os.getpid()})"
+    text = f"[while {doing} {where} {process}]"
+    args = error.args
+    if len(args) == 1 and isinstance(args[0], str) and type(error).__str__ is BaseException.__str__:
+        error.args = (f"{args[0]} {text}",)
+    else:
+        error.add_note(text)

@@ -1,0 +1,325 @@
+"""The loader's state: checking that it fits, and splitting it among ranks and workers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from exactdata.loading.protocols import LoaderStateError, State
+from exactdata.order.state_checks import (
+    LARGEST,
+    ListOf,
+    Record,
+    any_integer,
+    anything,
+    check,
+    check_same_seal,
+    digest_of,
+    flag,
+    mapping,
+    maybe,
+    one_of,
+    shown,
+    text,
+    whole,
+    without_foreign,
+)
+
+NAME = "exactdata.StatefulDataLoader"
+VERSION = 1
+
+_MESSAGE = "{key} in this state is {value}; it must be {allowed}: the state was edited; use another checkpoint"
+_OTHER_LOADERS = {  # of states that another loader with the same sampler wrote
+    "epoch": whole(),
+    "batches_yielded": whole(),
+    "samples_yielded": whole(),
+    "batch_size": maybe(whole(1)),
+    "sampler": maybe(mapping),
+}
+_SEEDS = Record(
+    {"base_seed": maybe(any_integer), "chained": flag},
+    {"private": text, "generator": text, "sampler_generator": text},
+)
+_PLAIN_SAMPLER = Record({"sampler": anything, "iterator": anything, "boundary": flag, "ended": flag})
+_OWN = Record(
+    {
+        **_OTHER_LOADERS,
+        "version": whole(1),
+        "loader": one_of(NAME),
+        "style": one_of("map", "iterable"),
+        "in_epoch": flag,
+        "batches_before": whole(),
+        "num_workers": whole(),
+        "next_worker": whole(),
+        "seeds": _SEEDS,
+        "order": anything,
+        "dataset": anything,
+        "digest": text,
+    },
+    {"dataset_size": maybe(whole())},
+)
+_ANY = Record({}, {**_OWN.required, **_OWN.optional})
+_RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(mapping)})
+
+_UNCHANGEABLE = (int, str, bool, float, type(None))
+
+DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset they are those of its shards
+
+
+def copied(value: Any) -> Any:
+    """A copy that its owner does not change any more; only what is in a flat dict of plain values is copied fast."""
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if kind is dict and all(type(each) in _UNCHANGEABLE for each in value.values()):
+        return dict(value)
+    return copy.deepcopy(value)
+
+
+def one_value(value: Any) -> Any:
+    """Write a value as JSON text, if JSON brings it back unchanged.
+
+    torch.distributed.checkpoint would flatten a list of dicts into keys, whose number differs from state to state.
+    """
+    if value is None:
+        return None
+    try:
+        line = json.dumps(value)
+        if json.loads(line) == value:
+            return line
+    except (TypeError, ValueError, RecursionError):
+        pass
+    return copied(value)
+
+
+def opened(value: Any) -> Any:
+    """Read what `one_value` returned.
+
+    Raises:
+        LoaderStateError: it is a text, but not of JSON.
+    """
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise LoaderStateError(
+            f"this state has the text {shown(value)}, which is not JSON: the state was edited; use another checkpoint"
+        ) from None
+
+
+def sealed(state: State) -> State:
+    """Return a state with its digest, which is the same on every rank."""
+    return {**state, "digest": _digest_of(state)}
+
+
+def check_seal(state: State, what: str) -> None:
+    """Check that a state is what it was when it was sealed.
+
+    Raises:
+        LoaderStateError: it was changed since.
+    """
+    check_same_seal(state.get("digest"), _digest_of(state), what, LoaderStateError, "digest")
+
+
+def _digest_of(state: State) -> str:
+    """Compute the digest of a state without the sampler's rank, which no sampler restores."""
+    sampler = state.get("sampler")
+    if isinstance(sampler, dict) and "rank" in sampler:
+        state = {**state, "sampler": {key: value for key, value in sampler.items() if key != "rank"}}
+    return digest_of(state)
+
+
+def is_in_epoch(state: State) -> bool:
+    """Whether the state was taken within an epoch, not between two."""
+    return bool(state.get("in_epoch", state["batches_yielded"] > 0))
+
+
+def size_of(dataset: Any) -> int | None:
+    """Samples in the dataset, None if it has no length."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def require(state: Any, keys: Sequence[str]) -> None:
+    """Check that `state` is a dict with all `keys`.
+
+    Raises:
+        LoaderStateError: names the missing keys and the loader that wrote the state.
+    """
+    if not isinstance(state, dict):
+        raise LoaderStateError(f"{NAME} cannot load a {type(state).__name__}; pass what its state_dict() returned")
+    missing = [key for key in keys if key not in state]
+    if missing:
+        torchdatas = "_snapshot" in state or "_num_yielded" in state
+        writer = "torchdata's StatefulDataLoader" if torchdatas else "an unknown loader"
+        raise LoaderStateError(
+            f"{NAME} cannot load this state: {', '.join(map(repr, missing))} missing; it was written by "
+            f"{state.get('loader') or writer} and has the keys {sorted(map(str, state))}; load it into that loader, or "
+            "start the data from the beginning"
+        )
+
+
+def _check_declared(state: Any) -> None:
+    """Check what any state of a loader holds."""
+    require(state, ("epoch", "batches_yielded"))
+    check(state, _ANY, _MESSAGE, LoaderStateError)
+
+
+def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool, counts_batches: bool) -> None:
+    """Check that a loader of this kind wrote `state`, for a dataset of this size, and that nobody changed it since.
+
+    A state with nothing but `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be of another
+    loader, and has no seal.
+
+    Args:
+        iterable: this loader's dataset is iterable-style.
+        size: samples in this loader's dataset, if known.
+        sampler_checks: the sampler compares the sizes itself.
+        counts_batches: the sampler yields batches of its own, which may be empty.
+
+    Raises:
+        LoaderStateError: the state does not fit.
+    """
+    _check_declared(state)
+    version = state.get("version", VERSION)
+    if version > VERSION:
+        raise LoaderStateError(
+            f"this state has version {version}, but this {NAME} reads versions up to {VERSION}: use the newer "
+            "program that wrote it"
+        )
+    style = "iterable" if iterable else "map"
+    if state.get("style", style) != style:
+        raise LoaderStateError(
+            f"this state's dataset is {state['style']}-style, this loader's is {style}-style: load the state with the "
+            "dataset that it was saved with"
+        )
+    saved = state.get("dataset_size")
+    if saved is not None and size is not None and saved != size and not sampler_checks:
+        raise LoaderStateError(
+            f"this state was saved over a dataset of {saved} samples, this one has {size}: resuming would repeat or "
+            "skip samples; use the same data, or start it from the beginning"
+        )
+    batches, samples = state["batches_yielded"], state.get("samples_yielded")
+    if samples is not None and not counts_batches and not batches <= samples <= samples * batches:
+        raise LoaderStateError(
+            f"samples_yielded in this state is {samples}, in {batches} batches; it must be {batches} or more, and 0 "
+            "for no batches: the state was edited; use another checkpoint"
+        )
+
+
+def check_place(state: State, epoch_size: int | None, batch_size: int | None, counts_batches: bool) -> None:
+    """Check that an epoch is as long as the state says, if its length is known, and that the state is unchanged.
+
+    Args:
+        epoch_size: samples of every epoch; batches if `counts_batches`.
+        batch_size: samples per batch; None: 1.
+        counts_batches: the sampler yields batches of its own.
+
+    Raises:
+        LoaderStateError: the state has another place, or was changed.
+    """
+    key = "batches_yielded" if counts_batches or "samples_yielded" not in state else "samples_yielded"
+    if epoch_size is not None and is_in_epoch(state):
+        unit = key.removesuffix("_yielded")
+        per = 1 if unit == "samples" or counts_batches else state.get("batch_size") or batch_size or 1
+        longest = -(-epoch_size // per)
+        if state[key] > longest:
+            raise LoaderStateError(
+                f"{key} in this state is {state[key]}, but an epoch has {longest} {unit}: the state was edited or "
+                "belongs to another data order; use another checkpoint"
+            )
+    if set(without_foreign(state)) <= set(_OTHER_LOADERS):
+        return
+    check(state, _OWN, _MESSAGE, LoaderStateError)
+    check_seal(state, "this state")
+    if (order := opened(state["order"])) is not None:
+        check({"order": order}, Record({"order": _PLAIN_SAMPLER}), _MESSAGE, LoaderStateError)
+
+
+def check_sampler_epoch(state: State) -> None:
+    """Check what a plain sampler's `set_epoch` is called with, if the state has it.
+
+    Raises:
+        LoaderStateError: it is not an integer that torch can seed a generator with.
+    """
+    declared = Record({}, {"epoch": whole(-LARGEST)})
+    check({"sampler": state.get("sampler") or {}}, Record({"sampler": declared}), _MESSAGE, LoaderStateError)
+
+
+def aggregate(states: Sequence[State]) -> State:
+    """Combine the states of all ranks, ordered by rank, into one.
+
+    Raises:
+        LoaderStateError: there are none, or the ranks stand at different places.
+    """
+    if not isinstance(states, Sequence) or not states:
+        raise LoaderStateError("aggregate_state_dict got no states: pass a list of one per rank")
+    check_ranks(states)
+    return {"version": VERSION, "loader": NAME, "ranks": list(states)}
+
+
+def check_ranks(states: Sequence[State]) -> None:
+    """Check that the states of all ranks were taken at the same place.
+
+    Ranks that read streams, or samplers of their own, may be in different epochs; the batches that each of them has
+    taken since the start of the run are the same.
+
+    Raises:
+        LoaderStateError: names the first rank that disagrees with rank 0, and both places.
+    """
+    for state in states:
+        _check_declared(state)
+    first = _place(states[0])
+    for rank, state in enumerate(states):
+        mine = _place(state)
+        for key in [*first, *(key for key in mine if key not in first)]:
+            if first.get(key) != mine.get(key):
+                raise LoaderStateError(
+                    f"the ranks were saved at different places: {key} is {shown(first.get(key))} on rank 0 and "
+                    f"{shown(mine.get(key))} on rank {rank}: all ranks must be saved after the same step, with the "
+                    "same settings; use another checkpoint"
+                )
+
+
+def _place(state: State) -> dict[str, Any]:
+    """What the states of all ranks have in common."""
+    place = {key: state.get(key) for key in ("version", "style", "batch_size")}
+    if not counts_ranks(state):  # every rank may have data, and epochs, of its own
+        batches = state["batches_yielded"]
+        if "batches_before" in state:
+            return {**place, "batches since the start of the run": state["batches_before"] + batches}
+        return {**place, "epoch": state["epoch"], "batches_yielded": batches}
+    place |= {"in_epoch": is_in_epoch(state), "dataset_size": state.get("dataset_size")}
+    place |= {key: state.get(key) for key in ("epoch", "batches_yielded", "samples_yielded")}
+    return place | {f"sampler.{key}": value for key, value in state["sampler"].items() if key not in ("rank", "seal")}
+
+
+def counts_ranks(state: State) -> bool:
+    """Whether the sampler that was saved deals out equal parts of its epoch, and says to how many ranks."""
+    return "num_replicas" in (state.get("sampler") or ())
+
+
+def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]:
+    """Check what `aggregate` returned, and that `rank` is one of `world_size`.
+
+    Returns:
+        The states of the ranks that were saved.
+
+    Raises:
+        LoaderStateError: it was changed, its ranks disagree, or there is no such rank.
+    """
+    require(aggregated, ("ranks",))
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise LoaderStateError(f"rank={rank!r} is outside the ranks of world_size={world_size!r}, numbered from 0")
+    check(aggregated, _RANKS, _MESSAGE, LoaderStateError)
+    ranks: list[State] = aggregated["ranks"]
+    if not ranks:
+        raise LoaderStateError("ranks in this state is []; it must have one state per rank: use another checkpoint")
+    check_ranks(ranks)
+    for number, state in enumerate(ranks):
+        if "digest" in state:
+            check_seal(state, f"this state of rank {number}")
+    return ranks

@@ -1,0 +1,143 @@
+"""The interface of a data loader that can be resumed, on any number of ranks and workers.
+
+Nothing here imports torch when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from exactdata.errors import UserError
+from exactdata.order.arrays import I64
+
+State = dict[str, Any]
+
+
+class LoaderError(UserError, ValueError):
+    """The loader's arguments contradict each other."""
+
+
+class DataEndedError(LoaderError):
+    """The sampler has yielded all its samples, and has no other epoch."""
+
+
+class LoaderStateError(UserError, ValueError):
+    """A saved state does not fit this loader."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRecord:
+    """Which samples a batch holds.
+
+    Attributes:
+        indices: int64, shape (samples,): dataset indices. None for an iterable dataset, and where the indices
+            are not integers.
+        positions: int64, shape (samples,): global positions as the sampler counts them, from the start of the run
+            (ElasticSampler) or of the epoch (DistributedSampler, MixtureSampler). None where the sampler has no
+            `positions` method.
+        epoch: the epoch of the batch, from 0.
+    """
+
+    indices: I64 | None
+    positions: I64 | None
+    epoch: int
+
+
+@runtime_checkable
+class RestartableDataLoader(Protocol):
+    """An iterable over batches whose position can be saved and restored.
+
+    At a save the states of all ranks are aggregated into one, which goes into the train state; at a resume each
+    rank takes its part of it, even if the number of ranks has changed. `StatefulDataLoader` implements this; any
+    iterable with these methods works.
+    """
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> State:
+        """This rank's state after the last batch that was yielded; prefetched batches do not count."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from this rank's `state` at the next `iter()`.
+
+        Raises:
+            LoaderStateError: the state does not fit.
+        """
+        ...
+
+    def aggregate_state_dict(self, states: Sequence[State]) -> State:
+        """Combine the states of all ranks, ordered by rank, into one."""
+        ...
+
+    def deaggregate_state_dict(self, aggregated: State, rank: int, world_size: int) -> State:
+        """Extract the state that `rank` of `world_size` ranks resumes from.
+
+        Raises:
+            LoaderStateError: the state cannot be split among this number of ranks.
+        """
+        ...
+
+
+_rank, _world_size = 0, 1
+
+
+def set_ranks(rank: int, world_size: int) -> None:
+    """Set what `ranks` and `shard` return in this process; the loader calls it, also in every worker."""
+    global _rank, _world_size
+    _rank, _world_size = rank, world_size
+
+
+def ranks() -> tuple[int, int]:
+    """(rank, world size) of the loader that reads this dataset, also in its worker processes."""
+    return _rank, _world_size
+
+
+class Acting:
+    """A context in which a dataset is read: as this shard, which may be another one, by which a part was left.
+
+    Attributes:
+        epoch: of the loader.
+        asked: `shard` was called in it.
+    """
+
+    def __init__(self, shard: tuple[int, int], epoch: int) -> None:
+        self.shard = shard
+        self.epoch = epoch
+        self.asked = False
+
+    def __enter__(self) -> Acting:
+        _acting.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _acting.pop()
+
+
+_acting: list[Acting] = []
+
+
+def shard() -> tuple[int, int]:
+    """(index of this shard, number of shards), counted over all ranks and their workers.
+
+    An iterable dataset that yields every `number`-th item, starting at item `index`, is split without overlap.
+    Worker `w` of `W` of rank `r` reads shard `r * W + w`. Outside a worker process, a rank is one shard.
+    """
+    from torch.utils.data import get_worker_info
+
+    if _acting:
+        _acting[-1].asked = True
+        return _acting[-1].shard
+    info = get_worker_info()
+    worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+    return _rank * workers + worker, _world_size * workers
+
+
+def epoch() -> int | None:
+    """The epoch, from 0, in which a loader reads this iterable dataset, also in its workers; None outside of a loader.
+
+    A dataset that counts its epochs itself loses count where workers do not outlive an epoch.
+    """
+    return _acting[-1].epoch if _acting else None

@@ -1,0 +1,80 @@
+"""Randomness that depends on the sample alone, not on the number of workers or ranks, nor on resumes.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from exactdata.errors import UserError
+from exactdata.order.arrays import U64
+from exactdata.order.hashing import GOLDEN, mix64
+
+Keys = U64
+
+
+class NoSampleError(UserError, RuntimeError):
+    """`sample_rng` was called while no sample was being fetched."""
+
+
+class _Current(threading.local):
+    """What this thread is fetching: the keys of the batch (or a function that returns them) and the index in it.
+
+    The fetcher sets both before a batch, and `keys` to None after it.
+    """
+
+    keys: Keys | Callable[[], Keys] | None = None
+    at: int = 0
+
+
+current = _Current()
+
+
+def sample_rng(at: int | None = None) -> np.random.Generator:
+    """The random generator of the sample that is being fetched.
+
+    A counter-based generator (Philox) keyed by the seed, the source and how many samples that source has given
+    before, so that augmentation, cropping and dropping do not depend on workers, ranks or resumes. With a sampler
+    that has no `sample_keys`, the key is a hash of the epoch's seed and the dataset index. Every call for the same
+    sample starts the same random stream: call it once per sample.
+
+    Args:
+        at: index of the sample within the batch, to be passed in a dataset's `__getitems__`. Inside `__getitem__`
+            it is known.
+
+    Raises:
+        NoSampleError: called while no `StatefulDataLoader` is fetching a sample.
+    """
+    keys = current.keys
+    if keys is None:
+        raise NoSampleError(
+            "sample_rng() was called while no sample is being fetched; call it inside the __getitem__ or "
+            "__getitems__ of a map-style dataset that a StatefulDataLoader reads"
+        )
+    if callable(keys):
+        keys = current.keys = keys()
+    return np.random.Generator(np.random.Philox(key=int(keys[current.at if at is None else at])))
+
+
+def keys_from_indices(seed: int, indices: Sequence[Any]) -> Keys:
+    """Keys where the sampler has none: a hash of (the epoch's seed, the dataset index).
+
+    Indices that are not integers (the keys of a mapping, for example) are hashed by their `repr`.
+    """
+    import hashlib
+
+    numbers = [
+        index
+        if isinstance(index, int)
+        else int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
+        for index in (int(i) if isinstance(i, np.integer) else i for i in indices)
+    ]
+    mask = (1 << 64) - 1
+    mixed = np.array([number & mask for number in numbers], dtype=np.uint64)
+    step = np.uint64(GOLDEN)
+    return mix64((mixed ^ mix64(np.array([seed & mask], dtype=np.uint64) + step)) + step)

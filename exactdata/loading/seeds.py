@@ -1,0 +1,181 @@
+"""The loader's own random stream: the draws torch's loader would make, without moving the global generator.
+
+torch's DataLoader draws a seed for its workers from the global generator at every `iter()`, and a shuffling sampler
+draws another one with its first index. This loader draws both from a private copy of the global generator, made
+when it is first iterated. After `torch.manual_seed` the order is torch's, in every epoch, and the global generator
+stays where it was, so that dropout in a resumed run is the same as in an uninterrupted one. A generator passed as
+`generator=` is drawn from as torch does.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from exactdata.loading.protocols import LoaderStateError
+from exactdata.order.hashing import stream_key
+from exactdata.order.state_checks import shown
+
+
+def draw_seed(generator: torch.Generator) -> int:
+    """One seed, drawn as torch's DataLoader draws its base seed."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class SeedStream:
+    """One seed per epoch, and the state to reproduce it.
+
+    Where the sampler seeds itself, and for the later epochs of persistent workers, each seed is derived from the one
+    before ("chained"): a single integer is the whole state. The first one is then derived from the sampler's `seed`, if
+    it has one, so that every rank has the same state, however it has seeded torch.
+
+    Args:
+        generator: the one passed to the loader, or None.
+        seeds_itself: the sampler needs no random draws from the loader.
+        sampler: if it has a `generator`, that is saved and restored as well.
+    """
+
+    def __init__(self, generator: torch.Generator | None, seeds_itself: bool, sampler: Any) -> None:
+        self.generator = generator
+        self._generators = {"generator": generator, "sampler_generator": generator_of(sampler)}
+        self.seeds_itself = seeds_itself
+        self._sampler = sampler
+        self.base_seed: int | None = None
+        self.chained = False
+        self._private: torch.Generator | None = None
+        self._at_start: dict[str, Any] | None = None  # the generators' states at the start of the epoch
+
+    @property
+    def private(self) -> torch.Generator:
+        """The copy of the global generator, made at the first use."""
+        if self._private is None:
+            self._private = torch.Generator()
+            self._private.set_state(torch.get_rng_state())
+        return self._private
+
+    def begin(self, chain: bool) -> torch.Generator:
+        """Begin an epoch.
+
+        Args:
+            chain: derive the seed from the previous one, if there is one, instead of drawing it.
+
+        Returns:
+            A generator whose next draw is `base_seed`, to be passed to torch's loader.
+        """
+        if self.seeds_itself or (chain and self.base_seed is not None):
+            self.base_seed, self.chained = draw_seed(torch.Generator().manual_seed(self._root())), True
+            self._save_generators()
+            return torch.Generator().manual_seed(self.base_seed)
+        source = self.generator or self.private
+        self._save_generators()
+        ahead = torch.Generator()
+        ahead.set_state(source.get_state())
+        self.base_seed, self.chained = draw_seed(source), False
+        return ahead
+
+    def begin_restored(self) -> torch.Generator:
+        """Begin the epoch that `load` restored; returns what `begin` does."""
+        if self.chained:
+            assert self.base_seed is not None
+            return torch.Generator().manual_seed(self.base_seed)
+        self.base_seed = None
+        return self.begin(chain=False)
+
+    def _save_generators(self) -> None:
+        self._at_start = None
+        if not self.seeds_itself:
+            self._at_start = {"private": self.private.get_state()}
+            for name, generator in self._generators.items():
+                if generator is not None:
+                    self._at_start[name] = generator.get_state()
+
+    @contextmanager
+    def in_place_of_global(self) -> Iterator[None]:
+        """Redirect draws from torch's global generator to the private one."""
+        if self.seeds_itself:
+            yield
+            return
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.private.get_state())
+        try:
+            yield
+        finally:
+            self.private.set_state(torch.get_rng_state())
+            torch.set_rng_state(outside)
+
+    def state(self, in_epoch: bool) -> dict[str, Any]:
+        """The state at the start of the current epoch, or of the next one if not `in_epoch`."""
+        state: dict[str, Any] = {"base_seed": self.base_seed, "chained": self.chained}
+        if self.seeds_itself:
+            state["base_seed"] = self._root()
+            return state
+        if not in_epoch:
+            self._save_generators()
+        assert self._at_start is not None
+        for name, tensor in self._at_start.items():
+            if isinstance(tensor, torch.Tensor):  # encoded once per epoch, when it is first needed
+                self._at_start[name] = base64.b64encode(tensor.numpy().tobytes()).decode()
+            state[name] = self._at_start[name]
+        return state
+
+    def _root(self) -> int:
+        """The seed that the next epoch's seed is derived from."""
+        if self.base_seed is None:
+            seed = getattr(self._sampler, "seed", None) if self.seeds_itself else None
+            if isinstance(seed, int):
+                self.base_seed = stream_key(seed, "loader") >> 1
+            else:
+                self.base_seed = draw_seed(self.generator or self.private)
+        return self.base_seed
+
+    def worker_seed(self, rank: int) -> int | None:
+        """Return the seed of this rank's workers in this epoch; None: torch seeds them, from what `begin` returned."""
+        if not self.chained or self.base_seed is None:
+            return None
+        return stream_key(self.base_seed, rank) >> 1 if rank else self.base_seed
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Check that `load` can restore `state`.
+
+        Raises:
+            LoaderStateError: a generator's state is not one, or the seed of a chain is missing.
+        """
+        if state["chained"] and state["base_seed"] is None:
+            raise LoaderStateError(
+                "seeds.base_seed in this state is None; it must be an integer if seeds.chained is true: the state was "
+                "edited; use another checkpoint"
+            )
+        for name in ("private", "generator", "sampler_generator"):
+            try:
+                if name in state:
+                    torch.Generator().set_state(_decode(state[name]))
+            except (ValueError, TypeError, RuntimeError):
+                raise LoaderStateError(
+                    f"seeds.{name} in this state is {shown(state[name])}; it must be the base64 text of a generator's "
+                    "state: the state was edited; use another checkpoint"
+                ) from None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.base_seed, self.chained = state["base_seed"], state["chained"]
+        if "private" in state:
+            self.private.set_state(_decode(state["private"]))
+            for name, generator in self._generators.items():
+                if generator is not None and name in state:
+                    generator.set_state(_decode(state[name]))
+        self._save_generators()
+
+
+def generator_of(sampler: Any) -> torch.Generator | None:
+    """The generator of a sampler, or of the sampler within a batch sampler."""
+    found = getattr(sampler, "generator", None) or getattr(getattr(sampler, "sampler", None), "generator", None)
+    return found if isinstance(found, torch.Generator) else None
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())

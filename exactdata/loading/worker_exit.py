@@ -1,0 +1,98 @@
+"""The end of worker processes: none outlives its main process, and none keeps it from exiting.
+
+A scheduler sends its signals to every process of a job, so workers ignore them: SIGTERM ends a worker only once its
+main process has said that it leaves. It says so however it leaves, through multiprocessing's own finalizers, because
+a process that `multiprocessing.Process` started runs no `atexit` functions, but waits for its children.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing import util
+from typing import Any
+
+WATCH_INTERVAL = 0.5  # seconds between a worker's checks that its parent is alive and still needs it
+GRACE = 5.0  # seconds at the exit after which a worker is killed that has not ended by itself
+
+_pools: list[Shutdown] = []  # of this process, whose workers may be alive
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+class Shutdown:
+    """Whether the workers of a pool are to exit, and their pids, in memory that they share with the main process.
+
+    Reading it takes no lock.
+    """
+
+    def __init__(self, context: Any, workers: int) -> None:
+        self._flag = context.RawValue("b", 0)
+        self._pids = context.RawArray("q", workers)
+        self._owner = os.getpid()
+        alive = {child.pid for child in multiprocessing.active_children()}
+        _pools[:] = [pool for pool in _pools if not pool.is_set() or alive & pool.pids()]
+        if not _pools:
+            util.Finalize(None, end_all, exitpriority=100)  # before multiprocessing waits for them
+        _pools.append(self)
+
+    def set(self) -> None:
+        """Tell the workers to exit; without effect in a fork of the main process, whose objects are copies."""
+        if os.getpid() == self._owner:
+            self._flag.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._flag.value)
+
+    def enter(self, worker: int) -> None:
+        """Called in each worker when it starts."""
+        self._pids[worker] = os.getpid()
+
+    def pids(self) -> frozenset[int]:
+        """Those of the workers that have started."""
+        return frozenset(self._pids) - {0}
+
+
+def end_all() -> None:
+    """End every worker of this process, which is about to exit."""
+    pids: frozenset[int] = frozenset()
+    for pool in _pools:
+        pool.set()
+        pids |= pool.pids()
+    workers = [child for child in multiprocessing.active_children() if child.pid in pids]
+    for worker in workers:
+        worker.terminate()
+    deadline = time.monotonic() + GRACE
+    for worker in workers:
+        worker.join(max(deadline - time.monotonic(), 0))
+    stuck = [worker for worker in workers if worker.is_alive()]
+    if stuck:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a worker that was killed
+    for worker in stuck:
+        worker.kill()
+
+
+def ignore_signals(shutdown: Shutdown) -> None:
+    """Ignore the signals that a scheduler, or a terminal, sends to all processes; the main process handles them."""
+
+    def on_terminate(signum: int, frame: object) -> None:
+        if shutdown.is_set():
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, on_terminate)
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def exit_when_unneeded(parent: int, shutdown: Shutdown) -> None:
+    """End this process once its parent is gone or has set `shutdown`, whatever the dataset is doing.
+
+    torch asks its workers to exit through a queue. When the garbage collector frees their iterator, the queue is
+    closed before that, and torch would wait five seconds for each worker.
+    """
+    while os.getppid() == parent and not shutdown.is_set():
+        time.sleep(WATCH_INTERVAL)
+    time.sleep(WATCH_INTERVAL if shutdown.is_set() else 0)  # most exit by themselves
+    os._exit(0)

@@ -1,0 +1,333 @@
+"""Worker processes: the tasks they run, and the pool that sends tasks to them.
+
+The pool is torch's own DataLoader over a stand-in for the dataset, whose items are tasks: to start, or to fetch a
+batch. The worker's reply holds the collated batch, the worker's number and the state of its dataset after the batch.
+The only property of torch's loader that this relies on is that it assigns tasks to workers in turn.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from exactdata.loading import protocols, redistribution
+from exactdata.loading.fetch import Indices, MapFetcher, is_stateful
+from exactdata.loading.global_draws import OF_A_STREAM_IN_WORKERS, watched
+from exactdata.loading.ipc import pack, unpack
+from exactdata.loading.pinning import pin
+from exactdata.loading.randomness import Keys, keys_from_indices
+from exactdata.loading.stream_fetch import StreamFetcher
+from exactdata.loading.worker_exit import Shutdown, exit_when_unneeded, ignore_signals
+from exactdata.ranks import current_ranks
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a worker returns for a task.
+
+    Attributes:
+        ticket: that of the task.
+        payload: the batch, packed or not.
+        count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
+        state: the dataset's state after the batch, pickled; None if it was not taken.
+        ended: the worker's iterable dataset has ended.
+        draws: the global generators that it was found to draw from, and what that means.
+    """
+
+    ticket: int
+    worker: int
+    pid: int
+    payload: Any
+    count: int
+    state: bytes | None
+    ended: bool
+    draws: tuple[str, str] = ("", "")
+
+    def pin_memory(self, *_: Any) -> Reply:
+        """Called by torch's pinning thread."""
+        self.payload = pin(unpack(self.payload))
+        return self
+
+
+@dataclass
+class Task:
+    """A task that does nothing, so that the next task goes to the next worker."""
+
+    ticket: int
+
+    def run(self, runner: TaskRunner) -> Reply:
+        """Run in the worker process."""
+        return runner.reply(self.ticket)
+
+
+@dataclass
+class StartTask(Task):
+    """Begin an epoch: seed the generators and restore the dataset.
+
+    Attributes:
+        seed: None: torch has seeded the worker.
+        saved: the dataset's state, pickled; None: from the beginning.
+        epoch: of the loader.
+    """
+
+    seed: int | None
+    saved: bytes | None
+    epoch: int
+
+    def run(self, runner: TaskRunner) -> Reply:
+        saved = None if self.saved is None else pickle.loads(self.saved)
+        # A state between two epochs precedes this epoch's seed; one from within an epoch follows it.
+        boundary = saved is not None and saved.get("boundary", False)
+        if boundary:
+            runner.start(saved, self.epoch)
+        if self.seed is not None:
+            seed_worker(self.seed, runner.worker)
+        if not boundary:
+            runner.start(saved, self.epoch)
+        return runner.reply(self.ticket, state=self.saved if runner.continues(saved) else runner.state())
+
+
+@dataclass
+class FetchTask(Task):
+    """Fetch a batch: these indices of a map-style dataset, or the next batch of an iterable-style one.
+
+    Attributes:
+        keys: the samples' keys for `sample_rng`, or the seed from which they are computed when they are needed.
+    """
+
+    indices: Indices
+    keys: Keys | int
+
+    def run(self, runner: TaskRunner) -> Reply:
+        return runner.fetch(self)
+
+    def sample_keys(self, batched: bool) -> Keys | Callable[[], Keys]:
+        keys = self.keys
+        if not isinstance(keys, int):
+            return keys
+        return lambda: keys_from_indices(keys, self.indices if batched else [self.indices])
+
+
+def seed_worker(seed: int, worker: int) -> None:
+    """Seed this process's generators as torch seeds those of a worker; numpy's from (seed, worker)."""
+    random.seed(seed + worker)
+    torch.manual_seed(seed + worker)
+    np.random.seed(np.random.SeedSequence([seed % 2**63, worker]).generate_state(4))
+
+
+def collate_in_own_memory(samples: Any) -> Any:
+    """Collate as torch's `default_collate`, which in a worker makes shared memory for each tensor.
+
+    That takes longer than the rest, and the batch is copied out of it again (`ipc`).
+    """
+    data: Any = torch.utils.data
+    outside, data.get_worker_info = data.get_worker_info, lambda: None
+    try:
+        return default_collate(samples)
+    finally:
+        data.get_worker_info = outside
+
+
+class TaskRunner(Dataset[Reply]):
+    """The stand-in for the dataset that torch's loader indexes: `runner[task]` runs the task.
+
+    Args:
+        snapshot_every: batches of a worker between two states of its iterable dataset; 0: only at the start. Another
+            state is taken with the first batch of a leg, since the samples to skip are of one leg.
+        ranks: (rank, world size), for `exactdata.ranks` in the workers.
+        shutdown: set when the workers are to exit.
+    """
+
+    def __init__(
+        self, fetcher: MapFetcher | StreamFetcher, snapshot_every: int, ranks: tuple[int, int], shutdown: Shutdown
+    ) -> None:
+        self.fetcher = fetcher
+        self.snapshot_every = snapshot_every
+        self.ranks = ranks
+        self.shutdown = shutdown
+        self.parent = os.getpid()
+        self.worker = -1
+        self._batches = self._legs = 0  # since the last state; opened until then
+        self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch
+        if fetcher.collate_fn is default_collate:
+            fetcher.collate_fn = collate_in_own_memory
+
+    def __getitem__(self, task: Task) -> Reply:
+        return task.run(self)
+
+    def reply(
+        self, ticket: int, payload: Any = None, count: int = -1, state: bytes | None = None, ended: bool = False
+    ) -> Reply:
+        return Reply(ticket, self.worker, os.getpid(), payload, count, state, ended)
+
+    def start(self, saved: dict[str, Any] | None, epoch: int) -> None:
+        """Begin an epoch, from the dataset's saved state if there is one."""
+        self._batches = 0
+        fetcher = self.fetcher
+        if isinstance(fetcher, StreamFetcher):
+            fetcher.start(None if saved is None else redistribution.own(fetcher.dataset, saved), epoch)
+            self._legs = fetcher.legs
+        elif saved is not None and saved["dataset"] is not None:
+            fetcher.dataset.load_state_dict(saved["dataset"])
+
+    def continues(self, saved: dict[str, Any] | None) -> bool:
+        """Whether the samples after a saved state of this shard were skipped, so that the next state is due as before.
+
+        A state is then written in the same way whether the run was resumed before it or not.
+        """
+        fetcher = self.fetcher
+        if not isinstance(fetcher, StreamFetcher) or saved is None or not saved.get("samples"):
+            return False
+        if tuple(saved["owner"]) != protocols.shard():
+            return False
+        self._batches = -(-saved["samples"] // (fetcher.batch_size or 1))
+        return True
+
+    def fetch(self, task: FetchTask) -> Reply:
+        try:
+            if self._watches:
+                (batch, count), found = watched(partial(self._fetch, task))
+                draws = found, OF_A_STREAM_IN_WORKERS
+            else:
+                batch, count = self._fetch(task)
+                draws = getattr(self.fetcher, "draws", ""), getattr(self.fetcher, "consequence", "")
+        except StopIteration:
+            return self.reply(task.ticket, state=self.state_at_end(), ended=True)
+        self._batches += 1
+        self._watches = False
+        reply = self.reply(task.ticket, pack(batch), count, self.state_if_due())
+        reply.draws = draws
+        return reply
+
+    def _fetch(self, task: FetchTask) -> tuple[Any, int]:
+        fetcher = self.fetcher
+        if isinstance(fetcher, StreamFetcher):
+            return fetcher.fetch()
+        return fetcher.fetch(task.indices, task.sample_keys(fetcher.batched)), 0
+
+    def state(self) -> bytes | None:
+        """The dataset's state, pickled at once since the dataset keeps changing it."""
+        fetcher = self.fetcher
+        if isinstance(fetcher, StreamFetcher):
+            return pickle.dumps(fetcher.state())
+        if fetcher.collated or not is_stateful(fetcher.dataset):
+            return None
+        return pickle.dumps({"dataset": fetcher.dataset.state_dict(), "boundary": False})
+
+    def state_if_due(self) -> bytes | None:
+        """The state after a batch."""
+        fetcher = self.fetcher
+        if not isinstance(fetcher, StreamFetcher):
+            return self.state()
+        if fetcher.legs != self._legs:
+            self._legs, self._batches = fetcher.legs, 0
+            return self.state()
+        due = self.snapshot_every and self._batches % self.snapshot_every == 0
+        return self.state() if due and fetcher.is_stateful else None
+
+    def state_at_end(self) -> bytes | None:
+        """The state after the dataset has ended."""
+        fetcher = self.fetcher
+        return pickle.dumps(fetcher.boundary_state()) if isinstance(fetcher, StreamFetcher) else self.state()
+
+
+@dataclass
+class WorkerInit:
+    """The pool's `worker_init_fn`: prepares the process, calls `start`, and then the user's."""
+
+    user_init: Callable[[int], None] | None
+    start: Callable[[], None] | None = None
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        runner: Any = info.dataset
+        runner.worker = worker
+        object.__setattr__(info, "dataset", runner.fetcher.dataset)  # what the user's code expects to find there
+        protocols.set_ranks(*runner.ranks)
+        runner.shutdown.enter(worker)
+        ignore_signals(runner.shutdown)
+        if self.start is not None:
+            self.start()
+        parent = os.getppid()
+        if parent == 1 and runner.parent != 1:  # the parent was killed before this line
+            os._exit(0)
+        threading.Thread(target=exit_when_unneeded, args=(parent, runner.shutdown), daemon=True).start()
+        if self.user_init is not None:
+            self.user_init(worker)
+
+
+@dataclass
+class TaskSampler:
+    """The sampler of torch's loader: the tasks of the current epoch."""
+
+    tasks: Iterable[Task] = ()
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.tasks)
+
+
+def identity(reply: Any) -> Any:
+    """The collate function of torch's loader: the worker has collated already."""
+    return reply
+
+
+class WorkerPool:
+    """The worker processes of one loader, for one epoch or, if they persist, for all.
+
+    Args:
+        snapshot_every: see `TaskRunner`.
+        user_init: the user's `worker_init_fn`.
+        start: called in each worker process when it starts.
+        options: keyword arguments of torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        fetcher: MapFetcher | StreamFetcher,
+        snapshot_every: int,
+        user_init: Any,
+        start: Callable[[], None] | None,
+        options: dict[str, Any],
+    ) -> None:
+        context = options.get("multiprocessing_context") or multiprocessing
+        self.shutdown = Shutdown(context, options["num_workers"])
+        self._sampler = TaskSampler()
+        self._loader: DataLoader[Reply] | None = DataLoader(
+            TaskRunner(fetcher, snapshot_every, current_ranks(), self.shutdown),
+            batch_size=None,
+            sampler=self._sampler,
+            collate_fn=identity,
+            worker_init_fn=WorkerInit(user_init, start),
+            **options,
+        )
+        self.pids: dict[int, int] = {}
+        self.states: list[dict[str, Any]] | None = None  # of the dataset at the end of the last epoch, until the next
+        weakref.finalize(self, self.shutdown.set)
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Reply]:
+        """The replies to `tasks`; starts the workers if they are not running."""
+        assert self._loader is not None
+        self._sampler.tasks = tasks
+        return iter(self._loader)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loader is None
+
+    def close(self) -> None:
+        """Let the workers exit."""
+        self.shutdown.set()
+        self._loader = None

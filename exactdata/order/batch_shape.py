@@ -1,0 +1,100 @@
+"""How a step is split over ranks and micro-batches, and which positions each step therefore has.
+
+A run that resumes with another number of ranks or another batch keeps its data order; only the positions at which later
+steps begin change. Each attempt with another shape adds one. Imports neither torch nor numpy.
+
+There are two ways to split a step. Ranks may alternate: rank r of N takes every N-th position. Or, in rank-invariant
+training, a step is a fixed number of micro-batches, each a fixed range of positions, and every rank takes a range of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exactdata.order.arrays import I64
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How the samples of a step are split, from `step` complete steps on.
+
+    Attributes:
+        step: steps that were complete when this shape came into force.
+        world_size: number of ranks.
+        batch_size: samples per micro-batch of one rank.
+        grad_accum_steps: micro-batches per step of one rank; the most of any rank if they are dealt out.
+        micro_batches: of a step over all ranks, if they are dealt out; 0: ranks alternate.
+    """
+
+    step: int
+    world_size: int
+    batch_size: int
+    grad_accum_steps: int = 1
+    micro_batches: int = 0
+
+    @staticmethod
+    def dealt(step: int, world_size: int, batch_size: int, micro_batches: int) -> BatchShape:
+        """The shape of rank-invariant training."""
+        return BatchShape(step, world_size, batch_size, -(-micro_batches // world_size), micro_batches)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all ranks."""
+        if self.micro_batches:
+            return self.batch_size * self.micro_batches
+        return self.world_size * self.batch_size * self.grad_accum_steps
+
+    def ranks_of(self, offsets: I64) -> tuple[I64, I64]:
+        """Who consumes samples of a step.
+
+        Args:
+            offsets: their positions, counted from the first of the step; shape (count,).
+
+        Returns:
+            The rank of each, and the number of its micro-batch: among those of the step if they are dealt out, among
+            those of the rank otherwise.
+        """
+        if not self.micro_batches:
+            return offsets % self.world_size, offsets // (self.world_size * self.batch_size)
+        each, more = divmod(self.micro_batches, self.world_size)
+        numbers = offsets // self.batch_size
+        first = numbers // (each + 1)  # as if every rank had one more
+        late = first >= more
+        return first + late * (more + (numbers - more * (each + 1)) // max(each, 1) - first), numbers
+
+    def __str__(self) -> str:
+        if self.micro_batches:
+            return (
+                f"{self.world_size} ranks, {self.micro_batches} micro-batches of {self.batch_size} = "
+                f"global batch {self.global_batch_size}"
+            )
+        return (
+            f"{self.world_size} ranks x batch {self.batch_size} x accumulation {self.grad_accum_steps} = "
+            f"global batch {self.global_batch_size}"
+        )
+
+
+def share_of(micro_batches: int, world_size: int, rank: int) -> range:
+    """The micro-batches of a rank: neighbours, as many for every rank, or one more for the first ranks."""
+    each, more = divmod(micro_batches, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def append_shape(shapes: Sequence[BatchShape], shape: BatchShape) -> tuple[BatchShape, ...]:
+    """The shapes of a run after an attempt that begins at `shape.step`. Shapes of later steps are discarded."""
+    kept = tuple(old for old in shapes if old.step < shape.step)
+    unchanged = kept and replace(kept[-1], step=shape.step) == shape
+    return kept if unchanged else (*kept, shape)
+
+
+def position_at(shapes: Sequence[BatchShape], step: int) -> int:
+    """Samples that all ranks have consumed when `step` steps are complete."""
+    ends = [*(shape.step for shape in shapes[1:]), step]
+    return sum(
+        shape.global_batch_size * max(0, min(end, step) - shape.step) for shape, end in zip(shapes, ends, strict=True)
+    )

@@ -1,0 +1,235 @@
+"""The ledger of consumed samples: a digest that proves what was consumed, and counts per source.
+
+The digest is the sum over all samples, modulo 2^64 in two lanes, of a hash of (position, source name, index within the
+source). A sum does not depend on ranks, batches or workers: two runs with the same digest at a step consumed the same
+samples at the same positions. It detects mistakes, not forgery.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exactdata.order.arrays import I64, U64
+from exactdata.order.hashing import GOLDEN, mix64, stream_key
+from exactdata.order.packed import pack_rows, unpack_rows
+from exactdata.order.state_checks import (
+    LARGEST,
+    MapOf,
+    Record,
+    check,
+    check_seal,
+    hexadecimal,
+    sealed,
+    text,
+    whole,
+)
+from exactdata.order.weights import SamplerStateError
+
+LANES = 2
+_STATE = Record(
+    {
+        "digest": hexadecimal(16 * LANES),
+        "counts": MapOf(whole()),
+        "sizes": MapOf(whole()),
+        "anchors": text,
+        "seal": text,
+    }
+)
+_MESSAGE = "the saved data ledger is incomplete: {key} is {value}; expected {allowed}; use another checkpoint"
+_VERIFIED = 1 << 16  # a resume verifies at most this many samples
+_ANCHORS = 1 << 8  # in at most this many parts, each of whole steps
+_SECOND = np.uint64(0xC2B2AE3D27D4EB4F)
+_ODD = np.uint64(0x9FB21C651E98DF25)
+
+
+class DataLedger:
+    """What a run has consumed.
+
+    Each rank adds its own samples with `consume`. Once per step, `local()` is summed over all ranks (modulo 2^64) and
+    every rank passes the sum to `commit`.
+
+    Args:
+        names: source names, in the order of the dataset.
+        sizes: number of samples of each source.
+    """
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.names, self.sizes = list(names), [int(size) for size in sizes]
+        self._ends = np.cumsum(self.sizes)
+        self._starts = self._ends - np.array(self.sizes)
+        self._name_keys = np.array([_name_key(name) for name in names], np.uint64)
+        self._local = np.zeros(LANES + len(self.names), np.uint64)
+        self._lanes = np.zeros(LANES, np.uint64)
+        self._counts = dict.fromkeys(self.names, 0)
+        self._total = 0
+        # Digests of the last steps: first position, samples, and the two lanes of each.
+        self._anchors: deque[list[int]] = deque()
+
+    def consume(self, indices: NDArray[np.integer], positions: NDArray[np.integer]) -> None:
+        """Add samples of this rank.
+
+        Args:
+            indices: indices into the dataset, shape (count,).
+            positions: positions in the run, shape (count,).
+        """
+        indices = np.asarray(indices, np.int64)
+        source = np.searchsorted(self._ends, indices, side="right")
+        self._local[:LANES] += _lanes(positions, self._name_keys[source], indices - self._starts[source])
+        self._local[LANES:] += np.bincount(source, minlength=len(self.names)).astype(np.uint64)
+
+    def local(self) -> U64:
+        """What this rank added since the last commit, shape (2 + sources,): two digest lanes, samples per source."""
+        return self._local.copy()
+
+    def commit(self, vector: U64, since: int = 0) -> None:
+        """Add the sum of `local()` over all ranks.
+
+        Args:
+            vector: the sum, shape (2 + sources,).
+            since: a resume could not recompute what is before this position, such as the last epoch; it grows.
+        """
+        first = self._total
+        self._lanes += vector[:LANES]
+        given = np.flatnonzero(vector[LANES:])
+        for source, count in zip(given.tolist(), vector[LANES:][given].tolist(), strict=True):
+            self._counts[self.names[source]] += count
+            self._total += count
+        self._local[:] = 0
+        self._anchor(first, self._total - first, vector[:LANES].tolist(), since)
+
+    def _anchor(self, first: int, count: int, lanes: list[int], since: int) -> None:
+        """Add the digest of a step, and drop those that a resume does not compare.
+
+        These begin before `since`, or 65,536 samples ago. Steps of a few samples share a digest, so that there are few
+        of them. None is of both sides of `since`.
+        """
+        last = self._anchors[-1] if self._anchors else [-1, 0]
+        if last[0] >= since and last[1] < _VERIFIED // _ANCHORS:
+            last[1] += count
+            last[2:] = [(lane + more) % 2**64 for lane, more in zip(last[2:], lanes, strict=True)]
+        else:
+            self._anchors.append([first, count, *lanes])
+        oldest = max(since, first + count - _VERIFIED)
+        while len(self._anchors) > 1 and self._anchors[0][0] < oldest:
+            self._anchors.popleft()
+
+    def count(self, source: int) -> int:
+        """Samples consumed from the source of this number."""
+        return self._counts[self.names[source]]
+
+    @property
+    def total(self) -> int:
+        """Samples consumed by all ranks."""
+        return self._total
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples consumed from each source, including sources retired since."""
+        return dict(self._counts)
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits."""
+        return "".join(f"{lane:016x}" for lane in self._lanes.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB), a seal; JSON-serializable."""
+        state = {
+            "digest": self.digest,
+            "counts": self.counts,
+            "sizes": dict(zip(self.names, self.sizes, strict=True)),
+            "anchors": pack_rows(self._anchors),
+        }
+        return sealed(state, "seal")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved ledger.
+
+        Raises:
+            SamplerStateError: the size of a source has changed, or the state is incomplete or was edited.
+        """
+        check(state, _STATE, _MESSAGE, SamplerStateError)
+        lanes = [int(state["digest"][i : i + 16], 16) for i in range(0, 16 * LANES, 16)]
+        counts, sizes = dict(state["counts"]), dict(state["sizes"])
+        anchors = _unpacked(state["anchors"])
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if sizes.get(name, size) != size:
+                raise SamplerStateError(
+                    f"source {name!r} had {sizes[name]} samples when the ledger was saved and has {size} now: "
+                    "restore the source"
+                )
+        total = sum(counts.values())
+        end = sum(anchors[-1][:2]) if anchors else total
+        if end != total:
+            raise SamplerStateError(
+                f"the saved data ledger counts {total} samples but its last step ends at position {end}: it "
+                "was edited; use another checkpoint"
+            )
+        check_seal(state, "the saved data ledger", SamplerStateError, "seal")
+        self._lanes = np.array(lanes, np.uint64)
+        self._counts = {**dict.fromkeys(self.names, 0), **counts}
+        self._total = total
+        self._local[:] = 0
+        self._anchors = anchors
+
+    def verify(self, locate: Callable[[I64], tuple[Any, ...]], since: int = 0) -> int:
+        """Recompute what the last steps consumed and compare it with the saved digests.
+
+        Args:
+            locate: positions -> (source names, indices within the sources, ...), such as `ElasticSampler.locate`.
+            since: what begins before this position is not compared, because `locate` does not cover it.
+
+        Returns:
+            The number of samples compared: up to 65,536, or one step.
+
+        Raises:
+            SamplerStateError: the data order is not the one that was consumed; states the positions and both digests.
+        """
+        known = [row for row in self._anchors if row[0] >= since]
+        for first, count, *saved in known:
+            names, index = locate(np.arange(first, first + count, dtype=np.int64))[:2]
+            distinct, which = np.unique(names, return_inverse=True)
+            keys = np.array([_name_key(str(name)) for name in distinct.tolist()], np.uint64)
+            found = _lanes(np.arange(first, first + count), keys[which], index).tolist()
+            if found != saved:
+                raise SamplerStateError(
+                    f"positions {first} to {first + count - 1}: the run consumed samples with digest "
+                    f"{saved[0]:016x}, the current data order gives {found[0]:016x}: "
+                    "use the program version and settings of that run, or use another checkpoint"
+                )
+        return sum(count for _, count, *_ in known)
+
+
+def _unpacked(text: str) -> deque[list[int]]:
+    """The anchors of a saved state.
+
+    Raises:
+        SamplerStateError: they are not what `pack_rows` gave, or the ranges of positions are not consecutive.
+    """
+    try:
+        rows = unpack_rows(text, 2 + LANES, most=_ANCHORS + 1)
+    except ValueError as error:
+        raise SamplerStateError(_MESSAGE.format(key="anchors", value=error, allowed="packed digests")) from None
+    ends = rows[:, 0] + rows[:, 1]
+    if (rows[:, :2] > LARGEST).any() or (ends[:-1] != rows[1:, 0]).any():
+        raise SamplerStateError(_MESSAGE.format(key="anchors", value="edited", allowed="consecutive positions"))
+    return deque(rows.tolist())
+
+
+def _name_key(name: str) -> int:
+    return stream_key("ledger", name)
+
+
+def _lanes(positions: NDArray[np.integer], name_keys: U64, indices: NDArray[np.integer]) -> U64:
+    """The two lanes of the digest of these samples."""
+    mixed = mix64(np.asarray(positions).astype(np.uint64) * np.uint64(GOLDEN) + name_keys)
+    mixed ^= np.asarray(indices).astype(np.uint64) * _ODD
+    mixed = mix64(mixed)
+    return np.array([mixed.sum(dtype=np.uint64), mix64(mixed + _SECOND).sum(dtype=np.uint64)], np.uint64)

@@ -1,0 +1,134 @@
+"""What a program asks of the data order, and how a run continues under a changed plan.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from exactdata.order.exclusions import (
+    Exclusions,
+    Selections,
+    check_selections,
+    excluded_from,
+    samples_in_force,
+    withdrawn,
+)
+from exactdata.order.segments import Segment, segment_at, segments_from_json
+from exactdata.order.sequence import ElasticSequence
+
+_MOST_CHANGES = 10  # in a message
+
+
+@dataclass(frozen=True)
+class OrderPlan:
+    """The segments that a sampler was made with, from position 0 on, and the samples to exclude."""
+
+    segments: tuple[Segment, ...]
+    exclude: Selections
+
+    def to_json(self) -> dict[str, Any]:
+        return {"segments": [one.to_json() for one in self.segments], "exclude": self.exclude.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OrderPlan:
+        return cls(segments_from_json(value["segments"]), Selections.parse(value["exclude"]))
+
+    def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
+        """How this plan differs from one saved at `position`, one message per difference.
+
+        A segment that has not begun may have moved: a phase begins at a step, and another global batch changes the
+        position of that step.
+        """
+        changes: list[str] = []
+        same = saved.segments == self.segments
+        for i in range(0 if same else max(len(saved.segments), len(self.segments))):
+            if len(changes) == _MOST_CHANGES:
+                changes.append("and so on")
+                break
+            before, after = (plan.segments[i] if i < len(plan.segments) else None for plan in (saved, self))
+            if not _is_same(before, after, position):
+                changes.append(f"segment {i} was {before or 'absent'} and is {after or 'absent'}")
+        if saved.exclude != self.exclude:
+            changes.append(f"exclude was {saved.exclude} and is {self.exclude}")
+        return changes
+
+    def continued(
+        self,
+        saved: OrderPlan,
+        segments: tuple[Segment, ...],
+        exclusions: Exclusions,
+        position: int,
+        sizes: Mapping[str, int],
+        order: Callable[[Exclusions], ElasticSequence],
+    ) -> tuple[tuple[Segment, ...], Exclusions]:
+        """Segments and exclusions of a run that was saved at `position` and continues under this plan.
+
+        What was in force before `position` stays, and so do changes made in the run that begin later, except where
+        this plan has a segment of its own.
+
+        Args:
+            saved: the plan of the saved run.
+            segments: all segments of the saved run, including changes made while it ran.
+            exclusions: all exclusions of the saved run, too.
+            position: samples consumed.
+            sizes: samples by source name.
+            order: the order of the saved run with other exclusions.
+
+        Raises:
+            SamplerError: an invalid exclusion.
+        """
+        if saved == self:
+            return self.segments if segments in (saved.segments, self.segments) else segments, exclusions
+        before, now = (segment_at(plan.segments, position) for plan in (saved, self))
+        later = {one.start: one for one in self.segments if one.start > position}
+        if replace(before, start=now.start) == now:
+            kept = [one for one in segments if one.start <= position]
+        else:
+            kept = [*(one for one in segments if one.start < position), replace(now, start=position)]
+        planned = {one.start: one for one in saved.segments}
+        for one in segments:
+            if one.start > position and one != planned.get(one.start):
+                later.setdefault(one.start, self._adapted(one, sizes))
+        result = (*kept, *(later[start] for start in sorted(later)))
+        return result, self._exclusions(saved, exclusions, position, sizes, order)
+
+    def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
+        """A change of weights that was made in the run and has not begun, for the sources and caps of this plan."""
+        now = segment_at(self.segments, made.start)
+        weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
+        if not any(weights.values()):  # none of the sources that it wants is left
+            return replace(now, start=made.start)
+        return replace(made, weights=weights, max_epochs=now.max_epochs)
+
+    def _exclusions(
+        self,
+        saved: OrderPlan,
+        exclusions: Exclusions,
+        position: int,
+        sizes: Mapping[str, int],
+        order: Callable[[Exclusions], ElasticSequence],
+    ) -> Exclusions:
+        """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays.
+
+        So does what a call in the run excluded, whether the plan has had the same samples or not. The same positions
+        are other samples by now.
+        """
+        added = self.exclude.without(saved.exclude).without(samples_in_force(exclusions))
+        check_selections(added, position, sizes)
+        result, *rest = withdrawn(exclusions, saved.exclude.without(self.exclude), position)
+        for selections in rest:  # samples, then positions, which count among what is left
+            before = result
+            result += excluded_from(selections, position, lambda *at: order(before).key_ranges(*at))  # noqa: B023
+        return result + excluded_from(added, position, lambda *at: order(exclusions).key_ranges(*at))
+
+
+def _is_same(before: Segment | None, after: Segment | None, position: int) -> bool:
+    """Whether two planned segments are equal, except for the start of one that has not begun."""
+    if before is None or after is None:
+        return False
+    ahead = before.start >= position and after.start >= position
+    return before == (replace(after, start=before.start) if ahead else after)

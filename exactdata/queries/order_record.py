@@ -1,0 +1,178 @@
+"""What the data order of a run is built from: a few numbers, from which any question about it is answered.
+
+As JSON:
+
+    {"version": 1, "kind": "elastic", "seed": 0, "sizes": {"code": 9000, "prose": 1200},
+     "tokens_per_sample": {"code": 128, "prose": 128}, "steps": 1000, "shuffle": true, "drop_last": true,
+     "batch_shapes": [{"step": 0, "world_size": 4, "batch_size": 8, "grad_accum_steps": 1},
+                      {"step": 320, "world_size": 3, ...}],
+     "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
+     "exclusions": [{"at": 0, "what": "code:10-19", "keys": {}, "until": null, "planned": true}],
+     "retired": {}}
+
+`sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
+seeded ones. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from exactdata.elastic import opened_state
+from exactdata.errors import UserError
+from exactdata.order.batch_shape import BatchShape, position_at
+from exactdata.order.exclusions import Exclusion, Exclusions
+from exactdata.order.segments import Segment, segments_from_json
+from exactdata.order.sequence import ElasticSequence
+from exactdata.order.state_checks import ListOf, MapOf, Record, check, whole
+from exactdata.samplers import Kind, SamplerKind
+
+VERSION = 1
+
+_AS_IN_JSON = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
+_COUNTS = Record(  # on which the arithmetic of the orders would fail, or never end, if they were none
+    {
+        "steps": whole(),
+        "sizes": MapOf(whole()),
+        "retired": MapOf(whole()),
+        "tokens_per_sample": MapOf(whole()),
+        "batch_shapes": ListOf(
+            Record(
+                {"step": whole(), "world_size": whole(1), "batch_size": whole(1)},
+                {"grad_accum_steps": whole(1), "micro_batches": whole()},
+            )
+        ),
+    }
+)
+
+
+class RecordError(UserError):
+    """There is no readable record of a data order, or a question does not fit it."""
+
+
+@dataclass(frozen=True)
+class OrderRecord:
+    """What the data order of a run is built from; position 0 is the first sample of step 1.
+
+    Attributes:
+        kind: elastic, mixture, distributed or own.
+        seed: of the sampler.
+        sizes: samples by source name, in the order of the dataset.
+        steps: length of the run.
+        batch_shapes: at least one; each holds from its step on.
+        segments: at least one; `start` is a position (elastic) or a step (seeded samplers).
+        tokens_per_sample: by source name, where the dataset says it.
+        exclusions: samples left out; elastic only.
+        retired: sizes of sources that the run had before; elastic only.
+        shuffle: of the sampler.
+        drop_last: of the sampler; seeded samplers only.
+        make: (num_replicas, rank) -> the sampler; of kind `own` only, and not part of the file: reading a run directory
+            runs nothing that it names.
+    """
+
+    kind: str
+    seed: int
+    sizes: dict[str, int]
+    steps: int
+    batch_shapes: tuple[BatchShape, ...]
+    segments: Sequence[Segment]
+    tokens_per_sample: dict[str, int] = field(default_factory=dict)
+    exclusions: Exclusions = ()
+    retired: dict[str, int] = field(default_factory=dict)
+    shuffle: bool = True
+    drop_last: bool = True
+    make: Callable[[int, int], Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", tuple(sorted(self.segments, key=lambda one: one.start)))
+
+    @classmethod
+    def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
+        """The record of an ElasticSampler.
+
+        Args:
+            state: its `state_dict()`.
+            sizes: samples by source name, in the order of the dataset.
+            others: steps, batch_shapes and tokens_per_sample.
+        """
+        state = opened_state(state)
+        return cls(
+            kind="elastic",
+            seed=state["seed"],
+            sizes=dict(sizes),
+            segments=state["segments"],
+            exclusions=state["exclusions"],
+            retired={name: state["sizes"][name] for name in state["retired"]},
+            shuffle=state["shuffle"],
+            **others,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            **{key: getattr(self, key) for key in _AS_IN_JSON},
+            "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
+            "segments": [one.to_json() for one in self.segments],
+            "exclusions": [one.to_json() for one in self.exclusions],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OrderRecord:
+        if value["version"] != VERSION or value["kind"] not in SamplerKind.__members__:
+            raise ValueError(f"version {value['version']}, kind {value['kind']}")
+        if not value["batch_shapes"] or not value["segments"]:
+            raise ValueError("batch_shapes or segments are empty")
+        check(value, _COUNTS, "{key} is {value}; expected {allowed}", ValueError)
+        return cls(
+            **{key: value[key] for key in _AS_IN_JSON},
+            batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
+            segments=segments_from_json(value["segments"]),
+            exclusions=tuple(map(Exclusion.from_json, value["exclusions"])),
+        )
+
+    @property
+    def sampler(self) -> Kind:
+        """What there is to know of its kind."""
+        kind: Kind = SamplerKind[self.kind].value
+        return kind
+
+    def sampler_of(self, num_replicas: int, rank: int) -> Any:
+        """The sampler of a rank; kind `own` only.
+
+        Raises:
+            RecordError: there is none whose order can be looked up.
+        """
+        sampler = self.make(num_replicas, rank) if self.make is not None else None
+        lacking = [name for name in ("set_epoch", "set_skip", "iter_batches", "__len__") if not hasattr(sampler, name)]
+        if lacking or hasattr(sampler, "state_dict_at"):
+            raise RecordError(
+                "the order of this run is that of the user's sampler, whose state cannot be looked up: an order that "
+                "depends on set_epoch(epoch) alone, without a state_dict, can be"
+            )
+        return sampler
+
+    def shape_at(self, step: int) -> BatchShape:
+        """The shape of the step that begins when `step` steps are complete."""
+        return [shape for shape in self.batch_shapes if shape.step <= max(step, self.batch_shapes[0].step)][-1]
+
+    def position_at(self, step: int) -> int:
+        """Samples that all ranks have consumed when `step` steps are complete."""
+        return position_at(self.batch_shapes, step)
+
+    def step_of(self, position: int) -> int:
+        """The step (counted from 1, as in the metrics) in which a position is consumed."""
+        shape = [one for one in self.batch_shapes if self.position_at(one.step) <= position][-1]
+        return shape.step + (position - self.position_at(shape.step)) // shape.global_batch_size + 1
+
+    def elastic_sequence(self) -> ElasticSequence:
+        """The order itself; kind `elastic` only."""
+        return ElasticSequence(
+            {**self.sizes, **self.retired},
+            self.seed,
+            self.segments,
+            self.exclusions,
+            absent=tuple(self.retired),
+            shuffle=self.shuffle,
+        )

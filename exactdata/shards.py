@@ -1,0 +1,132 @@
+"""Memory-mapped token shards on disk. Opening them reads only headers."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from exactdata.datasets import DataError, TokenDataset, Tokens, expand
+
+
+class TokenShards(TokenDataset):
+    """Samples from `.npy` and `.bin` files of tokens; see `TokenDataset` for what a sample is.
+
+    A sample never crosses from one shard into the next, so up to sequence_length tokens at the end of a shard are
+    unused.
+
+    Args:
+        paths: a file, a folder, a glob, or a list of them. Shards are in the order of the list, sorted by name within
+            a folder or glob.
+        sequence_length: T, at least 1.
+        vocab_size: tokens outside [0, vocab_size) are errors, raised when they are fetched; None: not checked.
+        dtype: dtype of the tokens in `.bin` files, which do not record it: for example uint16, or >u2 for big-endian
+            ones. A `.npy` file records its dtype, which must agree.
+        pattern: which files of a folder are shards; None: `*.bin` if dtype is set, else `*.npy`.
+        shards: expected number of files; None: not checked.
+
+    Raises:
+        DataError: a shard is missing, truncated, of another dtype or shape, or there are too few tokens.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        sequence_length: int,
+        vocab_size: int | None = None,
+        dtype: str | None = None,
+        pattern: str | None = None,
+        shards: int | None = None,
+    ) -> None:
+        kind = token_type(dtype)
+        files = expand(paths, pattern or ("*.npy" if kind is None else "*.bin"))
+        if shards is not None and len(files) != shards:
+            raise DataError(
+                f"found {len(files)} shards, but shards={shards} (first {files[0].name}, last {files[-1].name}): "
+                "add the missing files or correct the number"
+            )
+        super().__init__([open_shard(file, kind) for file in files], sequence_length, vocab_size)
+
+
+def token_type(dtype: str | None) -> np.dtype[Any] | None:
+    """The integer dtype with this name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if dtype is None:
+        return None
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
+    if kind.kind not in "iu":
+        raise DataError(
+            f"dtype={dtype!r} is not an integer type: use uint16, uint32, int32, or >u2 for big-endian tokens"
+        )
+    return kind
+
+
+def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
+    """Open a `.npy` or `.bin` file of tokens as a read-only memory map of shape (n,), which keeps the file open.
+
+    Args:
+        path: the file.
+        dtype: required for `.bin`; None or the same for `.npy`.
+
+    Raises:
+        DataError: the file is missing or truncated, or its dtype is unknown or another one; or no more files may be
+            open, although the limit was raised as far as it may be.
+    """
+    try:
+        return _open(path, dtype)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # many systems begin with 1,024
+    try:
+        return _open(path, dtype)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise DataError(
+            f"{path}: a process may have {most:,} files open, and each shard is one: raise the "
+            "limit (ulimit -Hn), or merge shards"
+        ) from error
+
+
+def _open(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if path.suffix == ".npy":
+        return _open_npy(path, dtype)
+    if path.suffix != ".bin":
+        raise DataError(f"{path}: not a token shard: expected .npy (an array) or .bin (raw tokens, with dtype set)")
+    if dtype is None:
+        raise DataError(f"{path}: a .bin file does not record its dtype: set dtype, for example dtype=uint16")
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise DataError(
+            f"{path}: {size} bytes are not a whole number of {dtype.name} tokens ({dtype.itemsize} bytes each): "
+            "the file is truncated, or dtype is wrong"
+        )
+    return cast(Tokens, np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _open_npy(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise
+        raise DataError(
+            f"{path}: not a complete .npy file ({path.stat().st_size} bytes; {error}): copy it again"
+        ) from error
+    if dtype is not None and tokens.dtype != dtype:
+        raise DataError(f"{path}: has {tokens.dtype} tokens, but dtype={dtype.name}: leave dtype out for .npy files")
+    return cast(Tokens, tokens)

@@ -1,0 +1,300 @@
+"""TrainerLoader: an exact, elastic loader for a trainer that you already use.
+
+It is not a torch DataLoader, so that no trainer replaces its sampler, shards it again or refuses it. Its state is a
+function of the position in the order alone: the same text on every rank, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from exactdata.datasets import MixtureDataset
+from exactdata.elastic import ElasticSampler
+from exactdata.loading.fetch import MapFetcher
+from exactdata.loading.loader import StatefulDataLoader
+from exactdata.loading.loader_state import size_of
+from exactdata.loading.protocols import DataEndedError, LoaderError, LoaderStateError
+from exactdata.order.arrays import I64
+from exactdata.order.state_checks import Record, check, mapping, shown, whole
+from exactdata.order.weights import Weights, integer
+
+KEY = "place"
+"""The only key of a state."""
+VERSION = 1
+
+_PLACE = Record({"version": whole(1), "batches": whole(), "sampler": mapping})
+_OF_ORDER = ("temperature", "segments", "max_epochs", "exclude", "shuffle", "allow_data_change")
+_OF_CONFIG = ("num_workers", "pin_memory", "prefetch_factor")
+_INSTEAD = {
+    "batch_size": "global_batch_size, the samples of a batch over all ranks",
+    "sampler": "weights and the other arguments of ElasticSampler",
+    "batch_sampler": "weights and the other arguments of ElasticSampler",
+    "drop_last": "epoch_samples, a multiple of global_batch_size: what a pass leaves over comes first in the next one",
+    "epochs": "samples, the number of samples after which the data end",
+    "generator": "seed",
+    "in_order": "nothing: batches that overtake others make no place to resume from",
+    "persistent_workers": "nothing: workers persist",
+}
+
+
+class _Placed(ElasticSampler):
+    """An ElasticSampler that only its position moves, whatever epoch a trainer sets on the samplers that it finds."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing."""
+
+
+class TrainerLoader:
+    """Yields the batches of this rank, pass after pass, in one order for any number of ranks, workers and batches.
+
+    Every sample comes exactly once in each epoch of its source, also if the run goes on with other ranks, another
+    global batch or other weights. A pass of the trainer is a range of the order: pass e ends at position
+    (e + 1) * epoch_samples, with a smaller batch if need be.
+
+    Args:
+        dataset: a map-style dataset, a MixtureDataset, or map-style datasets by name, of which it makes one.
+        weights: by source name, or one per source; None: in proportion to the sizes of the sources.
+        global_batch_size: samples of a batch over all ranks, a multiple of num_replicas.
+        epoch_samples: samples of a pass over all ranks; None: a pass has no end but that of the data, and no length.
+        samples: end after this many samples of the run over all ranks; None: never.
+        fetched_ahead: batches that the trainer has fetched, but not trained on, when it saves the state: 1 in Lightning
+            with a loader that has no length; else 0.
+        seed: of the order, and of every sample's random generators.
+        num_replicas: number of ranks; default: of torch.distributed, or 1.
+        rank: this rank; default: of torch.distributed, or 0.
+        loader: num_workers, collate_fn, pin_memory, prefetch_factor and further arguments of StatefulDataLoader;
+            temperature, segments, max_epochs, exclude, shuffle and allow_data_change of ElasticSampler.
+
+    Attributes:
+        dataset: the dataset.
+        batch_size: samples of a batch on this rank.
+        elastic_sampler: the order, with `locate`, `find`, `update_weights` and `exclude`.
+
+    Raises:
+        SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
+        LoaderError: an argument that the loader decides itself.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        weights: Weights | None = None,
+        *,
+        global_batch_size: int,
+        epoch_samples: int | None = None,
+        samples: int | None = None,
+        fetched_ahead: int = 0,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        **loader: Any,
+    ) -> None:
+        for name, value in loader.items():
+            if name in _INSTEAD:
+                raise LoaderError(f"{name}={value!r}: TrainerLoader takes {_INSTEAD[name]}")
+        order = {name: loader.pop(name) for name in _OF_ORDER if name in loader}
+        self.dataset = _joined(dataset)
+        sizes = _sizes(self.dataset)
+        self.elastic_sampler = _Placed(
+            sizes,
+            list(sizes.values()) if weights is None else weights,
+            global_batch_size=global_batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            seed=seed,
+            samples=samples,
+            epoch_samples=epoch_samples,
+            **order,
+        )
+        self.batch_size = self.elastic_sampler.global_batch_size // self.elastic_sampler.num_replicas
+        self._fetched_ahead = integer("fetched_ahead", fetched_ahead, 0)
+        config = SimpleNamespace(
+            **{"num_workers": 0, **{name: loader.pop(name) for name in _OF_CONFIG if name in loader}}
+        )
+        self._arguments: dict[str, Any] = {**loader, "config": config, "drop_last": False}
+        self._batches = 0  # of the pass, before the sampler's iteration
+        self._yielded: deque[int] = deque([0], maxlen=self._fetched_ahead + 1)
+        """Samples of this rank after each of the last batches of the sampler's iteration."""
+        self._count = 0  # batches of the iteration
+        self._has_ended = False
+        self._loader = self._make()
+
+    def _make(self) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(self.dataset, self.batch_size, sampler=self.elastic_sampler, **self._arguments)
+
+    def _begin(self, batches: int) -> None:
+        """Count from the place where the sampler's next iteration begins, with so many batches of its pass before."""
+        self._batches, self._count = batches, 0
+        self._yielded.clear()
+        self._yielded.append(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rest of this pass, or the next one if the pass is complete: the position decides.
+
+        Raises:
+            DataEndedError: all samples were yielded, in an earlier pass.
+        """
+        if self._count:  # an iterator that was left
+            batches = self._in_pass()
+            self._loader.end_epoch()
+            self._begin(batches)
+        if self._left() == 0 and self._has_ended:
+            raise DataEndedError(
+                f"all {self._position():,} samples were yielded, so that another pass would be empty: raise samples=, "
+                "or train fewer epochs"
+            )
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._count += 1
+            self._yielded.append(self._loader.samples_yielded)
+            yield batch
+        self._begin(0)
+        self._has_ended = True
+
+    def _in_pass(self) -> int:
+        """Batches of the pass that were yielded."""
+        return self._batches + self._count
+
+    def _left(self) -> int | None:
+        """Batches of the pass that follow; None: it has no end."""
+        try:
+            return -(-self.elastic_sampler.samples_left_after(self._yielded[-1]) // self.batch_size)
+        except TypeError:
+            return None
+
+    def _position(self) -> int:
+        return int(self.elastic_sampler.state_dict_at(self._yielded[-1])["position"])
+
+    def __len__(self) -> int:
+        """Count the batches of this pass: those that were yielded and those that follow.
+
+        Raises:
+            TypeError: there is no `epoch_samples`, `samples` or cap that ends the pass.
+        """
+        left = self._left()
+        if left is None:
+            raise TypeError("this loader has no length: pass epoch_samples=, the samples of one pass over all ranks")
+        return self._in_pass() + left
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing: the position decides which pass comes next."""
+
+    def state_dict(self) -> dict[str, str]:
+        """The place after the last batch that was trained on, as one text that is the same on every rank."""
+        ahead = len(self._yielded) - 1 if self._fetched_ahead else 0
+        saved = self.elastic_sampler.state_dict_at(self._yielded[0] if ahead else self._yielded[-1])
+        batches = self._in_pass() - ahead
+        if self._left() == 0 and not ahead:
+            batches = 0  # of the next pass
+        return {KEY: json.dumps({"version": VERSION, "batches": batches, "sampler": saved}, sort_keys=True)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of any number of ranks and workers and any batch size.
+
+        Args:
+            state: what `state_dict` returned; keys that begin with an underscore are ignored.
+
+        Raises:
+            LoaderStateError: it is not a state of this loader, or was edited.
+            SamplerStateError: it has another seed, size, weights or sources; see `ElasticSampler.load_state_dict`.
+        """
+        place = _opened(state)
+        self.elastic_sampler.load_state_dict(place["sampler"])
+        self._loader.end_epoch()
+        self.elastic_sampler.load_state_dict(place["sampler"])
+        self._loader = self._make()
+        self._begin(place["batches"])
+        self._has_ended = place["sampler"]["position"] > 0
+
+
+def _opened(state: Any) -> dict[str, Any]:
+    """Read the text of a state.
+
+    Raises:
+        LoaderStateError: it is not one.
+    """
+    text = state.get(KEY) if isinstance(state, Mapping) else None
+    if not isinstance(text, str):
+        what = f"has the keys {sorted(map(str, state))}" if isinstance(state, Mapping) else f"is {shown(state)}"
+        raise LoaderStateError(
+            f"this state {what}; TrainerLoader loads what its state_dict() returned, a text under {KEY!r}: load it "
+            "into the loader that saved it, or start the data from the beginning"
+        )
+    try:
+        place = json.loads(text)
+    except (ValueError, RecursionError):
+        place = None
+    message = "{key} in this state is {value}; it must be {allowed}: the state was edited; use another checkpoint"
+    check({KEY: place}, Record({KEY: _PLACE}), message, LoaderStateError)
+    if place["version"] > VERSION:
+        raise LoaderStateError(
+            f"this state has version {place['version']}, but this program reads versions up to {VERSION}: use the "
+            "version that wrote it"
+        )
+    return dict(place)
+
+
+def _joined(dataset: Any) -> Any:
+    """The dataset, or the mixture of a mapping of datasets."""
+    if isinstance(dataset, Mapping):
+        return MixtureDataset(list(dataset.values()), list(dataset))
+    if not isinstance(dataset, MixtureDataset) and size_of(dataset) is None:
+        raise LoaderError(
+            f"the dataset {type(dataset).__name__} has no length: TrainerLoader takes map-style datasets; for a stream "
+            "use StatefulDataLoader"
+        )
+    return dataset
+
+
+def _sizes(dataset: Any) -> dict[str, int]:
+    """Samples by source name."""
+    if isinstance(dataset, MixtureDataset):
+        ends = dataset.cumulative_sizes
+        return {name: ends[at + 1] - ends[at] for at, name in enumerate(dataset.names)}
+    return {"data": len(dataset)}
+
+
+def committed_batches(
+    sampler: ElasticSampler,
+    dataset: Any,
+    batch_size: int,
+    place: Callable[[], tuple[int, int | None]],
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> Iterator[Any]:
+    """Yield the batch of each step, where steps may fail and the replicas of a step may change, as in torchft.
+
+    Batches are counted as they are committed: in a step with n replicas, replica i trains on batch `committed + i`. A
+    step that is not committed is repeated with the same batches. Nothing is fetched ahead.
+
+    Args:
+        sampler: the order; its ranks and position have no effect. Its `samples` end the iteration.
+        dataset: map-style, such as the MixtureDataset of the sampler's sources.
+        batch_size: samples of a batch.
+        place: returns (batches committed so far, this replica's number among those of the step), or None for the number
+            of a replica that does not take part and whose gradients do not count. Called after the quorum of the step:
+            `lambda: (manager.batches_committed(), manager.participating_rank())` in torchft.
+        collate_fn: as in torch's DataLoader.
+
+    Yields:
+        The collated batch.
+    """
+    from torch.utils.data import default_collate
+
+    fetcher = MapFetcher(dataset, collate_fn or default_collate, True, collate_fn is not None, seeded=True)
+    end = sampler.limit
+    while True:
+        committed, number = place()
+        if end is not None and committed * batch_size >= end:
+            return
+        first = (committed + (number or 0)) * batch_size
+        positions: I64 = np.arange(first, first + batch_size, dtype=np.int64)
+        yield fetcher.fetch(sampler.indices_at(positions), sampler.order.sample_keys(positions))

@@ -1,0 +1,30 @@
+"""What the messages of `exactdata` call an argument, as a config calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from exactdata import errors
+
+_WORDS = {
+    "pass allow_data_change=True": "set run.allow_data_change=true",
+    "set vocab_size": "set data.vocab_size",
+    "set collate_fn": "set data.collate._target_",
+    "ElasticSampler resumes": "sampler=elastic resumes",
+    "use ElasticSampler": "use sampler=elastic",
+}
+
+
+@contextmanager
+def words_of_config() -> Iterator[None]:
+    """Let the errors of `exactdata` that the block raises name settings in place of arguments."""
+    try:
+        yield
+    except errors.UserError as error:
+        if type(error).__module__.startswith("exactdata."):
+            text = str(error)
+            for argument, setting in _WORDS.items():
+                text = text.replace(argument, setting)
+            error.args = (text,)
+        raise
