@@ -107,10 +107,10 @@ def _read(path: Path) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError):
         raise UserError(
-            f"{path}: neither JSON nor a file that torch.load(weights_only=True) reads ({line:.200})"
+            f"{path}: neither JSON nor a file of plain values and tensors, as torch.load(weights_only=True) reads it: "
+            "save the loader's state in a file of its own, with json.dump(loader.state_dict(), file)"
         ) from None
 
 
@@ -168,7 +168,7 @@ def _times(order: ElasticSequence, sample: str, position: int) -> list[dict[str,
     source, _, text = sample.rpartition(":")
     if source not in order.sizes:
         raise UserError(
-            f"--sample {sample}: unknown source{nearest(source, order.sizes)}; it has {', '.join(order.sizes)}"
+            f"--sample {sample}: unknown source{nearest(source, order.sizes)}; the sources are {', '.join(order.sizes)}"
         )
     if not text.isdecimal() or int(text) >= order.sizes[source]:
         raise UserError(f"--sample {sample}: expected an index from 0 to {order.sizes[source] - 1}, as in {source}:0")

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from runner.cli.base.commands import COMMANDS, WITH_CLASSES, module
 from runner.cli.base.help import config_dirs, text
+from runner.data.messages import words_of_config
 from runner.errors import ExitStatus, FileError, UserError, nearest
 from runner.system import processes
 from runner.system.signals import STOP
@@ -41,7 +42,8 @@ def main() -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run what `arguments` describe; the exit status. Mistakes are printed here, for all commands."""
     try:
-        return _dispatch(arguments)
+        with words_of_config():
+            return _dispatch(arguments)
     except UserError as error:
         from runner.cli.base.console import print_errors
 

@@ -23,7 +23,7 @@ from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, 
 from runner.config.paths import anchor, relocate
 from runner.config.schema import Config, config_errors
 from runner.config.search import SearchConfig, to_options
-from runner.config.targets import changing_callbacks, target_errors, with_one_name
+from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
 from runner.errors import UserError, nearest, refuse
 from runner.rundir import provenance
@@ -650,7 +650,7 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
         UserError: values are missing, and `given` is None.
     """
     values = plain_values(_complete(_without_hydra(config), given))
-    return over_schema(with_one_name({key: value for key, value in values.items() if key != "search"}))
+    return over_schema({key: value for key, value in values.items() if key != "search"})
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

@@ -28,6 +28,7 @@ from runner.config.plain_yaml import (
     sections,
 )
 from runner.config.schema import Config, config_errors
+from runner.config.targets import with_one_name
 from runner.errors import RunDirError, refuse
 from runner.rundir.paths import RunDir
 from runner.system import files
@@ -95,7 +96,7 @@ def over_schema(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         READ_ERRORS: they do not fit.
     """
-    names = [field.name for field in fields(Config)]
+    values, names = with_one_name(values), [field.name for field in fields(Config)]
     if sorted(values) == sorted(names):
         with suppress(*READ_ERRORS):
             made: dict[str, Any] = copied({name: _merged(_section_text(name, values[name]))[1] for name in names})

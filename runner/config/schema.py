@@ -413,7 +413,7 @@ def _path_errors(config: Config) -> Iterator[str]:
     reported: list[Any] = []
     for key, node in _source_nodes(config):
         target = node.get("_target_") if isinstance(node, dict) else None
-        if target not in ("runner.data.text.TextFiles", "exactdata.shards.TokenShards"):
+        if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
             continue
         paths = node.get("paths")
         listed = paths if isinstance(paths, list) else [paths]

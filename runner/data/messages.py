@@ -12,6 +12,7 @@ _WORDS = {
     "set vocab_size": "set data.vocab_size",
     "set collate_fn": "set data.collate._target_",
     "ElasticSampler resumes": "sampler=elastic resumes",
+    "DistributedSampler shuffles": "sampler=distributed shuffles",
     "use ElasticSampler": "use sampler=elastic",
 }
 
@@ -22,7 +23,7 @@ def words_of_config() -> Iterator[None]:
     try:
         yield
     except errors.UserError as error:
-        if type(error).__module__.startswith("exactdata."):
+        if type(error) is not errors.UserError and type(error).__module__.startswith("exactdata."):
             text = str(error)
             for argument, setting in _WORDS.items():
                 text = text.replace(argument, setting)

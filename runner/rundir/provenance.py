@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import exactdata
 from runner.errors import RunDirError
 from runner.rundir.paths import RunDir
 from runner.rundir.sources import Sources, changed_files, named_targets
@@ -56,7 +57,7 @@ def describe_code(plain: Mapping[str, Any] = MappingProxyType({})) -> dict[str, 
         "executable": sys.executable,
         "platform": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "runner": {"source": str(package), "digest": _source_digest(package)},
+        "runner": {"source": str(package), "digest": _source_digest(package, _data_package())},
         "repositories": {str(root): found for root in _roots() if (found := _describe_repository(root))},
         **describe_sources(plain, Sources()),
     }
@@ -242,12 +243,18 @@ def _package() -> Path:
     return files.resolve(__file__).parents[1]
 
 
-def _source_digest(folder: Path) -> str:
-    """Digest of the Python files in `folder`."""
-    sources = [Path(parent, name) for parent, _, names in files.walk(folder) for name in names if name.endswith(".py")]
+def _data_package() -> Path:
+    return files.resolve(exactdata.__file__).parent
+
+
+def _source_digest(*folders: Path) -> str:
+    """Digest of the Python files in `folders`."""
     digest = hashlib.sha256()
-    for path in sorted(filter(files.is_file, sources)):  # an editor may have left a link that leads nowhere
-        digest.update(f"{path.relative_to(folder)}\0".encode() + files.read_bytes(path) + b"\0")
+    for folder in folders:
+        tree = files.walk(folder)
+        sources = [Path(parent, name) for parent, _, names in tree for name in names if name.endswith(".py")]
+        for path in sorted(filter(files.is_file, sources)):  # an editor may have left a link that leads nowhere
+            digest.update(f"{path.relative_to(folder)}\0".encode() + files.read_bytes(path) + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -109,7 +109,7 @@ def test_sources_that_do_not_agree_are_one_line(workers: int) -> None:
         "of source 'wide'",
         "0 (3,) float32",
         "0 (5,) float32",
-        "data.collate._target_",
+        "set collate_fn",
     ):
         assert words in text
     assert "Traceback" not in text
@@ -118,7 +118,7 @@ def test_sources_that_do_not_agree_are_one_line(workers: int) -> None:
 def test_finished_batches_that_do_not_agree_name_the_remedy() -> None:
     wide = Gathered(6)
     wide.data = wide.data.reshape(3, 8)
-    with pytest.raises(DataError, match=r"source 'b' has x \(8,\) int64.*data\.collate\._target_ .*pads"):
+    with pytest.raises(DataError, match=r"source 'b' has x \(8,\) int64.*set collate_fn .*pads"):
         list(loader_of(join_sources({"a": Gathered(6), "b": wide}), {"a": 6, "b": 3}))
 
 

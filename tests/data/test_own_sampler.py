@@ -152,7 +152,7 @@ def test_samples_are_counted_and_verified_after_a_resume() -> None:
         ("orders.Batches", "yields [0, 1] at 0 in epoch 0, which is no integer"),
         ("orders.Endless", "has no __len__"),
         ("orders.Forgetful", "has neither set_epoch(epoch) nor a state: shuffle with the epoch in set_epoch(epoch)"),
-        ("torch.utils.data.RandomSampler", "sampler=distributed shuffles as torch's samplers do"),
+        ("torch.utils.data.RandomSampler", "DistributedSampler shuffles as torch's does"),
         ("builtins.object", "check the options under sampler"),
         ("padded.Padding", "has no __iter__"),
         ("orders.Short", "yields 24 indices in epoch 0, but its __len__ is 25"),

@@ -281,7 +281,7 @@ def test_invalid_bounds_and_skips_are_reported() -> None:
     ("other", "message"),
     [
         ({"seed": 9}, "has seed 9, this sampler has seed 1"),
-        ({"num_replicas": 4}, r"has num_replicas 4, this sampler has num_replicas 2.*sampler=elastic"),
+        ({"num_replicas": 4}, r"has num_replicas 4, this sampler has num_replicas 2.*ElasticSampler resumes"),
         ({"size": 99}, "has size 99, this sampler has size 50"),
         ({"epoch": None}, "epoch None"),
         ({"epoch": -1}, "epoch -1"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = ("runner", "launch")
+OWN = ("exactdata", "runner", "launch")
 # What `launch` may know of `runner`: shapes, mistakes, paths of a run, who can write them, and the system layer.
 SHARED = (
     *("runner.contracts", "runner.errors", "runner.rundir.paths", "runner.rundir.state", "runner.rundir.trust"),
@@ -32,7 +32,7 @@ WITHOUT_TORCH = """
     runner.rundir.submitted_jobs runner.rundir.provenance runner.config.schema runner.config.schedule
     runner.config.search_path runner.cli.base.help runner.cli.look.status runner.cli.look.show
     runner.cli.look.logs runner.cli.runs.cancel runner.cli.runs.checkpoints runner.training.attempt runner.training.job
-    exactdata.order.batch_shape runner.checkpoint.files.directory launch.slurm launch.local
+    exactdata.order.batch_shape exactdata.samplers runner.checkpoint.files.directory launch.slurm launch.local
 """.split()
 Imports = Mapping[str, Collection[str]]
 
@@ -111,8 +111,11 @@ def fault(module: str, imported: str) -> str | None:
     home, own = HOMES.get(imported, ""), imported.startswith("runner")
     if not f"{module}.".startswith(home):
         return f"belongs to {home}"
+    if module.partition(".")[0] == "exactdata":
+        return "is above it" if imported.startswith(("runner", "launch")) else None
     if module.startswith("launch"):
-        return "is not shared with launch" if own and not imported.startswith(SHARED) else None
+        shared = not (own or imported.startswith("exactdata")) or imported.startswith(SHARED)
+        return None if shared else "is not shared with launch"
     if imported.startswith("launch"):
         return "is chosen by the config, never imported"
     mine, other = box(module), box(imported)
@@ -140,16 +143,17 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("package", ["training", "checkpoint", "cli"])
+@pytest.mark.parametrize("package", ["runner.training", "runner.checkpoint", "runner.cli", "exactdata"])
 def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
     """Not even for types does a room import the top, or one beside or above it; and so there is no circle of rooms."""
-    prefix = f"runner.{package}."
+    prefix = f"{package}."
     inside = {
         module.removeprefix(prefix): [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         for module, names in found_imports(types=True).items()
         if module.startswith(prefix)
     }
-    level = {name: height for height, layer in enumerate(layers(f"rooms of {package}")) for name in layer}
+    picture = layers(f"rooms of {package.removeprefix('runner.')}")
+    level = {name: height for height, layer in enumerate(picture) for name in layer}
     assert level.keys() == {name.partition(".")[0] for name in inside}
     above = {module for module in inside if level[module.partition(".")[0]] == 0}
     assert not [module for module in above if "." in module], "a folder is a room, and not of the top"
@@ -178,6 +182,8 @@ def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
         ("runner.training.model.build", "import_module(name)", None),
         ("runner.data.text", "if TYPE_CHECKING:\n    from runner.cli import start", None),
         ("launch.batch", "import submitit\nimport torch\nfrom runner.system import files", None),
+        ("exactdata.elastic", "from runner.errors import nearest", "is above it"),
+        ("runner.data.text", "from exactdata.elastic import ElasticSampler", None),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, why: str | None) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path for package in ("runner", "launch") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(path for package in ("exactdata", "runner", "launch") for path in (ROOT / package).rglob("*.py"))
+OURS = (*sys.stdlib_module_names, "exactdata", "runner", "launch")
 DOTTED = re.compile(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*")
 PREFIX = re.compile(r"_[a-z_]+\.")
 """Of names of parameters, which a wrapper adds."""
@@ -45,7 +46,7 @@ def used() -> Iterator[tuple[str, Path]]:
         modules = dict(full for node in each for full in imported(node))
         for node in each:
             for name in names_in(node, modules, ours):
-                if private(name) and name.partition(".")[0] not in (*sys.stdlib_module_names, "runner", "launch"):
+                if private(name) and name.partition(".")[0] not in OURS:
                     yield name, path
 
 

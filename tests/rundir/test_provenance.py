@@ -96,7 +96,7 @@ def test_other_versions_and_another_source_are_noticed(
 ) -> None:
     run = freeze(tmp_path)
     monkeypatch.setattr(provenance, "_version", lambda package: "0.1")
-    monkeypatch.setattr(provenance, "_source_digest", lambda folder: "other")
+    monkeypatch.setattr(provenance, "_source_digest", lambda *folders: "other")
     lines = provenance.code_changes(run)
     assert any(line.startswith("torch ") and line.endswith("-> 0.1") for line in lines)
     assert any("source of runner" in line for line in lines)

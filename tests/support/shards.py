@@ -22,7 +22,7 @@ class PlayedPool:
 
     AHEAD = 5
 
-    def __init__(self, fetcher: Any, snapshot_every: int, user_init: Any, options: dict[str, Any]) -> None:
+    def __init__(self, fetcher: Any, snapshot_every: int, user_init: Any, start: Any, options: dict[str, Any]) -> None:
         self.count, self.ranks = options["num_workers"], loader_module.current_ranks()
         self.states = None
         self.shutdown, self.pids, self.is_closed = threading.Event(), dict[int, int](), False

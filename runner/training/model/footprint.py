@@ -191,7 +191,7 @@ def planned_step(config: Config, ranks: int) -> str:
     """Write what a step of a config trains on, as far as it is known before the data are open."""
     train, nodes = config.train, [node for node in config.data.sources.values() if isinstance(node, dict)]
     samples = train.global_batch_size or train.batch_size * (train.grad_accum_steps or 1) * ranks
-    ours = [node.get("sequence_length") for node in nodes if str(node.get("_target_")).startswith("exactdata.")]
+    ours = [node.get("sequence_length") for node in nodes if str(node.get("_target_")).startswith("runner.data.")]
     tokens = ours[0] if len(ours) == len(nodes) and len({*ours}) == 1 else None
     divided = config.strategy is Strategy.fsdp
     return per_step(
