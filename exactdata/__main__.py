@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from exactdata.inspect import main
+from exactdata.inspection import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Modules log; who uses them decides where that is shown. Training shows and records warnings.
-logging.getLogger(__name__).addHandler(logging.NullHandler())
+for _name in (__name__, "exactdata"):
+    logging.getLogger(_name).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

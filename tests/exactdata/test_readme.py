@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import exactdata
-from exactdata.inspect import main
+from exactdata.inspection import main
 
 README = Path(exactdata.__file__).parent / "README.md"
 

@@ -12,7 +12,7 @@ import pytest
 from runner.rundir.attempt_log import AttemptLog
 from runner.rundir.paths import RunDir
 from runner.training.job import LocalJob
-from runner.training.records.warnings import WarningHandler
+from runner.training.records.warnings import LOGGERS, WarningHandler
 
 MESSAGE = "step 5 could not be saved: 100% full"
 
@@ -23,9 +23,10 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Warning
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     log = AttemptLog.begin(RunDir(tmp_path), LocalJob().identity(), 10, lambda record: "killed")
     handler = WarningHandler(log)
-    logging.getLogger("runner").addHandler(handler)
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(handler)
     yield handler
-    logging.getLogger("runner").removeHandler(handler)
+    handler.remove()
 
 
 def recorded(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from exactdata.inspect import table
+from exactdata.inspection import table
 from exactdata.queries import order_queries
 from exactdata.queries.order_record import OrderRecord
 from runner.cli.base.console import PROGRAM, Parser
