@@ -91,4 +91,4 @@ $(VENV)/.bench: $(VENV)/.test
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info exactdata/build exactdata/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG = logging.getLogger("mkdocs.hooks")  # with --strict, a warning of it ends the build
 TOP = {
     "README.md": "index.md",
+    "exactdata/README.md": "exactdata.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
