@@ -143,7 +143,8 @@ class SeedStream:
         """Check that `load` can restore `state`.
 
         Raises:
-            LoaderStateError: a generator's state is not one, or the seed of a chain is missing.
+            LoaderStateError: a generator's state is not one, the seed of a chain is missing, or the sampler draws from
+                a generator of its own only here or only where the state was saved.
         """
         if state["chained"] and state["base_seed"] is None:
             raise LoaderStateError(
@@ -159,6 +160,13 @@ class SeedStream:
                     f"seeds.{name} in this state is {shown(state[name])}; it must be the base64 text of a generator's "
                     "state: the state was edited; use another checkpoint"
                 ) from None
+        own = self._generators["sampler_generator"] is not None
+        if "private" in state and own is not ("sampler_generator" in state):
+            raise LoaderStateError(
+                f"this state was saved with a sampler {'without' if own else 'with'} a generator, "
+                f"{type(self._sampler).__name__} here is one {'with' if own else 'without'}, and would have another "
+                f"order: {'leave out' if own else 'pass'} generator= as where it was saved"
+            )
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""

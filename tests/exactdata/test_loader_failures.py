@@ -36,7 +36,7 @@ from loading import (
     take_batches,
 )
 from resume import assert_same
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, RandomSampler, get_worker_info
 
 from exactdata import (
     DistributedSampler,
@@ -525,6 +525,20 @@ def test_a_state_of_the_reference_loader_is_accepted() -> None:
     reference = {"epoch": 0, "seed": 0, "num_replicas": 1, "rank": 0}
     loader.load_state_dict({"epoch": 0, "batches_yielded": 2, "sampler": {**sampler.state_dict(), **reference}})
     assert_same(list(loader), whole[2:])
+
+
+@pytest.mark.parametrize("had_generator", [True, False])
+def test_a_state_is_refused_if_only_one_of_the_samplers_draws_from_a_generator_of_its_own(had_generator: bool) -> None:
+    def make(has_generator: bool) -> StatefulDataLoader[Any]:
+        generator = torch.Generator().manual_seed(1) if has_generator else None
+        return StatefulDataLoader(Squares(20), 4, sampler=RandomSampler(Squares(20), generator=generator))
+
+    loader = make(had_generator)
+    next(iter(loader))
+    again = make(not had_generator)
+    with pytest.raises(LoaderStateError, match=f"saved with a sampler {'with' if had_generator else 'without'} a gen"):
+        again.load_state_dict(loader.state_dict())
+    assert len(list(again)) == 5
 
 
 def test_streams_that_cannot_be_redistributed_are_refused_if_the_worker_count_changed() -> None:
