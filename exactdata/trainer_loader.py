@@ -17,6 +17,7 @@ import numpy as np
 from exactdata.datasets import MixtureDataset
 from exactdata.elastic import ElasticSampler
 from exactdata.loading.fetch import MapFetcher
+from exactdata.loading.foreign_states import is_torchdatas
 from exactdata.loading.loader import StatefulDataLoader
 from exactdata.loading.loader_state import size_of
 from exactdata.loading.protocols import DataEndedError, LoaderError, LoaderStateError
@@ -222,6 +223,11 @@ def _opened(state: Any) -> dict[str, Any]:
         LoaderStateError: it is not one.
     """
     text = state.get(KEY) if isinstance(state, Mapping) else None
+    if isinstance(state, Mapping) and ("batches_yielded" in state or is_torchdatas(state)):
+        raise LoaderStateError(
+            "this state is of a StatefulDataLoader, whose order TrainerLoader does not have: load it into "
+            "StatefulDataLoader with the sampler that it was saved with, or start the data from the beginning"
+        )
     if not isinstance(text, str):
         what = f"has the keys {sorted(map(str, state))}" if isinstance(state, Mapping) else f"is {shown(state)}"
         raise LoaderStateError(

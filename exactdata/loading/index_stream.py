@@ -179,6 +179,11 @@ class IndexStream:
                 self.sampler.load_state_dict(saved["sampler"])
             self._inner = iter(self.sampler)
             if saved["iterator"] is not None:
+                if not is_stateful(self._inner):
+                    raise LoaderStateError(
+                        f"this state has one of the sampler's iterator, which {type(self.sampler).__name__} cannot "
+                        "load: pass the sampler that it was saved with"
+                    )
                 self._inner.load_state_dict(saved["iterator"])
         self._base = saved
         return items(self._inner)

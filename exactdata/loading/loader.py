@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 from exactdata.loading import loader_state, protocols, redistribution
 from exactdata.loading.epochs import Epoch, EpochPosition, IndexSource
 from exactdata.loading.fetch import MapFetcher, is_collated, is_iterator, is_stateful, load_state
+from exactdata.loading.foreign_states import from_torchdata, is_torchdatas
 from exactdata.loading.in_process import MapEpoch, StreamEpoch
 from exactdata.loading.index_stream import IndexStream
 from exactdata.loading.loader_state import DatasetStates, copied, is_in_epoch, one_value, opened, sealed, size_of
@@ -477,7 +478,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Resume from `state` at the next `iter()`.
 
         Args:
-            state: one rank's, or one aggregated from all ranks, of which this rank takes its part.
+            state: one rank's, or one aggregated from all ranks, of which this rank takes its part; or one of
+                torchdata's StatefulDataLoader, of a map-style dataset.
 
         Raises:
             LoaderStateError: another loader wrote it, keys are missing, it does not fit, or the loader has
@@ -486,6 +488,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._check_has_states()
         if isinstance(state, dict) and "ranks" in state:
             state = self.deaggregate_state_dict(state, *current_ranks())
+        if is_torchdatas(state):
+            state = from_torchdata(state, self._stream, self._iterable)
         self._check(state)
         if self._current is not None:
             self._current.close()

@@ -153,12 +153,10 @@ def require(state: Any, keys: Sequence[str]) -> None:
         raise LoaderStateError(f"{NAME} cannot load a {type(state).__name__}; pass what its state_dict() returned")
     missing = [key for key in keys if key not in state]
     if missing:
-        torchdatas = "_snapshot" in state or "_num_yielded" in state
-        writer = "torchdata's StatefulDataLoader" if torchdatas else "an unknown loader"
         raise LoaderStateError(
             f"{NAME} cannot load this state: {', '.join(map(repr, missing))} missing; it was written by "
-            f"{state.get('loader') or writer} and has the keys {sorted(map(str, state))}; load it into that loader, or "
-            "start the data from the beginning"
+            f"{state.get('loader') or 'an unknown loader'} and has the keys {sorted(map(str, state))}; load it into "
+            "that loader, or start the data from the beginning"
         )
 
 
