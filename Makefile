@@ -27,7 +27,7 @@ test: $(VENV)/.test
 	$(PYTEST) --dist loadgroup -m "promise or not slow" $(ARGS)
 
 # Everything; SHARD=2/4 is the second quarter of it.
-test-all: $(VENV)/.test
+test-all: $(VENV)/.trainers
 	@echo "make test-all: $(if $(SHARD),shard $(SHARD) of everything; 8 minutes,everything; half an hour) on two quiet cores"
 	$(PYTEST) --dist loadgroup -m "" $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
@@ -78,6 +78,13 @@ $(VENV)/.run: pyproject.toml exactdata/pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.run
 	@echo "installing what the tests need into $(VENV): about a minute"
 	$(BIN)/python -m pip install -c constraints.txt -e ./exactdata -e ".[test]" $(SHOW)
+	@touch $@
+
+# torchtitan without its requirements, of which one is an older version of what other tests use.
+$(VENV)/.trainers: $(VENV)/.test
+	@echo "installing the trainers that docs/trainers.md is about into $(VENV): a minute"
+	$(BIN)/python -m pip install -c constraints.txt -e ./exactdata -e ".[trainers]" $(SHOW)
+	$(BIN)/python -m pip install -c constraints.txt --no-deps torchtitan $(SHOW)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.test
