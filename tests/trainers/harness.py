@@ -1,0 +1,148 @@
+"""Kill a training script on some ranks, resume it on others, and compare its samples with an undisturbed order."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from exactdata import ElasticSampler
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs/examples/trainers"
+TIMEOUT_S = 300
+SAMPLES, SAVE_AT, KILL_BEFORE = 400, 10, 14
+
+Steps = list[list[int]]
+"""The ids of each step over all ranks, sorted."""
+
+
+class Shape(NamedTuple):
+    """Ranks of an attempt, and samples of its steps over all ranks."""
+
+    ranks: int
+    batch: int = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Samples repeated and lost out of all, and whether every step has the samples of the undisturbed run."""
+
+    repeated: int
+    lost: int
+    exact: bool
+
+
+def compare(steps: Steps, expected: Steps) -> Outcome:
+    """Compare the steps of a run with those of an undisturbed one."""
+    seen, wanted = (Counter(one for step in run for one in step) for run in (steps, expected))
+    return Outcome((seen - wanted).total(), (wanted - seen).total(), steps == expected)
+
+
+def undisturbed(batch: int = 8, **settings: Any) -> Steps:
+    """Return the steps of a run that is never killed, from the order itself."""
+    sizes = {"a": 150, "b": 50} if settings.get("mixed") else {"data": 200}
+    order = ElasticSampler(
+        sizes, list(sizes.values()), global_batch_size=batch, num_replicas=1, segments=settings.get("segments")
+    )
+    if settings.get("update"):
+        step, weights = settings["update"]
+        order.update_weights(weights, position=step * batch)
+    ids = order.indices_at(range(SAMPLES)).tolist()  # type: ignore[arg-type]
+    return [sorted(ids[at : at + batch]) for at in range(0, SAMPLES, batch)]
+
+
+def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
+    """Run a script on some ranks until all have ended.
+
+    A rank that fails, or is killed, takes the others with it.
+
+    Args:
+        script: takes its settings as JSON in its first argument; see `tiny.py` beside the examples.
+        folder: of its checkpoints (`folder` in the settings) and of its log.
+        ranks: the number of processes.
+        settings: the others, such as kill_before.
+
+    Returns:
+        The steps that all ranks have logged.
+
+    Raises:
+        AssertionError: a rank failed, and was not to be killed.
+    """
+    attempt = len(list(folder.glob("attempt*")))
+    logs = folder / f"attempt{attempt}"
+    logs.mkdir(parents=True)
+    argument = json.dumps({"folder": str(folder), "log": str(logs / "log"), "save_at": SAVE_AT, **settings})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = []
+    for rank in range(ranks):
+        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with (logs / f"output.{rank}").open("wb") as output:
+            command = [sys.executable, str(script), argument]
+            running.append(subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        end = time.monotonic() + TIMEOUT_S
+        while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
+            assert time.monotonic() < end, f"{script.name}: not finished after {TIMEOUT_S} s; see {logs}"
+            time.sleep(0.02)
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+    if not settings.get("kill_before") and any(one.returncode for one in running):
+        outputs = [(logs / f"output.{rank}").read_text(errors="replace") for rank in range(ranks)]
+        raise AssertionError(f"{script.name}: exit codes {[one.returncode for one in running]}\n" + "\n".join(outputs))
+    return logged(logs, ranks)
+
+
+def logged(logs: Path, ranks: int) -> Steps:
+    """Read the steps that all ranks have logged."""
+    of_ranks = [[json.loads(line) for line in (logs / f"log.{rank}").read_text().splitlines()] for rank in range(ranks)]
+    steps = list(zip(*of_ranks, strict=False))
+    assert all(len({one["step"] for one in step}) == 1 for step in steps), "the ranks count their steps differently"
+    return [sorted(one for part in step for one in part["ids"]) for step in steps]
+
+
+@dataclass
+class Trials:
+    """Trials of one script. An attempt that is killed runs once, however many resumes follow it."""
+
+    script: Path
+    folder: Path
+    _killed: dict[str, tuple[Path, Steps]] = field(default_factory=dict)
+
+    def killed(self, shape: Shape, settings: Mapping[str, Any]) -> tuple[Path, Steps]:
+        """Run an attempt that is killed. Return a copy of its folder, and the steps before its checkpoint."""
+        key = json.dumps([shape, settings], sort_keys=True)
+        if key not in self._killed:
+            folder = self.folder / f"killed{len(self._killed)}"
+            arguments = {"batch": shape.batch, "kill_before": KILL_BEFORE, **settings}
+            self._killed[key] = folder, train(self.script, folder, shape.ranks, **arguments)
+        folder, steps = self._killed[key]
+        copy = Path(f"{folder}-{len(list(self.folder.iterdir()))}")
+        shutil.copytree(folder, copy)
+        save_at = settings.get("save_at", SAVE_AT)
+        assert len(steps) >= save_at, f"killed at step {len(steps)}, before the checkpoint"
+        return copy, steps[:save_at]
+
+    def outcome(self, before: Shape, after: Shape, **settings: Any) -> Outcome:
+        """Kill an attempt, resume it in another shape, and compare both with an undisturbed run."""
+        folder, done = self.killed(before, settings)
+        rest = SAMPLES - before.batch * len(done)
+        steps = len(done) + -(-rest // after.batch)
+        done = done + train(
+            self.script, folder, after.ranks, resume=True, **{"batch": after.batch, "steps": steps, **settings}
+        )
+        return compare(done, undisturbed(before.batch, **settings))
