@@ -20,7 +20,8 @@ from exactdata import ElasticSampler
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs/examples/trainers"
 TIMEOUT_S = 300
-SAMPLES, SAVE_AT, KILL_BEFORE = 400, 10, 14
+SAMPLES, SAVE_AT = 400, 10
+STEPS_AFTER = 3  # steps between the checkpoint and the kill
 
 Steps = list[list[int]]
 """The ids of each step over all ranks, sorted."""
@@ -81,7 +82,7 @@ def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
     attempt = len(list(folder.glob("attempt*")))
     logs = folder / f"attempt{attempt}"
     logs.mkdir(parents=True)
-    argument = json.dumps({"folder": str(folder), "log": str(logs / "log"), "save_at": SAVE_AT, **settings})
+    argument = json.dumps({"folder": str(folder), "log": str(logs / "log"), **settings})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -125,15 +126,15 @@ class Trials:
 
     def killed(self, shape: Shape, settings: Mapping[str, Any]) -> tuple[Path, Steps]:
         """Run an attempt that is killed. Return a copy of its folder, and the steps before its checkpoint."""
-        key = json.dumps([shape, settings], sort_keys=True)
+        key, save_at = json.dumps([shape, settings], sort_keys=True), settings.get("save_at", SAVE_AT)
         if key not in self._killed:
             folder = self.folder / f"killed{len(self._killed)}"
-            arguments = {"batch": shape.batch, "kill_before": KILL_BEFORE, **settings}
+            kill_before = save_at + STEPS_AFTER + 1
+            arguments = {"batch": shape.batch, "kill_before": kill_before, "save_at": save_at, **settings}
             self._killed[key] = folder, train(self.script, folder, shape.ranks, **arguments)
         folder, steps = self._killed[key]
         copy = Path(f"{folder}-{len(list(self.folder.iterdir()))}")
         shutil.copytree(folder, copy)
-        save_at = settings.get("save_at", SAVE_AT)
         assert len(steps) >= save_at, f"killed at step {len(steps)}, before the checkpoint"
         return copy, steps[:save_at]
 
@@ -142,7 +143,6 @@ class Trials:
         folder, done = self.killed(before, settings)
         rest = SAMPLES - before.batch * len(done)
         steps = len(done) + -(-rest // after.batch)
-        done = done + train(
-            self.script, folder, after.ranks, resume=True, **{"batch": after.batch, "steps": steps, **settings}
-        )
+        settings = {"save_at": SAVE_AT, **settings}
+        done = done + train(self.script, folder, after.ranks, resume=True, batch=after.batch, steps=steps, **settings)
         return compare(done, undisturbed(before.batch, **settings))
