@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "kill_before": 0,  # the step at whose start every rank is killed; 0: none
     "epoch_samples": 200,  # of a pass over all ranks; None: no passes
     "workers": 0,
+    "sharded": False,  # fully_shard instead of DistributedDataParallel
     "mixed": False,  # two sources instead of one
     "segments": [],  # planned changes of their weights
     "update": None,  # or a pair: the step after which to change the weights, and the weights

@@ -1,0 +1,44 @@
+"""Accelerate with an exact, elastic order of samples: `python in_accelerate.py`, on 1 rank or more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tiny import options, record, sources
+
+from exactdata import TrainerLoader
+
+given = options()
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+# --8<-- [start:recipe]
+loader = TrainerLoader(
+    sources(given.mixed),
+    global_batch_size=given.batch,
+    epoch_samples=given.epoch_samples,
+    num_workers=given.workers,
+    segments=given.segments,
+)
+accelerator.register_for_checkpointing(loader)
+# --8<-- [end:recipe]
+checkpoint = Path(given.folder, f"step{given.save_at}")
+step = 0
+if given.resume:
+    accelerator.load_state(str(checkpoint))
+    step = given.save_at
+while step < given.steps:
+    for batch in loader:
+        step += 1
+        record(given, loader, step, batch)
+        x = batch["x"].to(accelerator.device)
+        accelerator.backward(((model(x) - x) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == given.save_at:
+            accelerator.save_state(str(checkpoint))
+        if step == given.steps:
+            break
+accelerator.end_training()
