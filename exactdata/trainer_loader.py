@@ -64,6 +64,8 @@ class TrainerLoader:
         global_batch_size: samples of a batch over all ranks, a multiple of num_replicas.
         epoch_samples: samples of a pass over all ranks; None: a pass has no end but that of the data, and no length.
         samples: end after this many samples of the run over all ranks; None: never.
+        has_length: False lets `len` raise a TypeError, although a pass ends: for a trainer that reads the length once,
+            such as Lightning, and a global batch that changes.
         fetched_ahead: batches that the trainer has fetched, but not trained on, when it saves the state: 1 in Lightning
             with a loader that has no length; else 0.
         seed: of the order, and of every sample's random generators.
@@ -90,6 +92,7 @@ class TrainerLoader:
         global_batch_size: int,
         epoch_samples: int | None = None,
         samples: int | None = None,
+        has_length: bool = True,
         fetched_ahead: int = 0,
         seed: int = 0,
         num_replicas: int | None = None,
@@ -115,6 +118,7 @@ class TrainerLoader:
         )
         self.batch_size = self.elastic_sampler.global_batch_size // self.elastic_sampler.num_replicas
         self._fetched_ahead = integer("fetched_ahead", fetched_ahead, 0)
+        self._has_length = bool(has_length)
         config = SimpleNamespace(
             **{"num_workers": 0, **{name: loader.pop(name) for name in _OF_CONFIG if name in loader}}
         )
@@ -178,8 +182,10 @@ class TrainerLoader:
         """Count the batches of this pass: those that were yielded and those that follow.
 
         Raises:
-            TypeError: there is no `epoch_samples`, `samples` or cap that ends the pass.
+            TypeError: there is no `epoch_samples`, `samples` or cap that ends the pass, or `has_length` is False.
         """
+        if not self._has_length:
+            raise TypeError("this loader was created with has_length=False")
         left = self._left()
         if left is None:
             raise TypeError("this loader has no length: pass epoch_samples=, the samples of one pass over all ranks")

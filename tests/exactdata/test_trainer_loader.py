@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -143,6 +144,32 @@ def test_without_a_length_the_state_is_that_of_the_batch_before_what_was_fetched
     (again,) = loaders(1, fetched_ahead=1)
     again.load_state_dict(loader.state_dict())
     assert steps([again], 1) == fetched[4:]
+
+
+@pytest.mark.parametrize("stop", [10, 24, 25, 26])
+def test_a_pass_without_a_length_ends_where_it_ended_before_after_another_global_batch(stop: int) -> None:
+    """Iterate as Lightning does: one batch is fetched before the one that is trained on, also at the end of a pass."""
+
+    def train(loader: TrainerLoader, count: int | None) -> Iterator[list[int]]:
+        while count is None or count > 0:
+            iterator = iter(loader)
+            ahead = next(iterator, None)
+            while ahead is not None and (count is None or count > 0):
+                batch, ahead = ahead, next(iterator, None)
+                count = None if count is None else count - 1
+                yield batch["id"].tolist()
+            if count is None:
+                return
+
+    (loader,) = loaders(1, epoch_samples=SIZE, has_length=False, fetched_ahead=1)
+    with pytest.raises(TypeError, match="has_length=False"):
+        len(loader)
+    done = flat(list(train(loader, stop)))
+    (again,) = loaders(1, batch=16, epoch_samples=SIZE, has_length=False, fetched_ahead=1)
+    again.load_state_dict(loader.state_dict())
+    done += flat(list(train(again, None)))
+    assert len(done) == SIZE * (2 if stop >= 25 else 1)
+    assert done == flat(steps(whole := loaders(1, epoch_samples=SIZE)) + steps(whole))[: len(done)]
 
 
 def test_random_transforms_do_not_depend_on_ranks_workers_or_resumes() -> None:
