@@ -12,8 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
 
 from exactdata import ElasticSampler
 
@@ -24,7 +28,7 @@ SAMPLES, SAVE_AT = 400, 10
 STEPS_AFTER = 3  # steps between the checkpoint and the kill
 
 Steps = list[list[int]]
-"""The ids of each step over all ranks, sorted."""
+"""The ids of each step over all ranks, in the order of their positions."""
 
 
 class Shape(NamedTuple):
@@ -36,30 +40,64 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Samples repeated and lost out of all, and whether every step has the samples of the undisturbed run."""
+    """Samples repeated and lost out of all, and whether they came in the order of the undisturbed run."""
 
     repeated: int
     lost: int
     exact: bool
 
 
+EXACT = Outcome(0, 0, True)
+
+MIXTURE: dict[str, Any] = {  # its weights change in a planned segment, and by a call before the checkpoint
+    "mixed": True,
+    "update": [5, {"a": 1, "b": 3}],
+    "loader": {"num_workers": 2, "segments": [[120, {"a": 1, "b": 1}]]},
+}
+
+
+def _cell(before: Shape, after: Shape, settings: dict[str, Any]) -> Any:
+    name = "-".join(f"{one.ranks}x{one.batch // one.ranks}" for one in (before, after))
+    return pytest.param(before, after, settings, id=f"{name}-{'mixture' if settings else 'one-source'}")
+
+
+CELLS = [
+    _cell(Shape(2), Shape(2), {}),
+    _cell(Shape(2), Shape(1), {}),
+    _cell(Shape(1), Shape(2), {}),
+    _cell(Shape(1, 4), Shape(2, 8), {}),
+    _cell(Shape(1), Shape(1), MIXTURE),
+    _cell(Shape(1), Shape(2), MIXTURE),
+    _cell(Shape(2, 8), Shape(1, 4), MIXTURE),
+]
+"""Arguments of a test: the shapes before and after a kill, and settings. Without the mixture there are no workers."""
+TWO_TO_ONE = _cell(Shape(2), Shape(1), MIXTURE)
+
+
+def skip_without(*modules: str) -> None:
+    """Skip the module that calls it, unless all these are installed. They are not imported: that takes seconds."""
+    for name in modules:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+
 def compare(steps: Steps, expected: Steps) -> Outcome:
     """Compare the steps of a run with those of an undisturbed one."""
-    seen, wanted = (Counter(one for step in run for one in step) for run in (steps, expected))
-    return Outcome((seen - wanted).total(), (wanted - seen).total(), steps == expected)
+    ids, wanted = ([one for step in run for one in step] for run in (steps, expected))
+    repeated, lost = Counter(ids) - Counter(wanted), Counter(wanted) - Counter(ids)
+    return Outcome(repeated.total(), lost.total(), ids == wanted)
 
 
 def undisturbed(batch: int = 8, **settings: Any) -> Steps:
     """Return the steps of a run that is never killed, from the order itself."""
     sizes = {"a": 150, "b": 50} if settings.get("mixed") else {"data": 200}
-    order = ElasticSampler(
-        sizes, list(sizes.values()), global_batch_size=batch, num_replicas=1, segments=settings.get("segments")
-    )
+    segments = settings.get("loader", {}).get("segments")
+    order = ElasticSampler(sizes, list(sizes.values()), global_batch_size=batch, num_replicas=1, segments=segments)
     if settings.get("update"):
         step, weights = settings["update"]
         order.update_weights(weights, position=step * batch)
-    ids = order.indices_at(range(SAMPLES)).tolist()  # type: ignore[arg-type]
-    return [sorted(ids[at : at + batch]) for at in range(0, SAMPLES, batch)]
+    ids = order.indices_at(np.arange(SAMPLES)).tolist()
+    return [ids[at : at + batch] for at in range(0, SAMPLES, batch)]
 
 
 def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
@@ -113,7 +151,7 @@ def logged(logs: Path, ranks: int) -> Steps:
     of_ranks = [[json.loads(line) for line in (logs / f"log.{rank}").read_text().splitlines()] for rank in range(ranks)]
     steps = list(zip(*of_ranks, strict=False))
     assert all(len({one["step"] for one in step}) == 1 for step in steps), "the ranks count their steps differently"
-    return [sorted(one for part in step for one in part["ids"]) for step in steps]
+    return [[one for group in zip(*(part["ids"] for part in step), strict=True) for one in group] for step in steps]
 
 
 @dataclass
@@ -143,6 +181,6 @@ class Trials:
         folder, done = self.killed(before, settings)
         rest = SAMPLES - before.batch * len(done)
         steps = len(done) + -(-rest // after.batch)
-        settings = {"save_at": SAVE_AT, **settings}
-        done = done + train(self.script, folder, after.ranks, resume=True, batch=after.batch, steps=steps, **settings)
+        arguments = {"batch": after.batch, "steps": steps, "save_at": SAVE_AT, **settings}
+        done = done + train(self.script, folder, after.ranks, resume=True, **arguments)
         return compare(done, undisturbed(before.batch, **settings))

@@ -11,19 +11,15 @@ from tiny import options, record, sources
 from exactdata import TrainerLoader
 
 given = options()
+data = sources(given.mixed)
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(1, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 # --8<-- [start:recipe]
-loader = TrainerLoader(
-    sources(given.mixed),
-    global_batch_size=given.batch,
-    epoch_samples=given.epoch_samples,
-    num_workers=given.workers,
-    segments=given.segments,
-)
+loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader)
 accelerator.register_for_checkpointing(loader)
 # --8<-- [end:recipe]
+assert accelerator.prepare(loader) is loader
 checkpoint = Path(given.folder, f"step{given.save_at}")
 step = 0
 if given.resume:

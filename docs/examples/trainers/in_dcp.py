@@ -41,8 +41,8 @@ class Progress:
     step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"step": self.step, "model": weights, "optimizer": moments}
+        parameters, moments = get_state_dict(model, optimizer)
+        return {"step": self.step, "model": parameters, "optimizer": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
@@ -50,6 +50,8 @@ class Progress:
 
 
 progress = Progress()
+# --8<-- [start:recipe]
+loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader)
 state = {"progress": progress, "loader": loader}
 # --8<-- [end:recipe]
 checkpoint = Path(given.folder, f"step{given.save_at}")

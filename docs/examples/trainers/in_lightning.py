@@ -14,8 +14,27 @@ from exactdata import TrainerLoader
 
 given = options()
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
+data = sources(given.mixed)
 
 
+# --8<-- [start:recipe]
+class Data(lightning.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.loader = TrainerLoader(
+            data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader
+        )
+
+    def train_dataloader(self) -> TrainerLoader:
+        return self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+# --8<-- [end:recipe]
 class Model(lightning.LightningModule):
     """A line."""
 
@@ -23,25 +42,14 @@ class Model(lightning.LightningModule):
         super().__init__()
         self.line = torch.nn.Linear(1, 1)
 
-    # --8<-- [start:recipe]
-    def train_dataloader(self) -> TrainerLoader:
-        return TrainerLoader(
-            sources(given.mixed),
-            global_batch_size=given.batch,
-            epoch_samples=given.epoch_samples,
-            fetched_ahead=0 if given.epoch_samples else 1,
-            num_workers=given.workers,
-            segments=given.segments,
-        )
-
-    # --8<-- [end:recipe]
-
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
         record(given, self.trainer.train_dataloader, self.global_step + 1, batch)
         return ((self.line(batch["x"]) - batch["x"]) ** 2).mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = max(1, int(self.trainer.estimated_stepping_batches))  # Lightning makes the loader's iterator here
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
 
 
 trainer = lightning.Trainer(
@@ -49,10 +57,10 @@ trainer = lightning.Trainer(
     devices=ranks,
     strategy="ddp" if ranks > 1 else "auto",
     max_steps=given.steps,
-    max_epochs=-1,
+    max_epochs=given.epochs,
     callbacks=[ModelCheckpoint(given.folder, "{step}", every_n_train_steps=given.save_at, save_top_k=-1)],
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Model(), ckpt_path=f"{given.folder}/step={given.save_at}.ckpt" if given.resume else None)
+trainer.fit(Model(), datamodule=Data(), ckpt_path=f"{given.folder}/step={given.save_at}.ckpt" if given.resume else None)

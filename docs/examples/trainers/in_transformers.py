@@ -12,6 +12,7 @@ from transformers.trainer_callback import ExportableState
 from exactdata import TrainerLoader
 
 given = options()
+data = sources(given.mixed)
 
 
 class Model(torch.nn.Module):
@@ -43,13 +44,7 @@ args = TrainingArguments(
     disable_tqdm=True,
 )
 # --8<-- [start:recipe]
-loader = TrainerLoader(
-    sources(given.mixed),
-    global_batch_size=given.batch,
-    epoch_samples=given.epoch_samples,
-    num_workers=given.workers,
-    segments=given.segments,
-)
+loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader)
 
 
 class Place(TrainerCallback, ExportableState):  # in trainer_state.json

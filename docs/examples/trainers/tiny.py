@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,23 +18,23 @@ DEFAULTS: dict[str, Any] = {
     "folder": "outputs/trainers",  # of the checkpoints
     "log": "",  # of the samples of each step; the number of the rank is appended
     "resume": False,
-    "batch": 8,  # samples of a step over all ranks
-    "steps": 50,
+    "steps": 50,  # -1: until the epochs are trained
+    "epochs": -1,
     "save_at": 10,  # the step after which to save a checkpoint
     "kill_before": 0,  # the step at whose start every rank is killed; 0: none
-    "epoch_samples": 200,  # of a pass over all ranks; None: no passes
-    "workers": 0,
-    "sharded": False,  # fully_shard instead of DistributedDataParallel
-    "mixed": False,  # two sources instead of one
-    "segments": [],  # planned changes of their weights
+    "sharded": False,  # fully_shard in place of DistributedDataParallel
+    "mixed": False,  # two sources in place of one
+    "batch": 8,  # samples of a batch over all ranks
+    "epoch_samples": 200,  # samples of a pass over all ranks; None: no passes
+    "loader": {},  # further arguments of TrainerLoader
     "update": None,  # or a pair: the step after which to change the weights, and the weights
 }
 
 
-def options() -> Any:
+def options() -> SimpleNamespace:
     """Read the settings: JSON in the first argument."""
     given = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    return type("Options", (), {**DEFAULTS, **given})()
+    return SimpleNamespace(**{**DEFAULTS, **given})
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, Any]]):

@@ -1,0 +1,53 @@
+"""Check that scripts with Lightning resume exactly, where the script asks for the estimated number of steps, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import CELLS, EXACT, EXAMPLES, MIXTURE, Shape, Trials, skip_without
+
+skip_without("lightning")
+EPOCHS = {"steps": -1, "epochs": 2}  # the trainer ends by the number of its epochs
+
+pytestmark = pytest.mark.xdist_group("lightning")
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(EXAMPLES / "in_lightning.py", tmp_path_factory.mktemp("lightning"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "settings"), CELLS)
+def test_every_sample_comes_once_in_one_order(
+    trials: Trials, before: Shape, after: Shape, settings: dict[str, Any]
+) -> None:
+    assert trials.outcome(before, after, **settings) == EXACT
+
+
+@pytest.mark.promise("inside Lightning, every sample once after a kill, on 2 ranks and then 1")
+def test_every_sample_comes_once_on_2_ranks_and_then_1(trials: Trials) -> None:
+    assert trials.outcome(Shape(2), Shape(1), **MIXTURE) == EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(Shape(2), Shape(1)), (Shape(1), Shape(1))], ids=str)
+def test_a_checkpoint_after_the_last_batch_of_an_epoch(trials: Trials, before: Shape, after: Shape) -> None:
+    assert trials.outcome(before, after, save_at=25, **EPOCHS) == EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(Shape(2), Shape(2)), (Shape(2), Shape(1, 4))], ids=str)
+def test_a_run_without_passes(trials: Trials, before: Shape, after: Shape) -> None:
+    assert trials.outcome(before, after, epoch_samples=None, loader={"fetched_ahead": 1}) == EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(Shape(2), Shape(1, 4)), (Shape(1, 4), Shape(2))], ids=str)
+@pytest.mark.parametrize("save_at", [10, 25])
+def test_epochs_end_where_they_ended_before_though_the_global_batch_changes(
+    trials: Trials, before: Shape, after: Shape, save_at: int
+) -> None:
+    loader = {"fetched_ahead": 1, "has_length": False}
+    assert trials.outcome(before, after, save_at=save_at, loader=loader, **EPOCHS) == EXACT
