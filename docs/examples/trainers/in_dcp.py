@@ -16,23 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from exactdata import TrainerLoader
 
 given = options()
+data = sources(given.mixed)
 dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # ranks may draw differently
+torch.manual_seed(dist.get_rank())  # what the ranks draw does not matter
 model: Any = torch.nn.Linear(1, 1)
-model = (
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    if given.sharded
-    else DistributedDataParallel(model)
-)
+mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+model = fully_shard(model, mesh=mesh) if given.sharded else DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-# --8<-- [start:recipe]
-loader = TrainerLoader(
-    sources(given.mixed),
-    global_batch_size=given.batch,
-    epoch_samples=given.epoch_samples,
-    num_workers=given.workers,
-    segments=given.segments,
-)
 
 
 class Progress:
