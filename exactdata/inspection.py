@@ -84,7 +84,7 @@ def _states_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: it cannot be read, or holds none.
     """
-    found = list(find_states(_read(path)))
+    found = list({state["seal"]: state for state in find_states(_read(path))}.values())  # Lightning may save it twice
     if not found:
         raise UserError(
             f"{path}: no state of an elastic order in it: pass a file in which TrainerLoader.state_dict() was saved"

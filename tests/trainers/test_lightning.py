@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from harness import CELLS, EXACT, EXAMPLES, MIXTURE, Shape, Trials, skip_without
+
+from exactdata.inspection import main
 
 skip_without("lightning")
 EPOCHS = {"steps": -1, "epochs": 2}  # the trainer ends by the number of its epochs
@@ -27,8 +30,15 @@ def test_every_sample_comes_once_in_one_order(
 
 
 @pytest.mark.promise("inside Lightning, every sample once after a kill, on 2 ranks and then 1")
-def test_every_sample_comes_once_on_2_ranks_and_then_1(trials: Trials) -> None:
+def test_every_sample_comes_once_on_2_ranks_and_then_1(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
     assert trials.outcome(Shape(2), Shape(1), **MIXTURE) == EXACT
+    folder, steps = trials.killed(Shape(2), MIXTURE)
+    (checkpoint,) = folder.glob("*.ckpt")
+    assert main(["inspect", str(checkpoint), "--positions", "0-79", "--json"]) == 0
+    (rows,) = json.loads(capsys.readouterr().out)
+    assert [row["index"] + 150 * (row["source"] == "b") for row in rows] == [one for step in steps for one in step]
+    assert main(["inspect", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.startswith("position 80: samples read by all ranks")
 
 
 @pytest.mark.slow
