@@ -89,6 +89,15 @@ def on_post_build(config: MkDocsConfig) -> None:
             LOG.warning("%s: %s", path.relative_to(site), fault)
 
 
+def included(name: str) -> str:
+    """The text of a file, or of the part `file:part` of one, between the markers that name the part."""
+    file, _, part = name.partition(":")
+    text = (ROOT / file).read_text()
+    if part:
+        text = re.split(rf".*-8<-- \[(?:start|end):{re.escape(part)}\].*\n", text)[1]
+    return text.strip()
+
+
 def faults(path: Path, source: str) -> Iterator[str]:
     """What a reader of the built page at `path`, written as the Markdown `source`, would stumble over."""
     page = Shown()
@@ -103,7 +112,7 @@ def faults(path: Path, source: str) -> Iterator[str]:
         if not re.match(r"\w+:|/", address) and not (path.parent / re.split("[?#]", address)[0]).exists():
             yield f"{address} is not there to be loaded"
     for name in SNIPPET.findall(source):
-        if (ROOT / name).read_text().strip() not in code:
+        if included(name) not in code:
             yield f"does not show the text of {name}"
 
 
