@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
         The steps that all ranks have logged.
 
     Raises:
-        AssertionError: a rank failed, and was not to be killed.
+        AssertionError: a rank failed, did not end in time, or was not killed though it was to be.
     """
     attempt = len(list(folder.glob("attempt*")))
     logs = folder / f"attempt{attempt}"
@@ -131,18 +132,20 @@ def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
         with (logs / f"output.{rank}").open("wb") as output:
             command = [sys.executable, str(script), argument]
             running.append(subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT))
+    end = time.monotonic() + TIMEOUT_S
+    codes: list[int | None] = [None] * ranks
     try:
-        end = time.monotonic() + TIMEOUT_S
-        while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
-            assert time.monotonic() < end, f"{script.name}: not finished after {TIMEOUT_S} s; see {logs}"
+        while None in codes and not any(codes) and time.monotonic() < end:
             time.sleep(0.02)
+            codes = [one.poll() for one in running]
     finally:
         for one in running:
             one.kill()
             one.wait()
-    if not settings.get("kill_before") and any(one.returncode for one in running):
+    is_as_asked = -signal.SIGKILL in codes if settings.get("kill_before") else codes == [0] * ranks
+    if not is_as_asked:
         outputs = [(logs / f"output.{rank}").read_text(errors="replace") for rank in range(ranks)]
-        raise AssertionError(f"{script.name}: exit codes {[one.returncode for one in running]}\n" + "\n".join(outputs))
+        raise AssertionError(f"{script.name}: exit codes {codes} (None: after {TIMEOUT_S} s)\n" + "\n".join(outputs))
     return logged(logs, ranks)
 
 
