@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def included(name: str) -> str:
     file, _, part = name.partition(":")
     text = (ROOT / file).read_text()
     if part:
-        text = re.split(rf".*-8<-- \[(?:start|end):{re.escape(part)}\].*\n", text)[1]
+        text = dedent(re.split(rf".*-8<-- \[(?:start|end):{re.escape(part)}\].*\n", text)[1])
     return text.strip()
 
 

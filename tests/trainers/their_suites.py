@@ -1,0 +1,69 @@
+"""Run the tests that other projects have for stateful loaders, with ours in place of the loader that they test.
+
+    python tests/trainers/their_suites.py torchdata CHECKOUT        # a clone of github.com/pytorch/data
+    python tests/trainers/their_suites.py accelerate CHECKOUT       # of github.com/huggingface/accelerate
+    python tests/trainers/their_suites.py lightning CHECKOUT        # of github.com/Lightning-AI/pytorch-lightning
+    python tests/trainers/their_suites.py lightning-length CHECKOUT -x
+
+Further arguments are pytest's. The project itself, torchdata and `parameterized` must be installed. `lightning` takes a
+TrainerLoader without a length and `lightning-length` one with it, `lightning-plain` a StatefulDataLoader.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from exactdata import StatefulDataLoader, TrainerLoader
+
+SUITES = {
+    "torchdata": ["test/stateful_dataloader"],
+    "accelerate": ["tests/test_data_loader.py", "-k", "StatefulDataLoaderTester"],
+    "lightning": ["tests/tests_pytorch/loops/test_loops.py", "-k", "save_and_restore_dataloaders"],
+}
+FOR_LIGHTNING: dict[str, Callable[..., Any]] = {
+    "": partial(TrainerLoader, global_batch_size=1, shuffle=False, fetched_ahead=1, collate_fn=lambda batch: batch[0]),
+    "length": partial(TrainerLoader, global_batch_size=1, shuffle=False, collate_fn=lambda batch: batch[0]),
+    "plain": partial(StatefulDataLoader, batch_size=None),
+}
+
+
+class Exchange:
+    """A plugin of pytest that puts our loader in place of the stateful iterable of Lightning's tests."""
+
+    def __init__(self, make: Callable[..., Any], has_length: bool) -> None:
+        self.make, self.has_length = make, has_length
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Exchange it in the module of every test."""
+        for item in items:
+            item.module.StatefulIterable = self.of_numbers
+
+    def of_numbers(self, start: int = 0) -> Any:
+        """Make a loader of the numbers from `start` to 9, as theirs is."""
+        return self.make(range(start, 10), **({"epoch_samples": 10 - start} if self.has_length else {}))
+
+
+def main(suite: str, checkout: str, *more: str) -> int:
+    """Run one suite; the exit status of pytest."""
+    name, _, way = suite.partition("-")
+    theirs = import_module("torchdata.stateful_dataloader")
+    theirs.StatefulDataLoader = theirs.stateful_dataloader.StatefulDataLoader = StatefulDataLoader  # type: ignore[attr-defined]
+    plugins = [Exchange(FOR_LIGHTNING[way], way == "length")] if name == "lightning" else []
+    if name == "lightning":
+        imports = import_module("lightning.pytorch.utilities.imports")
+        imports.__dict__.setdefault("_TORCH_GREATER_EQUAL_2_11", True)  # asked for by tests newer than the release
+    os.chdir(checkout)
+    sys.path.insert(0, "tests")
+    options = ["-c", os.devnull, "--rootdir=.", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "-q"]
+    return int(pytest.main([*options, *SUITES[name], *more], plugins=plugins))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
