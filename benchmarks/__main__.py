@@ -23,6 +23,7 @@ NAMES = (
     "extensions",
     "sampler",
     "loader",
+    "trainers",
     "scale",
     "checkpoint",
     "large",

@@ -128,6 +128,7 @@ class TrainerLoader:
         """Samples of this rank after each of the last batches of the sampler's iteration."""
         self._count = 0  # batches of the iteration
         self._has_ended = False
+        self._iterator: object = None  # the newest one
         self._loader = self._make()
 
     def _make(self) -> StatefulDataLoader[Any]:
@@ -145,10 +146,13 @@ class TrainerLoader:
         Raises:
             DataEndedError: all samples were yielded, in an earlier pass.
         """
-        if self._count:  # an iterator that was left
-            batches = self._in_pass()
+        if self._count:  # an iterator was left, or not asked for its StopIteration
+            is_over = self._left() == 0
+            batches = 0 if is_over else self._in_pass()
             self._loader.end_epoch()
             self._begin(batches)
+            self._has_ended |= is_over
+            self._iterator = None
         if self._left() == 0 and self._has_ended:
             raise DataEndedError(
                 f"all {self._position():,} samples were yielded, so that another pass would be empty: raise samples=, "
@@ -157,10 +161,13 @@ class TrainerLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        self._iterator = mine = object()
         for batch in self._loader:
             self._count += 1
             self._yielded.append(self._loader.samples_yielded)
             yield batch
+            if self._iterator is not mine:  # a newer one goes on, or a state was loaded
+                return
         self._begin(0)
         self._has_ended = True
 
@@ -217,7 +224,7 @@ class TrainerLoader:
         self.elastic_sampler.load_state_dict(place["sampler"])
         self._loader.end_epoch()
         self.elastic_sampler.load_state_dict(place["sampler"])
-        self._loader = self._make()
+        self._loader, self._iterator = self._make(), None
         self._begin(place["batches"])
         self._has_ended = place["sampler"]["position"] > 0
 

@@ -136,6 +136,42 @@ def test_a_left_iterator_is_continued_and_set_epoch_moves_nothing() -> None:
     assert taken == steps(loaders(1, epoch_samples=SIZE))
 
 
+def test_a_loop_that_counts_batches_need_not_see_the_end_of_a_pass() -> None:
+    (loader,) = loaders(1, epoch_samples=SIZE, samples=2 * SIZE)
+    taken = steps([loader], 25)
+    taken += steps([loader], 1)
+    assert len(loader) == 25
+    taken += steps([loader], 24)
+    assert taken == steps(whole := loaders(1, epoch_samples=SIZE)) + steps(whole)
+    with pytest.raises(DataEndedError):
+        iter(loader)
+
+
+def test_an_older_iterator_ends_and_changes_nothing() -> None:
+    (loader,) = loaders(1, epoch_samples=SIZE)
+    older = iter(loader)
+    taken = [next(older)["id"].tolist() for _ in range(3)]
+    state = loader.state_dict()
+    newer = iter(loader)
+    assert next(older, None) is None
+    taken.append(next(newer)["id"].tolist())
+    assert len(loader) == 25
+    loader.load_state_dict(state)
+    assert next(newer, None) is None
+    assert taken[:3] + steps([loader]) == steps(loaders(1, epoch_samples=SIZE))
+
+
+def test_a_state_is_loaded_into_an_iterator_that_has_not_begun() -> None:
+    """Some trainers make the iterator before they load the state."""
+    (loader,) = loaders(1, epoch_samples=SIZE)
+    taken = steps([loader], 3)
+    (again,) = loaders(1, epoch_samples=SIZE)
+    iterator = iter(again)
+    again.load_state_dict(loader.state_dict())
+    taken += [batch["id"].tolist() for batch in iterator]
+    assert taken == steps(loaders(1, epoch_samples=SIZE))
+
+
 def test_without_a_length_the_state_is_that_of_the_batch_before_what_was_fetched_ahead() -> None:
     (loader,) = loaders(1, fetched_ahead=1)
     with pytest.raises(TypeError, match="pass epoch_samples="):

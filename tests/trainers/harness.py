@@ -53,7 +53,7 @@ EXACT = Outcome(0, 0, True)
 MIXTURE: dict[str, Any] = {  # its weights change in a planned segment, and by a call before the checkpoint
     "mixed": True,
     "update": [5, {"a": 1, "b": 3}],
-    "loader": {"num_workers": 2, "segments": [[120, {"a": 1, "b": 1}]]},
+    "more": {"num_workers": 2, "segments": [[120, {"a": 1, "b": 1}]]},
 }
 
 
@@ -92,7 +92,7 @@ def compare(steps: Steps, expected: Steps) -> Outcome:
 def undisturbed(batch: int = 8, **settings: Any) -> Steps:
     """Return the steps of a run that is never killed, from the order itself."""
     sizes = {"a": 150, "b": 50} if settings.get("mixed") else {"data": 200}
-    segments = settings.get("loader", {}).get("segments")
+    segments = settings.get("more", {}).get("segments")
     order = ElasticSampler(sizes, list(sizes.values()), global_batch_size=batch, num_replicas=1, segments=segments)
     if settings.get("update"):
         step, weights = settings["update"]

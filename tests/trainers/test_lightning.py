@@ -50,7 +50,7 @@ def test_a_checkpoint_after_the_last_batch_of_an_epoch(trials: Trials, before: S
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(Shape(2), Shape(2)), (Shape(2), Shape(1, 4))], ids=str)
 def test_a_run_without_passes(trials: Trials, before: Shape, after: Shape) -> None:
-    assert trials.outcome(before, after, epoch_samples=None, loader={"fetched_ahead": 1}) == EXACT
+    assert trials.outcome(before, after, epoch_samples=None, more={"fetched_ahead": 1}) == EXACT
 
 
 @pytest.mark.slow
@@ -59,5 +59,5 @@ def test_a_run_without_passes(trials: Trials, before: Shape, after: Shape) -> No
 def test_epochs_end_where_they_ended_before_though_the_global_batch_changes(
     trials: Trials, before: Shape, after: Shape, save_at: int
 ) -> None:
-    loader = {"fetched_ahead": 1, "has_length": False}
-    assert trials.outcome(before, after, save_at=save_at, loader=loader, **EPOCHS) == EXACT
+    more = {"fetched_ahead": 1, "has_length": False}
+    assert trials.outcome(before, after, save_at=save_at, more=more, **EPOCHS) == EXACT

@@ -42,7 +42,7 @@ class Place(Callback):
         loader.load_state_dict(state)
 
 
-loader = TrainerLoader(sources(given.mixed), **sizes, **given.loader)
+loader = TrainerLoader(sources(given.mixed), **sizes, **given.more)
 data = DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch["id"]))
 arguments = {"train_dataloader": data, "spin_dataloaders": False, "callbacks": [Place()]}
 # --8<-- [end:recipe]

@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from exactdata import TrainerLoader
 
-given = options()
-data = sources(given.mixed)
+opts = options()
+data = sources(opts.mixed)
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # what the ranks draw does not matter
 model: Any = torch.nn.Linear(1, 1)
 mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-model = fully_shard(model, mesh=mesh) if given.sharded else DistributedDataParallel(model)
+model = fully_shard(model, mesh=mesh) if opts.sharded else DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -41,21 +41,21 @@ class Progress:
 
 progress = Progress()
 # --8<-- [start:recipe]
-loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader)
+loader = TrainerLoader(data, global_batch_size=opts.batch, epoch_samples=opts.epoch_samples, **opts.more)
 state = {"progress": progress, "loader": loader}
 # --8<-- [end:recipe]
-checkpoint = Path(given.folder, f"step{given.save_at}")
-if given.resume:
+checkpoint = Path(opts.folder, f"step{opts.save_at}")
+if opts.resume:
     dcp.load(state, checkpoint_id=checkpoint)
-while progress.step < given.steps:
+while progress.step < opts.steps:
     for batch in loader:
         progress.step += 1
-        record(given, loader, progress.step, batch)
+        record(opts, loader, progress.step, batch)
         ((model(batch["x"]) - batch["x"]) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if progress.step == given.save_at:
+        if progress.step == opts.save_at:
             dcp.save(state, checkpoint_id=checkpoint)
-        if progress.step == given.steps:
+        if progress.step == opts.steps:
             break
 dist.destroy_process_group()

@@ -12,17 +12,15 @@ from tiny import options, record, sources
 
 from exactdata import TrainerLoader
 
-given = options()
+opts = options()
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
-data = sources(given.mixed)
+data = sources(opts.mixed)
 
 
 # --8<-- [start:recipe]
 class Data(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
-        self.loader = TrainerLoader(
-            data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader
-        )
+        self.loader = TrainerLoader(data, global_batch_size=opts.batch, epoch_samples=opts.epoch_samples, **opts.more)
 
     def train_dataloader(self) -> TrainerLoader:
         return self.loader
@@ -43,7 +41,7 @@ class Model(lightning.LightningModule):
         self.line = torch.nn.Linear(1, 1)
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
-        record(given, self.trainer.train_dataloader, self.global_step + 1, batch)
+        record(opts, self.trainer.train_dataloader, self.global_step + 1, batch)
         return ((self.line(batch["x"]) - batch["x"]) ** 2).mean()
 
     def configure_optimizers(self) -> Any:
@@ -56,11 +54,11 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     devices=ranks,
     strategy="ddp" if ranks > 1 else "auto",
-    max_steps=given.steps,
-    max_epochs=given.epochs,
-    callbacks=[ModelCheckpoint(given.folder, "{step}", every_n_train_steps=given.save_at, save_top_k=-1)],
+    max_steps=opts.steps,
+    max_epochs=opts.epochs,
+    callbacks=[ModelCheckpoint(opts.folder, "{step}", every_n_train_steps=opts.save_at, save_top_k=-1)],
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Model(), datamodule=Data(), ckpt_path=f"{given.folder}/step={given.save_at}.ckpt" if given.resume else None)
+trainer.fit(Model(), datamodule=Data(), ckpt_path=f"{opts.folder}/step={opts.save_at}.ckpt" if opts.resume else None)

@@ -26,7 +26,7 @@ def train_loop(given: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step, data = 0, sources(given.mixed)
     # --8<-- [start:recipe]
-    loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader)
+    loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.more)
     checkpoint = ray.train.get_checkpoint()
     if checkpoint:
         with checkpoint.as_directory() as folder:

@@ -34,7 +34,7 @@ class Samples(TrainerLoader, BaseDataLoader):
         pass
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> None:
-        settings = {"num_replicas": dp_world_size, "rank": dp_rank, "collate_fn": pairs, **given.loader}
+        settings = {"num_replicas": dp_world_size, "rank": dp_rank, "collate_fn": pairs, **given.more}
         super().__init__(sources(given.mixed), global_batch_size=dp_world_size * local_batch_size, **settings)
         # --8<-- [end:recipe]
 

@@ -11,8 +11,8 @@ from transformers.trainer_callback import ExportableState
 
 from exactdata import TrainerLoader
 
-given = options()
-data = sources(given.mixed)
+opts = options()
+data = sources(opts.mixed)
 
 
 class Model(torch.nn.Module):
@@ -30,21 +30,21 @@ class Recording(Trainer):
     """Records the samples of each step."""
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *others: Any) -> torch.Tensor:
-        record(given, loader, self.state.global_step + 1, inputs)
+        record(opts, loader, self.state.global_step + 1, inputs)
         return super().training_step(model, inputs, *others)
 
 
 args = TrainingArguments(
-    given.folder,
-    max_steps=given.steps,
-    save_steps=given.save_at,
+    opts.folder,
+    max_steps=opts.steps,
+    save_steps=opts.save_at,
     ignore_data_skip=True,  # the loader resumes by itself
     use_cpu=True,
     report_to="none",
     disable_tqdm=True,
 )
 # --8<-- [start:recipe]
-loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.loader)
+loader = TrainerLoader(data, global_batch_size=opts.batch, epoch_samples=opts.epoch_samples, **opts.more)
 
 
 class Place(TrainerCallback, ExportableState):  # in trainer_state.json
@@ -59,4 +59,4 @@ class Place(TrainerCallback, ExportableState):  # in trainer_state.json
 trainer = Recording(Model(), args, callbacks=[Place()])
 trainer.get_train_dataloader = lambda: loader
 # --8<-- [end:recipe]
-trainer.train(resume_from_checkpoint=f"{given.folder}/checkpoint-{given.save_at}" if given.resume else None)
+trainer.train(resume_from_checkpoint=f"{opts.folder}/checkpoint-{opts.save_at}" if opts.resume else None)

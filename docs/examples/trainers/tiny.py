@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "mixed": False,  # two sources in place of one
     "batch": 8,  # samples of a batch over all ranks
     "epoch_samples": 200,  # samples of a pass over all ranks; None: no passes
-    "loader": {},  # further arguments of TrainerLoader
+    "more": {},  # further arguments of TrainerLoader
     "update": None,  # or a pair: the step after which to change the weights, and the weights
 }
 
