@@ -13,7 +13,7 @@ from tiny import options, record, sources
 
 from exactdata import TrainerLoader
 
-given = options()
+opts = options()
 
 
 class Model(ComposerModel):
@@ -22,7 +22,7 @@ class Model(ComposerModel):
         self.linear = torch.nn.Linear(1, 1)
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        record(given, loader, int(trainer.state.timestamp.batch) + 1, batch)
+        record(opts, loader, int(trainer.state.timestamp.batch) + 1, batch)
         return self.linear(batch["x"])
 
     def loss(self, outputs: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
@@ -30,7 +30,7 @@ class Model(ComposerModel):
 
 
 dist.initialize_dist("cpu")
-sizes = {"global_batch_size": given.batch, "epoch_samples": given.epoch_samples}
+sizes = {"global_batch_size": opts.batch, "epoch_samples": opts.epoch_samples}
 
 
 # --8<-- [start:recipe]
@@ -42,22 +42,22 @@ class Place(Callback):
         loader.load_state_dict(state)
 
 
-loader = TrainerLoader(sources(given.mixed), **sizes, **given.more)
+loader = TrainerLoader(sources(opts.mixed), **sizes, **opts.more)
 data = DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch["id"]))
 arguments = {"train_dataloader": data, "spin_dataloaders": False, "callbacks": [Place()]}
 # --8<-- [end:recipe]
 model = Model()
-checkpoints = Path(given.folder, "checkpoints")
+checkpoints = Path(opts.folder, "checkpoints")
 trainer = Trainer(
     model=model,
     optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-    max_duration=f"{given.steps}ba",
+    max_duration=f"{opts.steps}ba",
     device="cpu",
     progress_bar=False,
     save_folder=str(checkpoints),
-    save_interval=f"{given.save_at}ba",
+    save_interval=f"{opts.save_at}ba",
     save_overwrite=True,
-    load_path=str(checkpoints / f"ep0-ba{given.save_at}-rank0.pt") if given.resume else None,
+    load_path=str(checkpoints / f"ep0-ba{opts.save_at}-rank0.pt") if opts.resume else None,
     **arguments,
 )
 trainer.fit()

@@ -17,16 +17,16 @@ from tiny import options
 from exactdata import TrainerLoader
 
 
-def train_loop(given: Any) -> None:
+def train_loop(opts: Any) -> None:
     """Train on one worker."""
     from tiny import record, sources
 
     model = prepare_model(torch.nn.Linear(1, 1))
     weights = getattr(model, "module", model)  # it is wrapped only if there are several workers
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step, data = 0, sources(given.mixed)
+    step, data = 0, sources(opts.mixed)
     # --8<-- [start:recipe]
-    loader = TrainerLoader(data, global_batch_size=given.batch, epoch_samples=given.epoch_samples, **given.more)
+    loader = TrainerLoader(data, global_batch_size=opts.batch, epoch_samples=opts.epoch_samples, **opts.more)
     checkpoint = ray.train.get_checkpoint()
     if checkpoint:
         with checkpoint.as_directory() as folder:
@@ -35,19 +35,19 @@ def train_loop(given: Any) -> None:
         # --8<-- [end:recipe]
         weights.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        step, given.kill_before = saved["step"], 0  # killed once, not again after each restart
-    while step < given.steps:
+        step, opts.kill_before = saved["step"], 0  # killed once, not again after each restart
+    while step < opts.steps:
         for batch in loader:
             step += 1
-            record(given, loader, step, batch)
+            record(opts, loader, step, batch)
             ((model(batch["x"]) - batch["x"]) ** 2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == given.save_at:
+            if step == opts.save_at:
                 state = {"loader": loader.state_dict(), "model": weights.state_dict()}
                 state |= {"optimizer": optimizer.state_dict(), "step": step}
                 save(state)
-            if step == given.steps:
+            if step == opts.steps:
                 break
 
 
@@ -61,11 +61,11 @@ def save(state: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options()
+    opts = options()
     run = ray.train.RunConfig(
         name="samples",
-        storage_path=str(Path(given.folder).resolve()),
-        failure_config=ray.train.FailureConfig(max_failures=getattr(given, "restarts", 0)),
+        storage_path=str(Path(opts.folder).resolve()),
+        failure_config=ray.train.FailureConfig(max_failures=getattr(opts, "restarts", 0)),
     )
-    scaling = ray.train.ScalingConfig(num_workers=getattr(given, "ranks", 2))
-    TorchTrainer(train_loop, train_loop_config=given, scaling_config=scaling, run_config=run).fit()
+    scaling = ray.train.ScalingConfig(num_workers=getattr(opts, "ranks", 2))
+    TorchTrainer(train_loop, train_loop_config=opts, scaling_config=scaling, run_config=run).fit()

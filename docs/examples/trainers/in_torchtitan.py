@@ -18,7 +18,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 
 from exactdata import TrainerLoader
 
-given = options()
+opts = options()
 
 
 def pairs(samples: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -34,8 +34,8 @@ class Samples(TrainerLoader, BaseDataLoader):
         pass
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> None:
-        settings = {"num_replicas": dp_world_size, "rank": dp_rank, "collate_fn": pairs, **given.more}
-        super().__init__(sources(given.mixed), global_batch_size=dp_world_size * local_batch_size, **settings)
+        settings = {"num_replicas": dp_world_size, "rank": dp_rank, "collate_fn": pairs, **opts.more}
+        super().__init__(sources(opts.mixed), global_batch_size=dp_world_size * local_batch_size, **settings)
         # --8<-- [end:recipe]
 
 
@@ -56,31 +56,31 @@ ranks = dist.get_world_size()
 model: Any = fully_shard(torch.nn.Linear(1, 1), mesh=dist.init_device_mesh("cpu", (ranks,)))
 groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW")]
 optimizer = OptimizersContainer.Config(param_groups=groups, implementation="for-loop").build(model_parts=[model])
-scheduler = LRSchedulersContainer.Config().build(optimizers=optimizer, training_steps=given.steps)
+scheduler = LRSchedulersContainer.Config().build(optimizers=optimizer, training_steps=opts.steps)
 loader = Samples.Config().build(
     dp_world_size=ranks,
     dp_rank=dist.get_rank(),
-    local_batch_size=given.batch // ranks,
+    local_batch_size=opts.batch // ranks,
     tokenizer=None,
     seq_len=1,
-    snapshot_every_n_steps=given.save_at,
+    snapshot_every_n_steps=opts.save_at,
 )
 progress = Progress()
-checkpointer = CheckpointManager.Config(enable=True, interval=given.save_at).build(
+checkpointer = CheckpointManager.Config(enable=True, interval=opts.save_at).build(
     dataloader=loader,
     model_parts=[model],
     optimizers=optimizer,
     lr_schedulers=scheduler,
     states={"train_state": progress},
     sd_adapter=None,
-    base_folder=given.folder,
+    base_folder=opts.folder,
 )
 checkpointer.load()  # the newest checkpoint, if there is one
 batches = iter(loader)
-while progress.step < given.steps:
+while progress.step < opts.steps:
     progress.step += 1
     inputs, labels = next(batches)
-    record(given, loader, progress.step, {"id": labels})
+    record(opts, loader, progress.step, {"id": labels})
     ((model(inputs["input"]) - inputs["input"]) ** 2).mean().backward()
     optimizer.step()
     scheduler.step()
