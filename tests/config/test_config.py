@@ -31,6 +31,7 @@ WITH = {
     "sampler=mixture": ["data=mixture"],
     "phases=curriculum": ["data=mixture"],
     "model=own": ["model._target_=torch.nn.Identity"],
+    "optimizer=own": ["optimizer._target_=torch.optim.SGD"],
     "sampler=own": ["sampler._target_=torch.utils.data.DistributedSampler"],
     "scheduler=own": ["scheduler._target_=torch.optim.lr_scheduler.StepLR"],
     "task=own": ["task._target_=runner.models.tasks.NextToken"],

@@ -4,6 +4,7 @@
     python tests/trainers/their_suites.py accelerate CHECKOUT       # of github.com/huggingface/accelerate
     python tests/trainers/their_suites.py lightning CHECKOUT        # of github.com/Lightning-AI/pytorch-lightning
     python tests/trainers/their_suites.py lightning-length CHECKOUT -x
+    python tests/trainers/their_suites.py torchtitan CHECKOUT       # of github.com/pytorch/torchtitan; it needs grain
 
 Further arguments are pytest's. The project itself, torchdata and `parameterized` must be installed. `lightning` takes a
 TrainerLoader without a length and `lightning-length` one with it, `lightning-plain` a StatefulDataLoader.
@@ -19,12 +20,14 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 from exactdata import StatefulDataLoader, TrainerLoader
 
 SUITES = {
     "torchdata": ["test/stateful_dataloader"],
     "accelerate": ["tests/test_data_loader.py", "-k", "StatefulDataLoaderTester"],
+    "torchtitan": ["tests/unit_tests/test_dataset_checkpointing.py"],
     "lightning": ["tests/tests_pytorch/loops/test_loops.py", "-k", "save_and_restore_dataloaders"],
 }
 FOR_LIGHTNING: dict[str, Callable[..., Any]] = {
@@ -50,13 +53,35 @@ class Exchange:
         return self.make(range(start, 10), **({"epoch_samples": 10 - start} if self.has_length else {}))
 
 
+class Rows:
+    """A plugin of pytest that puts our loader of 60 packed rows in place of the one that torchtitan's tests build."""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Exchange it in the class of every test."""
+        for item in items:
+            item.cls._build_dataloader = lambda test, source, rank: self.build("Streaming" in source.__name__, rank)
+
+    def build(self, in_workers: bool, rank: int) -> TrainerLoader:
+        """Make the loader of one of two ranks, with workers or without."""
+        rows = [{"input": torch.arange(at, at + 128), "positions": torch.arange(128)} for at in range(60)]
+        arguments: dict[str, Any] = {"num_replicas": 2, "rank": rank, "seed": 42, "num_workers": 2 * in_workers}
+        return TrainerLoader(rows, global_batch_size=2, collate_fn=self.collate, **arguments)
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        """Return inputs by name, and labels."""
+        batch = torch.utils.data.default_collate(samples)
+        return batch, batch["input"] + 1
+
+
 def main(suite: str, checkout: str, *more: str) -> int:
     """Run one suite; the exit status of pytest."""
     name, _, way = suite.partition("-")
     theirs = import_module("torchdata.stateful_dataloader")
     theirs.StatefulDataLoader = theirs.stateful_dataloader.StatefulDataLoader = StatefulDataLoader  # type: ignore[attr-defined]
-    plugins = [Exchange(FOR_LIGHTNING[way], way == "length")] if name == "lightning" else []
+    plugins: list[Any] = [Rows()] if name == "torchtitan" else []
     if name == "lightning":
+        plugins = [Exchange(FOR_LIGHTNING[way], way == "length")]
         imports = import_module("lightning.pytorch.utilities.imports")
         imports.__dict__.setdefault("_TORCH_GREATER_EQUAL_2_11", True)  # asked for by tests newer than the release
     os.chdir(checkout)
