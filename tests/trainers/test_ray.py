@@ -59,14 +59,17 @@ def run(folder: Path, name: str, workers: int, **settings: Any) -> tuple[int, St
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "settings"), [(2, 1, MIXTURE), (1, 2, {})], ids=["2 to 1, mixture", "1 to 2"]
+    ("before", "after", "batch", "settings"),
+    [(2, 1, 8, MIXTURE), (1, 2, 4, {})],
+    ids=["2 to 1, mixture", "1 to 2, half the batch"],
 )
 def test_killed_workers_resume_with_another_number_of_them(
-    before: int, after: int, settings: dict[str, Any], tmp_path: Path
+    before: int, after: int, batch: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     status, first = run(tmp_path, "killed", before, kill_before=KILL_BEFORE, **settings)
     assert status
-    status, second = run(tmp_path, "resumed", after, **settings)
+    steps = SAVE_AT + (SAMPLES - 8 * SAVE_AT) // batch
+    status, second = run(tmp_path, "resumed", after, batch=batch, steps=steps, **settings)
     assert status == 0
     assert compare(first[:SAVE_AT] + second, undisturbed(**settings)) == EXACT
 
