@@ -117,15 +117,14 @@ class TrainerLoader:
             **order,
         )
         self.batch_size = self.elastic_sampler.global_batch_size // self.elastic_sampler.num_replicas
-        self._fetched_ahead = integer("fetched_ahead", fetched_ahead, 0)
         self._has_length = bool(has_length)
         config = SimpleNamespace(
             **{"num_workers": 0, **{name: loader.pop(name) for name in _OF_CONFIG if name in loader}}
         )
         self._arguments: dict[str, Any] = {**loader, "config": config, "drop_last": False}
         self._batches = 0  # of the pass, before the sampler's iteration
-        self._yielded: deque[int] = deque([0], maxlen=self._fetched_ahead + 1)
-        """Samples of this rank after each of the last batches of the sampler's iteration."""
+        self._yielded: deque[int] = deque([0], maxlen=integer("fetched_ahead", fetched_ahead, 0) + 1)
+        """Samples of this rank in the sampler's iteration: from before what was fetched ahead, to its last batch."""
         self._count = 0  # batches of the iteration
         self._has_ended = False
         self._iterator: object = None  # the newest one
@@ -203,8 +202,8 @@ class TrainerLoader:
 
     def state_dict(self) -> dict[str, str]:
         """The place after the last batch that was trained on, as one text that is the same on every rank."""
-        ahead = len(self._yielded) - 1 if self._fetched_ahead else 0
-        saved = self.elastic_sampler.state_dict_at(self._yielded[0] if ahead else self._yielded[-1])
+        ahead = len(self._yielded) - 1
+        saved = self.elastic_sampler.state_dict_at(self._yielded[0])
         batches = self._in_pass() - ahead
         if self._left() == 0 and not ahead:
             batches = 0  # of the next pass
@@ -222,7 +221,7 @@ class TrainerLoader:
         """
         place = _opened(state)
         self.elastic_sampler.load_state_dict(place["sampler"])
-        self._loader.end_epoch()
+        self._loader.end_epoch()  # which moves the sampler to where that has ended
         self.elastic_sampler.load_state_dict(place["sampler"])
         self._loader, self._iterator = self._make(), None
         self._begin(place["batches"])

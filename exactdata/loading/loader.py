@@ -373,7 +373,7 @@ class StatefulDataLoader(DataLoader[T_co]):
     @property
     def samples_yielded(self) -> int:
         """Samples yielded in this epoch, including those before a resume."""
-        return 0 if self._has_yielded_all() and self._pending else self._place().samples
+        return 0 if self._pending and self._has_yielded_all() else self._place().samples
 
     def end_epoch(self) -> None:
         """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""

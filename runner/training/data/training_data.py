@@ -78,15 +78,8 @@ def open_training_data(
     same_plan = before is not None and before.data_plan == now.data_plan
     allow_change = config.run.allow_data_change or same_plan or config.fork.begins_at(step)
     sampler = make_sampler(config, dataset, datasets, world, now.batch_shapes, allow_change)
-    pin = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
-    data = config.data
-    options = SimpleNamespace(
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        pin_memory=pin,
-        worker_start=stacks.show_to_parent,
-    )
     check_epoch(config, sampler)
+    options = _options(config, device)
     loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options)
     ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
     kind, tokens = config.sampler.kind.value, tokens_per_sample(datasets)
@@ -103,6 +96,17 @@ def open_training_data(
     )
     consumption.start_at(step)
     return consumption
+
+
+def _options(config: Config, device: torch.device) -> SimpleNamespace:
+    """What the loader of a run is told beside its sampler; its workers show their stacks when they hang."""
+    data = config.data
+    return SimpleNamespace(
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=device.type == "cuda" if data.pin_memory is None else data.pin_memory,
+        worker_start=stacks.show_to_parent,
+    )
 
 
 def record_order(
