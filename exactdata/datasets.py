@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from exactdata.errors import UserError
+from exactdata.errors import DataError
 from exactdata.loading.collation import disagreement
 from exactdata.loading.fetch import is_stateful
 from exactdata.loading.global_draws import draws_nothing
@@ -29,10 +28,6 @@ from exactdata.order.weights import check_names
 
 Tokens = npt.NDArray[np.integer[Any]]
 Batch = dict[str, Tensor]
-
-
-class DataError(UserError, ValueError):
-    """The data are missing, malformed, or not as the arguments say. The message names the source or the file."""
 
 
 class TokenArray:
@@ -479,40 +474,3 @@ def is_plain_tokens(dataset: Any) -> bool:
 def collate(samples: Any) -> Any:
     """`collate_fn` for torch's DataLoader over these datasets: keeps finished batches, collates anything else."""
     return samples if isinstance(samples, dict) else default_collate(samples)
-
-
-def expand(paths: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:
-    """Expand files, folders and globs to a list of files.
-
-    Args:
-        paths: one path or several; the order is kept.
-        pattern: which files of a folder are taken; they are sorted by name.
-
-    Raises:
-        DataError: a path does not exist, or a folder or glob has no matching file.
-    """
-    entries = [paths] if isinstance(paths, str | Path) else list(paths)
-    files: list[Path] = []
-    for entry in entries:
-        path = Path(entry).expanduser()
-        if path.is_file():
-            found = [path]
-        elif path.is_dir():
-            found = sorted(file for file in path.glob(pattern) if file.is_file())
-        else:
-            found = _glob(path)
-        if not found:
-            problem = f"has no file that matches {pattern!r}" if path.is_dir() else "does not exist"
-            raise DataError(f"{path}: {problem}: check the path; relative paths start at {Path.cwd()}")
-        files.extend(found)
-    if not files:
-        raise DataError("paths is empty: name files, folders or globs")
-    return files
-
-
-def _glob(path: Path) -> list[Path]:
-    parts = path.parts
-    wild = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
-    if wild is None:
-        return []
-    return sorted(file for file in Path(*parts[:wild]).glob(str(Path(*parts[wild:]))) if file.is_file())

@@ -18,6 +18,10 @@ class UserError(Exception):
     """Whether every rank of the job raises the same error, so that rank 0 alone reports it."""
 
 
+class DataError(UserError, ValueError):
+    """The data are missing, malformed, or not as the arguments say. The message names the source or the file."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the valid name nearest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(valid), n=1)

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from exactdata.datasets import DataError, TokenDataset, Tokens, expand
+from exactdata.datasets import TokenDataset, Tokens
+from exactdata.errors import DataError
+from exactdata.paths import expand
 
 
 class TokenShards(TokenDataset):

@@ -21,7 +21,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from exactdata.datasets import DataError, TokenDataset, Tokens, expand
+from exactdata.datasets import TokenDataset, Tokens
+from exactdata.errors import DataError
+from exactdata.paths import cache_directory, expand
 from runner.errors import nearest
 from runner.system import clock
 from runner.system.files import fsync_dir, read_json
@@ -127,11 +129,6 @@ class PythonText(TextDataset):
         version = ".".join(map(str, sys.version_info[:3]))
         directory = cache_directory(cache_dir) / f"python-{version}-{source}-{key}"
         self._open(directory, texts, total, split, sequence_length)
-
-
-def cache_directory(cache_dir: str | Path | None = None) -> Path:
-    """`cache_dir`, or $RUNNER_CACHE, or ~/.cache/runner."""
-    return Path(cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner").expanduser()
 
 
 def digest(value: Any) -> str:

@@ -16,7 +16,8 @@ from padded import Sentences, pad
 from torch.utils.data import Dataset, default_collate
 
 from exactdata import ElasticSampler, StatefulDataLoader
-from exactdata.datasets import DataError, TokenDataset
+from exactdata.datasets import TokenDataset
+from exactdata.errors import DataError
 from exactdata.loading.collation import CollationError
 from exactdata.loading.fixed import FixedBatches
 from exactdata.loading.workers import collate_in_own_memory

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactdata.datasets import DataError
+from exactdata.errors import DataError
 from runner.data import text
 from runner.data.text import PythonText, TextFiles
 
@@ -76,10 +76,10 @@ def test_the_cache_directory_comes_from_argument_environment_or_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path))
-    assert text.cache_directory() == tmp_path
-    assert text.cache_directory("/elsewhere") == Path("/elsewhere")
+    assert paths.cache_directory() == tmp_path
+    assert paths.cache_directory("/elsewhere") == Path("/elsewhere")
     monkeypatch.delenv("RUNNER_CACHE")
-    assert text.cache_directory() == Path.home() / ".cache" / "runner"
+    assert paths.cache_directory() == Path.home() / ".cache" / "runner"
 
 
 def test_text_files_are_joined(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from exactdata import StatefulDataLoader
-from exactdata.datasets import DataError, MixtureDataset, TokenDataset, collate
+from exactdata.datasets import MixtureDataset, TokenDataset, collate
+from exactdata.errors import DataError
 from exactdata.loading.randomness import sample_rng
 from exactdata.shards import TokenShards
 

@@ -159,7 +159,7 @@ def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
 
 def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
     """Warn if nodes may not have the cache of texts: not all have the home directory, and all have `folder`."""
-    from runner.data.text import cache_directory
+    from exactdata.paths import cache_directory
 
     cache = cache_directory(config.data.cache_dir)
     used = any("cache_dir" in source for source in config.data.sources.values() if isinstance(source, Mapping))

@@ -1,0 +1,122 @@
+"""Pack pieces of documents into rows by best fit decreasing, for millions of documents at once.
+
+The longest piece comes first, and each goes into the fullest row that has room for it (Ding et al. 2024, "Fewer
+Truncations Improve Language Modeling"). Pieces of one length are interchangeable, and so are rows that hold the same
+lengths: both are handled in groups, so that the cost is two passes over the documents and a step for each distinct
+length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from exactdata.order.arrays import I64
+
+U32 = npt.NDArray[np.uint32]
+
+
+@dataclass
+class _Group:
+    """Rows that hold the same lengths.
+
+    Attributes:
+        count: how many rows.
+        content: (length, pieces of it in each row, the first of them among all pieces of this length).
+    """
+
+    count: int
+    content: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def split(self, count: int) -> tuple[_Group, _Group]:
+        """Return the first `count` rows, and the others."""
+        others = [(length, each, first + count * each) for length, each, first in self.content]
+        return _Group(count, self.content), _Group(self.count - count, others)
+
+
+class _Rows:
+    """The rows so far, by the room that they have left."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.by_room: dict[int, list[_Group]] = defaultdict(list)
+        self._rooms: list[int] = []  # ascending, those with rows
+
+    def _put(self, room: int, group: _Group) -> None:
+        if not group.count:
+            return
+        if not self.by_room[room]:
+            insort(self._rooms, room)
+        self.by_room[room].append(group)
+
+    def _take(self, least: int) -> tuple[int, _Group] | None:
+        """Remove a group of the rows that have the least room of at least `least`."""
+        at = bisect_left(self._rooms, least)
+        if at == len(self._rooms):
+            return None
+        room = self._rooms[at]
+        group = self.by_room[room].pop()
+        if not self.by_room[room]:
+            del self._rooms[at]
+        return room, group
+
+    def add(self, length: int, count: int) -> None:
+        """Add `count` pieces of this length, which is not greater than any before."""
+        done = 0
+        while done < count:
+            room, group = self._take(length) or (self.capacity, _Group(count - done))
+            each = room // length
+            full, rest = (group.count, 0) if count - done >= group.count * each else divmod(count - done, each)
+            filled, others = group.split(full)
+            filled.content.append((length, each, done))
+            self._put(room - each * length, filled)
+            done += full * each
+            if rest:
+                last, others = others.split(1)
+                last.content.append((length, rest, done))
+                self._put(room - rest * length, last)
+                done += rest
+            if others.content:  # rows that were there, and not new ones that nothing needs
+                self._put(room, others)
+
+
+def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[U32, U32]:
+    """Assign pieces to rows.
+
+    Args:
+        lengths: tokens in each piece, shape (n,), from 1 to `capacity`.
+        capacity: tokens in a row.
+
+    Returns:
+        The numbers of the pieces, row by row, shape (n,), and where each row begins among them, shape (rows + 1,).
+    """
+    kind = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.uint32  # numpy sorts 16 bits by radix
+    by_length = np.argsort(lengths.astype(kind), kind="stable").astype(np.uint32)
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    firsts = np.cumsum(counts) - counts
+    rows = _Rows(capacity)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        rows.add(length, int(counts[length]))
+    return _written(rows, by_length, firsts)
+
+
+def _written(rows: _Rows, by_length: U32, firsts: I64) -> tuple[U32, U32]:
+    order = np.empty(len(by_length), np.uint32)
+    groups = [group for room in sorted(rows.by_room) for group in rows.by_room[room]]
+    sizes = np.array([sum(each for _, each, _ in group.content) for group in groups], np.int64)
+    counts = np.array([group.count for group in groups], np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.repeat(sizes, counts))]).astype(np.uint32)
+    end = 0
+    for group, size in zip(groups, sizes.tolist(), strict=True):
+        block = order[end : end + group.count * size].reshape(group.count, size)
+        column = 0
+        for length, each, first in group.content:
+            begin = int(firsts[length]) + first
+            block[:, column : column + each] = by_length[begin : begin + group.count * each].reshape(-1, each)
+            column += each
+        end += group.count * size
+    return order, starts

@@ -1,0 +1,249 @@
+"""Documents as a map-style dataset of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from exactdata.datasets import Batch, check_bounds
+from exactdata.documents import preparing
+from exactdata.documents.formats import SUFFIXES
+from exactdata.documents.packed import PackedRows, PlanOptions, make_plan
+from exactdata.documents.prepared import Spec
+from exactdata.documents.tokenizer import load
+from exactdata.errors import DataError
+from exactdata.order.arrays import I64
+from exactdata.paths import cache_directory, expand
+from exactdata.shards import open_shard
+
+IGNORED = -100
+"""The label of what is not trained on, as torch's cross entropy leaves it out."""
+
+
+class Documents(Dataset[Batch]):
+    """Documents, tokenized once and packed into rows of `sequence_length` tokens; a row is a sample.
+
+    Every token of every document is in exactly one row. The first start prepares the documents (`prepare`); others wait
+    for it, and later ones open memory maps. A row of a batch has, each of shape (T,):
+
+    - `input_ids`: int64; 0 where the row is padded, at its end;
+    - `labels`: int64, the next token of the same document; -100 at its last token, at padding, and before a token of a
+      chat that is not trained on;
+    - `position_ids`: int64, counted from 0 in each piece of a document;
+    - `document_ids`: int64, the number of the document in this source, -1 at padding.
+
+    Args:
+        paths: files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow of `datasets`, .txt), folders, globs, or a list.
+        sequence_length: T, at least 1.
+        text: the key or column with the text.
+        messages: the key or column with a chat, a list of messages with `role` and `content`, in place of `text`.
+        tokenizer: `bytes`, a tokenizer.json, or the folder of a Hugging Face tokenizer.
+        packing: `best_fit` (whole documents, with little padding), `stream` (end to end, cut at every row), or `none`
+            (one document in a row).
+        long: what is done to documents longer than T: `split` them, `truncate` or `drop` them.
+        split: `train`, `eval` (5 % of the documents, by their content) or `all`.
+        end_token: the token behind each document; `auto`: the tokenizer's, if it has one; `none`.
+        pattern: which files of a folder are read; None: those of a known kind.
+        train_on: roles of the messages that are trained on.
+        chat_template: of messages, in Jinja, or a file; None: the tokenizer's, or ChatML.
+        vocab_size: the largest that the tokenizer may have; None: not checked.
+        cache_dir: where the result is kept; None: $RUNNER_CACHE or ~/.cache/runner.
+
+    Raises:
+        DataError: a path, column, tokenizer or option is wrong, or the cache cannot be written.
+    """
+
+    collated = True
+    prefetch = "thread"
+    tokens_per_sample = None
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        sequence_length: int,
+        text: str = "text",
+        messages: str | None = None,
+        tokenizer: str | Path = "bytes",
+        packing: str = "best_fit",
+        long: str = "split",
+        split: str = "all",
+        end_token: str = "auto",
+        pattern: str | None = None,
+        train_on: Sequence[str] = ("assistant",),
+        chat_template: str | None = None,
+        vocab_size: int | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        options = PlanOptions(sequence_length, packing, long, split)
+        spec = spec_of(paths, text, messages, tokenizer, end_token, pattern, train_on, chat_template)
+        self.vocab_size = spec.tokenizer.vocab_size
+        if vocab_size is not None and self.vocab_size > vocab_size:
+            raise DataError(
+                f"the tokenizer has {self.vocab_size:,} tokens, more than vocab_size={vocab_size:,}: raise vocab_size"
+            )
+        index = preparing.prepare(spec, cache_directory(cache_dir))
+        self._open(make_plan(index, options))
+
+    def _open(self, packed: PackedRows) -> None:
+        self.packed = packed
+        self.sequence_length = packed.sequence_length
+        parts = len(packed.index.part_starts) - 1
+        self._tokens: list[Any] = [None] * parts
+        self._trained: list[Any] = [None] * parts
+
+    @classmethod
+    def prepare(cls, workers: int | None = None, **arguments: Any) -> dict[str, Any]:
+        """Prepare what the constructor would; return the report.
+
+        Args:
+            workers: processes; None: one for each core.
+            arguments: of the constructor.
+
+        Raises:
+            DataError: as the constructor.
+        """
+        names = ("paths", "text", "messages", "tokenizer", "end_token", "pattern", "train_on", "chat_template")
+        of_plan = ("sequence_length", "packing", "long", "split")
+        options = PlanOptions(**{name: arguments[name] for name in of_plan if name in arguments})
+        spec = spec_of(**{name: arguments[name] for name in names if name in arguments})
+        index = preparing.prepare(spec, cache_directory(arguments.get("cache_dir")), workers)
+        packed = make_plan(index, options)
+        return {"directory": str(index.store.directory), **index.report(), "plan": packed.report}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"packed": self.packed, "vocab_size": self.vocab_size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.vocab_size = state["vocab_size"]
+        self._open(state["packed"])
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all rows, without padding."""
+        return self.packed.tokens
+
+    def measure(self, rows: I64) -> I64:
+        """Return the tokens of each row, and the documents that begin in it, int64 of shape (B, 2)."""
+        return self.packed.measure(rows)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {key: value[0] for key, value in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int] | I64) -> Batch:
+        """Fetch a batch.
+
+        Args:
+            indices: of rows, shape (B,).
+
+        Returns:
+            The tensors that the class describes, each of shape (B, T).
+
+        Raises:
+            IndexError: an index is outside [0, len).
+            DataError: a token shard is missing or damaged.
+        """
+        wanted = np.asarray(indices, np.int64)
+        check_bounds(wanted, len(self.packed), "dataset")
+        rows, length = len(wanted), self.sequence_length
+        which, documents, first, lengths = self.packed.pieces(wanted)
+        starts, inside = self.packed.index.offsets[documents] + first, np.cumsum(lengths) - lengths
+        row_begins = np.searchsorted(which, np.arange(rows))
+        columns = inside - inside[row_begins][which]
+        at = which * length + columns  # of each piece in the batch, end to end
+        filled = np.bincount(which, weights=lengths, minlength=rows).astype(np.int64)
+        gaps = np.stack([lengths, np.zeros_like(lengths)], axis=1)
+        gaps[np.append(row_begins[1:], len(which)) - 1, 1] = length - filled
+        repeats = gaps.reshape(-1)
+        ids, labels = self._gathered(at, starts, lengths, self._left(documents, first, lengths), rows * length)
+        positions = np.arange(rows * length) - np.repeat(np.stack([at, at + lengths], axis=1).reshape(-1), repeats)
+        names = np.repeat(np.stack([documents, np.full_like(documents, -1)], axis=1).reshape(-1), repeats)
+        positions[names < 0] = 0
+        found = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_ids": names}
+        return {key: torch.from_numpy(value.reshape(rows, length)) for key, value in found.items()}
+
+    def _left(self, documents: I64, first: I64, lengths: I64) -> Any:
+        """Whether a token of the document that is trained on follows each piece, in another row."""
+        if self.packed.report["long"] == "truncate":
+            return np.zeros(len(documents), bool)
+        return first + lengths < self.packed.index.offsets[documents + 1] - self.packed.index.offsets[documents]
+
+    def _gathered(self, at: I64, starts: I64, lengths: I64, left: Any, size: int) -> tuple[I64, I64]:
+        """Return tokens and labels of a batch end to end, int64 of shape (size,).
+
+        Args:
+            at: where each piece is in the batch.
+            starts: where it is among all tokens of the source.
+            lengths: of the pieces.
+            left: whether the token behind a piece is the label of its last one.
+            size: of the batch.
+        """
+        ids, labels = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
+        parts = np.searchsorted(self.packed.index.part_starts, starts, side="right") - 1
+        local = starts - self.packed.index.part_starts[parts]
+        columns = at.tolist(), local.tolist(), lengths.tolist(), left.tolist(), parts.tolist()
+        for to, start, length, follows, part in zip(*columns, strict=True):
+            tokens = self._shard(part)
+            ids[to : to + length] = tokens[start : start + length]
+            predicted = length if follows else length - 1
+            labels[to : to + predicted] = tokens[start + 1 : start + 1 + predicted]
+            if self._trained[part] is not None:
+                labels[to : to + predicted][~self._trained[part][start + 1 : start + 1 + predicted]] = IGNORED
+        return ids, labels
+
+    def _shard(self, part: int) -> Any:
+        """Return the tokens of a part, which is opened at its first use."""
+        if self._tokens[part] is None:
+            index = self.packed.index
+            size = int(index.part_starts[part + 1] - index.part_starts[part])
+            folder = index.store.part(part)
+            if index.has_mask:
+                self._trained[part] = _opened(folder / "trained.bin", np.dtype(bool), size)
+            self._tokens[part] = _opened(folder / "tokens.bin", index.dtype, size)
+        return self._tokens[part]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies tokens and plan; JSON-serializable."""
+        report = self.packed.report
+        options = {name: report[name] for name in ("sequence_length", "packing", "long", "split")}
+        return {**options, "content": self.packed.index.content}
+
+
+def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
+    """Map a shard.
+
+    Raises:
+        DataError: it is missing, or has another size than when it was written.
+    """
+    found = open_shard(path, np.dtype(np.uint8) if dtype.kind == "b" else dtype).view(np.ndarray)
+    if len(found) != size:
+        raise DataError(
+            f"{path}: has {len(found):,} tokens, {size:,} were written: delete {path.parents[2]} to prepare anew"
+        )
+    return found.view(dtype)
+
+
+def spec_of(
+    paths: str | Path | Sequence[str | Path],
+    text: str = "text",
+    messages: str | None = None,
+    tokenizer: str | Path = "bytes",
+    end_token: str = "auto",
+    pattern: str | None = None,
+    train_on: Sequence[str] = ("assistant",),
+    chat_template: str | None = None,
+) -> Spec:
+    """Return what is to be prepared; the arguments are those of `Documents`.
+
+    Raises:
+        DataError: a path or the tokenizer is wrong.
+    """
+    files = expand(paths, pattern or [f"**/*{suffix}" for suffix in SUFFIXES])
+    return Spec.of(files, messages or text, messages is not None, train_on, load(tokenizer, end_token, chat_template))

@@ -1,0 +1,320 @@
+"""The plan of which documents are in which row, made once and memory-mapped. Imports no torch.
+
+A row has `sequence_length` tokens, of *pieces*: a piece is a document, or a part of a long one. With `packing=best_fit`
+or `none` the rows are, in this order:
+
+- full rows, each of `sequence_length` tokens of one document, where `long=split` cuts long ones;
+- the others, whose pieces are what is left of the documents. A plan lists their documents, row by row.
+
+With `packing=stream` a row is the next `sequence_length` tokens of all documents end to end.
+
+    order.npy    the documents row by row; of a stream, all of them      4 bytes a document
+    starts.npy   where each row begins in it; of a stream, where each
+                 document begins in the stream                           4 bytes a row; 8 a document
+    long.npy     the documents with full rows                            4 bytes each
+    ends.npy     one past the last full row of each                      4 bytes each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from exactdata.documents.best_fit import best_fit
+from exactdata.documents.claims import once
+from exactdata.documents.prepared import Index, Store, read_json
+from exactdata.errors import DataError, nearest
+from exactdata.order.arrays import I64
+
+MOST = np.iinfo(np.uint32).max
+Pieces = tuple[I64, I64, I64, I64]
+"""Row (counted in the question), document, offset of its first token in the document, and length of each piece."""
+
+
+class Packing(Enum):
+    """How documents are put into rows."""
+
+    best_fit = "best_fit"
+    stream = "stream"
+    none = "none"
+
+
+class Long(Enum):
+    """What is done to a document with more tokens than a row."""
+
+    split = "split"
+    truncate = "truncate"
+    drop = "drop"
+
+
+SPLITS = ("all", "train", "eval")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What decides on a plan, beside the documents; see `Documents`.
+
+    Raises:
+        DataError: an option has another value than is allowed.
+    """
+
+    sequence_length: int
+    packing: str = "best_fit"
+    long: str = "split"
+    split: str = "all"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sequence_length <= MOST:
+            raise DataError(f"sequence_length is {self.sequence_length}: it must be at least 1")
+        for name, allowed in (("packing", Packing.__members__), ("long", Long.__members__), ("split", SPLITS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise DataError(f"{name}={value!r}{nearest(str(value), allowed)}: one of {', '.join(allowed)}")
+        if self.packing == "stream" and self.long != "split":
+            raise DataError(
+                f"long={self.long} with packing=stream: a stream is cut at the end of every row, whatever the "
+                "documents are: leave long=split, or choose packing=best_fit"
+            )
+
+    @property
+    def key(self) -> str:
+        values = json.dumps(asdict(self))
+        return f"{self.packing}-{self.sequence_length}-{hashlib.blake2b(values.encode(), digest_size=4).hexdigest()}"
+
+
+def make_plan(index: Index, options: PlanOptions) -> PackedRows:
+    """Make a plan, or open it if it is there.
+
+    Args:
+        index: of the documents.
+        options: of the plan.
+
+    Raises:
+        DataError: no document is left, there are too many, or the cache cannot be written.
+    """
+    directory = index.store.plans / options.key
+    try:
+        once(directory, index.store.claims, partial(_write_plan, index, options))
+    except OSError as error:
+        raise DataError(
+            f"{directory}: cannot write the pack plan ({error.strerror or error}): free space, or set cache_dir"
+        ) from error
+    return PackedRows(index, directory)
+
+
+def _write_plan(index: Index, options: PlanOptions, folder: Path) -> None:
+    if len(index) > MOST:
+        raise DataError(f"{index.store.directory}: {len(index):,} documents are more than 2^32: make several sources")
+    length = options.sequence_length
+    lengths = np.diff(index.offsets)
+    wanted = np.ones(len(index), bool) if options.split == "all" else index.held == (options.split == "eval")
+    in_split, whole = int(wanted.sum()), int(lengths[wanted].sum())
+    too_long = wanted & (lengths > length)
+    if options.long == "drop":
+        wanted &= ~too_long
+    documents = np.flatnonzero(wanted).astype(np.uint32)
+    if not len(documents):
+        raise DataError(
+            f"{index.store.directory}: no document is left with split={options.split} long={options.long} "
+            f"sequence_length={length}, of {len(index):,}: add data, or set long=split"
+        )
+    kept = lengths[documents]
+    if options.long == "truncate":
+        kept = np.minimum(kept, length)
+    rows = (
+        _stream(kept, documents, folder, length)
+        if options.packing == "stream"
+        else _rows(kept, documents, folder, options)
+    )
+    total = int(kept.sum())
+    meta = {
+        **asdict(options),
+        "rows": rows,
+        "tokens": total,
+        "documents": len(documents),
+        "padding": 1 - total / (rows * length),
+        "long_documents": int(too_long.sum()),
+        "dropped_documents": in_split - len(documents),
+        "dropped_tokens": whole - total,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def _stream(lengths: I64, documents: Any, folder: Path, length: int) -> int:
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    np.save(folder / "order.npy", documents)
+    np.save(folder / "starts.npy", starts)
+    return -(-int(starts[-1]) // length)
+
+
+def _rows(lengths: I64, documents: Any, folder: Path, options: PlanOptions) -> int:
+    full, rest = lengths // options.sequence_length, lengths % options.sequence_length
+    ends = np.cumsum(full[full > 0])
+    pieces, sizes = documents[rest > 0], rest[rest > 0]
+    if options.packing == "best_fit":
+        order, starts = best_fit(sizes, options.sequence_length)
+        pieces = pieces[order]
+    else:
+        starts = np.arange(len(pieces) + 1, dtype=np.uint32)
+    np.save(folder / "long.npy", documents[full > 0])
+    np.save(folder / "ends.npy", ends.astype(np.uint32 if not len(ends) or ends[-1] <= MOST else np.int64))
+    np.save(folder / "order.npy", pieces)
+    np.save(folder / "starts.npy", starts)
+    return (int(ends[-1]) if len(ends) else 0) + len(starts) - 1
+
+
+class PackedRows:
+    """The rows of a source: which documents are in which, and which row has a document.
+
+    Args:
+        index: of the documents.
+        directory: of the plan.
+
+    Attributes:
+        tokens: in all rows, without padding.
+        documents: that are in any row.
+
+    Raises:
+        DataError: files are missing or damaged.
+    """
+
+    def __init__(self, index: Index, directory: Path) -> None:
+        self.index, self.directory = index, directory
+        meta = read_json(directory / "meta.json")
+        self.report: dict[str, Any] = meta
+        self.sequence_length: int = meta["sequence_length"]
+        self.tokens: int = meta["tokens"]
+        self.documents: int = meta["documents"]
+        self._rows: int = meta["rows"]
+        self._stream = meta["packing"] == "stream"
+        self._cut = meta["long"] == "truncate"
+        self._order, self._starts = self._mapped("order"), self._mapped("starts")
+        if not self._stream:
+            self._long, self._ends = self._mapped("long"), self._mapped("ends")
+            self._full = int(self._ends[-1]) if len(self._ends) else 0
+
+    @classmethod
+    def open(cls, directory: Path) -> PackedRows:
+        """Open a plan by its directory.
+
+        Raises:
+            DataError: it is gone or damaged.
+        """
+        return cls(Index(Store(directory.parent.parent)), directory)
+
+    def _mapped(self, name: str) -> Any:
+        try:
+            return np.load(self.directory / f"{name}.npy", mmap_mode="r").view(np.ndarray)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{self.directory}: the pack plan is damaged ({error}): delete it to plan anew") from error
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __reduce__(self) -> Any:
+        return PackedRows.open, (self.directory,)
+
+    def pieces(self, rows: I64) -> Pieces:
+        """Return the pieces of rows, in the order of the rows and from their left to their right.
+
+        Args:
+            rows: int64, shape (B,), within [0, len): not checked.
+
+        Returns:
+            Four int64 arrays of shape (P,): the index in `rows`, the document, the offset of the piece's first token in
+            its document, and its length.
+        """
+        return self._of_stream(rows) if self._stream else self._of_rows(rows)
+
+    def _of_stream(self, rows: I64) -> Pieces:
+        length = self.sequence_length
+        begin = rows * length
+        end = np.minimum(begin + length, self._starts[-1])
+        first = np.searchsorted(self._starts, begin, side="right") - 1
+        counts = np.searchsorted(self._starts, end, side="left") - first
+        which, at = _ranges(first, counts)
+        starts = self._starts[at]
+        offsets = np.maximum(begin[which] - starts, 0)
+        lengths = np.minimum(self._starts[at + 1], end[which]) - starts - offsets
+        return which, self._order[at].astype(np.int64), offsets, lengths
+
+    def _of_rows(self, rows: I64) -> Pieces:
+        length = self.sequence_length
+        packed = np.maximum(rows - self._full, 0)
+        is_full = rows < self._full
+        if len(self._starts) == 1:  # there are full rows only
+            first, counts = packed, np.zeros(len(rows), np.int64)
+        else:
+            first = self._starts[packed].astype(np.int64)
+            counts = np.where(is_full, 0, self._starts[packed + 1] - first)
+        which, at = _ranges(first, counts)
+        documents = self._order[at].astype(np.int64)
+        sizes = self.index.offsets[documents + 1] - self.index.offsets[documents]
+        if self._cut:
+            sizes = np.minimum(sizes, length)
+        lengths = sizes % length
+        found = which, documents, sizes - lengths, lengths
+        if not is_full.any():
+            return found
+        full = np.flatnonzero(is_full)
+        of = _searched(self._ends, rows[full], "right")
+        before = np.where(of > 0, self._ends[of - 1], 0).astype(np.int64)
+        whole = full, self._long[of].astype(np.int64), (rows[full] - before) * length, np.full(len(full), length)
+        joined = [np.concatenate(pair) for pair in zip(found, whole, strict=True)]
+        order = np.argsort(joined[0], kind="stable")
+        return joined[0][order], joined[1][order], joined[2][order], joined[3][order]
+
+    def measure(self, rows: I64) -> I64:
+        """Return the tokens of each row, and the documents that begin in it, int64 of shape (B, 2)."""
+        which, _, first, lengths = self.pieces(np.asarray(rows, np.int64))
+        found = np.zeros((len(rows), 2), np.int64)
+        np.add.at(found[:, 0], which, lengths)
+        np.add.at(found[:, 1], which, first == 0)
+        return found
+
+    def rows_of(self, document: int) -> I64:
+        """Return the rows that have a piece of a document, int64 of shape (R,); none if the plan leaves it out.
+
+        Raises:
+            DataError: there is no such document.
+        """
+        if not 0 <= document < len(self.index):
+            raise DataError(f"document {document}: this source has documents 0 to {len(self.index) - 1}")
+        if self._stream:
+            at = int(_searched(self._order, document))
+            if at == len(self._order) or self._order[at] != document:
+                return np.zeros(0, np.int64)
+            begin, end = (int(each) for each in self._starts[at : at + 2])
+            return np.arange(begin // self.sequence_length, -(-end // self.sequence_length))
+        at = int(_searched(self._long, document))
+        has_full = at < len(self._long) and self._long[at] == document
+        full = np.arange(self._ends[at - 1] if at else 0, self._ends[at]) if has_full else np.zeros(0, np.int64)
+        packed = _searched(self._starts, np.flatnonzero(self._order == document), "right") - 1 + self._full
+        return np.concatenate([full, packed]).astype(np.int64)
+
+    def where(self, documents: I64) -> list[tuple[str, int]]:
+        """Return file and line (from 1) of each document."""
+        return self.index.where(documents)
+
+    def find(self, file: str, line: int) -> int:
+        """Return the document in a line of a file; see `Index.find`."""
+        return self.index.find(file, line)
+
+
+def _searched(array: Any, values: Any, side: Literal["left", "right"] = "left") -> Any:
+    """Search in a memory map without a copy of it, which numpy makes where the types differ."""
+    return np.searchsorted(array, np.asarray(values, array.dtype), side=side)
+
+
+def _ranges(first: I64, counts: I64) -> tuple[I64, I64]:
+    """Return the numbers first[i] to first[i] + counts[i] - 1 of every i, one after another, and the i of each."""
+    which = np.repeat(np.arange(len(first)), counts)
+    ends = np.cumsum(counts)
+    return which, np.arange(len(which)) - np.repeat(ends - counts - first, counts)

@@ -1,0 +1,246 @@
+"""What is prepared from documents, and where its files are: token shards by part, and an index of the documents.
+
+    spec.json         the files, the column, the tokenizer, and the parts
+    parts/00000/      tokens.bin, trained.bin (of chats), lengths.npy, lines.npy, held.npy, dropped.jsonl, part.json
+    index/            offsets.npy, lines.npy, held.npy, slices.npy, dropped.jsonl, report.json, meta.json
+    plans/KEY/        see `exactdata.documents.packed`
+    claims/           who is at what
+
+A *part* is a slice of one large file, or several small files. Its directory appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exactdata.documents.formats import slices_of
+from exactdata.documents.tokenizer import TokenizerSpec
+from exactdata.errors import DataError
+from exactdata.order.arrays import I64
+
+FORMAT = 1
+"""Increase it when the files change: it is part of every key."""
+SMALL, LARGE, MANY = 1 << 20, 1 << 26, 4096
+"""A part has 1 to 64 MiB, or more where there would be more than 4,096."""
+
+Slice = tuple[int, int, int]
+"""The number of a file, and start and stop in it as `exactdata.documents.formats.read` takes them."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is prepared.
+
+    Attributes:
+        files: paths.
+        stats: size and time of modification in nanoseconds of each file.
+        column: of the text or the messages.
+        chat: whether the column holds messages.
+        train_on: the roles that are trained on.
+        tokenizer: see there.
+        parts: the slices of each part.
+        bytes: of each part, of the files as they are.
+    """
+
+    files: list[str]
+    stats: list[tuple[int, int]]
+    column: str
+    chat: bool
+    train_on: list[str]
+    tokenizer: TokenizerSpec
+    parts: list[list[Slice]]
+    bytes: list[int]
+
+    @classmethod
+    def of(
+        cls, files: Sequence[Path], column: str, chat: bool, train_on: Sequence[str], tokenizer: TokenizerSpec
+    ) -> Spec:
+        """Look at the files, and split them into parts.
+
+        Raises:
+            DataError: a file is missing, or of an unknown kind.
+        """
+        try:
+            found = [file.stat() for file in files]
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}: check the path") from error
+        stats = [(each.st_size, each.st_mtime_ns) for each in found]
+        total = sum(size for size, _ in stats)
+        most = max(min(LARGE, total // 64), SMALL, total // MANY)
+        parts: list[list[Slice]] = []
+        sizes: list[int] = []
+        for number, (file, (size, _)) in enumerate(zip(files, stats, strict=True)):
+            for start, stop, share in slices_of(file, size, most):
+                if not parts or sizes[-1] + share > most:
+                    parts.append([])
+                    sizes.append(0)
+                parts[-1].append((number, start, stop))
+                sizes[-1] += share
+        names = [str(file.absolute()) for file in files]
+        return cls(names, stats, column, chat, sorted(train_on) if chat else [], tokenizer, parts, sizes)
+
+    @property
+    def key(self) -> str:
+        """A digest of all that decides on the result: the files by name, size and time, and what is done to them."""
+        names = [Path(file).name for file in self.files]
+        chat = [self.train_on, self.tokenizer.chat_template, self.tokenizer.names] if self.chat else None
+        values = [FORMAT, names, self.stats, self.column, chat, self.tokenizer.to_json(), self.parts]
+        return hashlib.blake2b(json.dumps(values).encode(), digest_size=10).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Spec:
+        parts = [[(file, start, stop) for file, start, stop in part] for part in value["parts"]]
+        return cls(**value | {"tokenizer": TokenizerSpec(**value["tokenizer"]), "parts": parts})
+
+    def check_unchanged(self, number: int) -> None:
+        """Check that a file is as it was when the preparation began.
+
+        Raises:
+            DataError: it has changed.
+        """
+        try:
+            found = Path(self.files[number]).stat()
+        except OSError as error:
+            raise DataError(f"{self.files[number]}: {error.strerror}; it was there at the start") from error
+        if (found.st_size, found.st_mtime_ns) != tuple(self.stats[number]):
+            raise DataError(f"{self.files[number]}: it has changed while it was read: start again when it is complete")
+
+
+class Store:
+    """The files of one preparation.
+
+    Args:
+        directory: that holds them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.spec_path = directory / "spec.json"
+        self.parts = directory / "parts"
+        self.index = directory / "index"
+        self.plans = directory / "plans"
+        self.claims = directory / "claims"
+
+    @property
+    def is_complete(self) -> bool:
+        return self.index.is_dir()
+
+    def part(self, number: int) -> Path:
+        return self.parts / f"{number:05d}"
+
+    @cached_property
+    def spec(self) -> Spec:
+        return Spec.from_json(read_json(self.spec_path))
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of a preparation.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: prepared documents are missing or damaged ({error}): delete {path.parent.parent} to prepare anew"
+        ) from error
+
+
+class Index:
+    """The documents of a complete preparation, memory-mapped. Opening it reads a few hundred bytes per part.
+
+    Args:
+        store: that is complete.
+
+    Attributes:
+        offsets: where each document begins among all tokens, and the end: int64, shape (documents + 1,).
+        held: whether a document belongs to the held-out 5 %, which its content decides: bool, shape (documents,).
+        part_starts: where each part begins among all tokens, and the end.
+        content: a digest of all tokens.
+
+    Raises:
+        DataError: files are missing or damaged.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        meta = read_json(store.index / "meta.json")
+        self.offsets: I64 = self._mapped("offsets")
+        self.held = self._mapped("held")
+        self.part_starts = np.array(meta["part_starts"], np.int64)
+        self.dtype = np.dtype(meta["dtype"])
+        self.vocab_size: int = meta["vocab_size"]
+        self.has_mask: bool = meta["has_mask"]
+        self.content: str = meta["content"]
+
+    def _mapped(self, name: str) -> Any:
+        path = self.store.index / f"{name}.npy"
+        try:
+            return np.load(path, mmap_mode="r").view(np.ndarray)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(
+                f"{path}: prepared documents are missing or damaged ({error}): delete {self.store.directory} to "
+                "prepare anew"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def report(self) -> dict[str, Any]:
+        """Return what the preparation found: counts, lengths, and what was dropped and why."""
+        report: dict[str, Any] = read_json(self.store.index / "report.json")
+        return report
+
+    @cached_property
+    def _slices(self) -> I64:
+        """First document, file, and lines of the file before it, of each slice, shape (slices, 3)."""
+        slices: I64 = self._mapped("slices")
+        return slices
+
+    @cached_property
+    def _lines(self) -> Any:
+        return self._mapped("lines")
+
+    def where(self, documents: I64) -> list[tuple[str, int]]:
+        """Return file and line (from 1) of each document."""
+        at = np.searchsorted(self._slices[:, 0], documents, side="right") - 1
+        files = self._slices[at, 1].tolist()
+        lines = (self._slices[at, 2] + self._lines[documents]).tolist()
+        return [(self.store.spec.files[file], line) for file, line in zip(files, lines, strict=True)]
+
+    def find(self, file: str, line: int) -> int:
+        """Return the document in a line of a file.
+
+        Args:
+            file: its path, or the end of it.
+            line: counted from 1.
+
+        Raises:
+            DataError: there is no such file, or no document in this line.
+        """
+        files = [number for number, path in enumerate(self.store.spec.files) if f"/{path}".endswith(f"/{file}")]
+        if len(files) != 1:
+            known = ", ".join(self.store.spec.files[:3])
+            raise DataError(f"{file}: {'several files end so' if files else 'no such file'}: the files are {known}, …")
+        for at in np.flatnonzero(self._slices[:, 1] == files[0])[::-1].tolist():
+            first, base = int(self._slices[at, 0]), int(self._slices[at, 2])
+            last = int(self._slices[at + 1, 0]) if at + 1 < len(self._slices) else len(self)
+            found = first + int(np.searchsorted(self._lines[first:last], line - base))
+            if found < last and self._lines[found] == line - base:
+                return found
+        raise DataError(
+            f"{file}:{line}: no document was read from this line: {self.store.index}/dropped.jsonl says what was "
+            "dropped and why"
+        )

@@ -1,0 +1,273 @@
+"""Tokenizers: bytes, a tokenizer.json of the library `tokenizers`, or the folder of a Hugging Face model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from exactdata.documents.formats import Broken, imported
+from exactdata.errors import DataError, nearest
+
+BYTES = "bytes"
+AUTO, NO_END = "auto", "none"
+KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PIECE = 1 << 23
+"""Characters that are tokenized at once: a token takes about 90 bytes meanwhile. Longer texts are cut behind a line."""
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """What decides on the tokens of a text, as it is kept beside them.
+
+    Attributes:
+        json: the tokenizer; empty for bytes.
+        end: the number of the token behind each document; None: there is none.
+        vocab_size: one more than the largest token.
+        chat_template: in Jinja, for messages.
+        names: what the template may call `bos_token`, `eos_token` and so on.
+    """
+
+    json: str
+    end: int | None
+    vocab_size: int
+    chat_template: str = CHATML
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest unsigned type of the tokens, of 1, 2 or 4 bytes."""
+        return np.min_scalar_type(self.vocab_size - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe it by small values; the tokenizer by its digest."""
+        library = "" if not self.json else imported("tokenizers", "a tokenizer.json").__version__
+        digest = hashlib.blake2b(self.json.encode(), digest_size=16).hexdigest() if self.json else BYTES
+        return {"tokenizer": digest, "tokenizers": library, "end": self.end, "vocab_size": self.vocab_size}
+
+
+def load(tokenizer: str | Path, end_token: str, chat_template: str | None) -> TokenizerSpec:
+    """Read a tokenizer.
+
+    Args:
+        tokenizer: `bytes`, a tokenizer.json, or a folder that has one, or that transformers can convert.
+        end_token: the token behind each document; `none`, or `auto`: that of the folder, or a well-known one.
+        chat_template: in Jinja, or a file; None: the folder's, or ChatML.
+
+    Raises:
+        DataError: it is missing or damaged, or has no such token.
+    """
+    template = _template(chat_template)
+    if str(tokenizer) == BYTES:
+        if end_token not in (AUTO, NO_END):
+            raise DataError(f"end_token={end_token!r}: with tokenizer=bytes it is auto (a zero byte) or none")
+        return TokenizerSpec("", 0 if end_token == AUTO else None, 256, template or CHATML)
+    path = Path(tokenizer).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"tokenizer={str(tokenizer)!r}: no such file or folder in {Path.cwd()}: use bytes, a tokenizer.json, or "
+            "the folder of a Hugging Face tokenizer"
+        )
+    text, config = _converted(path) if path.is_dir() else (path.read_text("utf-8"), {})
+    made = _made(text, path)
+    vocabulary = made.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError(f"tokenizer={path}: its vocabulary is empty: train it first")
+    end = _end(end_token, vocabulary, config, path)
+    stored = config.get("chat_template")
+    template = template or (stored if isinstance(stored, str) else None)
+    names = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
+    return TokenizerSpec(text, end, max(vocabulary.values()) + 1, template or CHATML, names)
+
+
+def _made(text: str, path: Path) -> Any:
+    library = imported("tokenizers", f"tokenizer={path}")
+    try:
+        made = library.Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 the library raises plain Exception
+        raise DataError(f"tokenizer={path}: not a tokenizer.json ({str(error)[:200]}): use another file") from None
+    made.no_truncation()  # which would drop tokens, and is often left in the file
+    made.no_padding()
+    return made
+
+
+def _converted(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the tokenizer.json of a folder, and its tokenizer_config.json with the chat template."""
+    config: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if (folder / name).is_file():
+            config |= json.loads((folder / name).read_text("utf-8"))
+    if (folder / "chat_template.jinja").is_file():
+        config["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
+    if (folder / "tokenizer.json").is_file():
+        return (folder / "tokenizer.json").read_text("utf-8"), config
+    library = imported("transformers", f"tokenizer={folder} (a folder without a tokenizer.json)")
+    try:
+        return library.AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer.to_str(), config
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise DataError(
+            f"tokenizer={folder}: no tokenizer.json, and transformers cannot make one "
+            f"({str(error).splitlines()[0][:200]}): save a fast tokenizer there (save_pretrained)"
+        ) from error
+
+
+def _end(wanted: str, vocabulary: dict[str, int], config: dict[str, Any], path: Path) -> int | None:
+    if wanted == NO_END:
+        return None
+    if wanted == AUTO:
+        known = (_content(config.get("eos_token")), *KNOWN_ENDS)
+        return next((vocabulary[token] for token in known if token in vocabulary), None)
+    if wanted not in vocabulary:
+        raise DataError(
+            f"end_token={wanted!r}{nearest(wanted, vocabulary)} is not in the vocabulary of {path}: name one of its "
+            "tokens, or none"
+        )
+    return vocabulary[wanted]
+
+
+def _content(token: Any) -> str:
+    """Return a token that a tokenizer_config.json holds, as a text or with its options; empty if there is none."""
+    return str(token.get("content", "") if isinstance(token, dict) else token or "")
+
+
+def _template(given: str | None) -> str | None:
+    if given is None or "{" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise DataError(f"chat_template={given!r}: neither a Jinja template nor a file that holds one: check the path")
+    return path.read_text("utf-8")
+
+
+@dataclass
+class Encoded:
+    """The tokens of a document, shape (n,), and which of them are trained on; None: all."""
+
+    tokens: npt.NDArray[np.unsignedinteger[Any]]
+    trained: npt.NDArray[np.bool_] | None = None
+
+
+class Encoder:
+    """Turns texts and chats into tokens.
+
+    Args:
+        spec: of the tokenizer.
+        train_on: the roles whose messages are trained on.
+    """
+
+    def __init__(self, spec: TokenizerSpec, train_on: Sequence[str]) -> None:
+        self.spec, self.train_on = spec, tuple(train_on)
+        self._tokenizer = _made(spec.json, Path("tokenizer.json")) if spec.json else None
+        self._tail = np.array([] if spec.end is None else [spec.end], spec.dtype)
+
+    def texts(self, texts: Sequence[str]) -> list[Encoded]:
+        """Encode texts, each with the end token behind it."""
+        if self._tokenizer is None:
+            found = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        else:
+            pieces = [_pieces(text) for text in texts]
+            encoded = self._tokenizer.encode_batch_fast([piece for each in pieces for piece in each])
+            ids = iter([np.array(each.ids, self.spec.dtype) for each in encoded])
+            found = [np.concatenate([next(ids) for _ in each]) for each in pieces]
+        return [Encoded(self._ended(tokens)) for tokens in found]
+
+    def _ended(self, tokens: Any) -> Any:
+        if not len(tokens) or not len(self._tail) or tokens[-1] == self._tail[0]:
+            return tokens
+        return np.concatenate([tokens, self._tail])
+
+    def chat(self, messages: Any) -> Encoded | Broken:
+        """Encode a chat, and mark the tokens of the roles that are trained on."""
+        found = self._render(messages)
+        if isinstance(found, Broken):
+            return found
+        text, spans = found
+        if self._tokenizer is None:
+            tokens = np.frombuffer(text.encode(), np.uint8)
+            ends = np.array([len(text[:at].encode()) for span in spans for at in span], np.int64)
+            begins = np.arange(len(tokens))
+        else:
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)  # which the template writes
+            tokens = np.array(encoded.ids, self.spec.dtype)
+            begins = np.array([begin if end > begin else -1 for begin, end in encoded.offsets], np.int64)
+            ends = np.array([at for span in spans for at in span], np.int64)
+        # An odd number of ends before a token: it begins within a span.
+        trained = (np.searchsorted(ends, begins, side="right") % 2).astype(bool)
+        whole = self._ended(tokens)
+        if len(whole) > len(tokens):
+            trained = np.append(trained, bool(spans) and spans[-1][1] == len(text))
+        return Encoded(whole, trained)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        sandbox = imported("jinja2.sandbox", "a chat template")
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _refuse
+        text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", self.spec.chat_template)
+        try:
+            return environment.from_string(text)
+        except Exception as error:
+            raise DataError(f"the chat template is damaged ({error}): set chat_template") from error
+
+    def _render(self, messages: Any) -> tuple[str, Spans] | Broken:
+        """Write the text of a chat, and where it is trained on: what each such turn adds to the prompt before it."""
+        if not _is_chat(messages):
+            return Broken("wrong type: no list of messages with role and content", type(messages).__name__)
+        spans: Spans = []
+        try:
+            text = self._written(messages)
+            for number, message in enumerate(messages):
+                if message["role"] in self.train_on:
+                    prompt = message["role"] == "assistant"
+                    before = self._written(messages[:number], prompt) if number or prompt else ""
+                    through = self._written(messages[: number + 1])
+                    if not (text.startswith(through) and through.startswith(before)):
+                        return Broken("the chat template writes a turn otherwise once another follows")
+                    spans.append((len(before), len(through)))
+        except DataError:
+            raise
+        except Exception as error:  # noqa: BLE001 a template may raise anything
+            return Broken("the chat template refuses it", str(error)[:200])
+        return text, spans
+
+    def _written(self, messages: Any, prompt: bool = False) -> str:
+        text: str = self._compiled.render(**self.spec.names, messages=messages, add_generation_prompt=prompt)
+        return text
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages)
+    )
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _pieces(text: str) -> list[str]:
+    """Cut a text that is too long to be tokenized at once, behind the ends of lines where there are any."""
+    found, start = [], 0
+    while len(text) - start > PIECE:
+        stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        found.append(text[start:stop])
+        start = stop
+    return [*found, text[start:]] if found else [text]

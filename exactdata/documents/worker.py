@@ -1,0 +1,167 @@
+"""Prepare parts: read the documents of each, tokenize them, and write token shards. `python -m` runs it as a process.
+
+A process of its own imports no torch, and leaves no threads in a process that forks later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from exactdata.documents.claims import claimed, fill
+from exactdata.documents.formats import Broken, read
+from exactdata.documents.prepared import Spec, Store
+from exactdata.documents.tokenizer import Encoded, Encoder
+from exactdata.errors import UserError
+
+AT_ONCE = 1 << 20
+"""Characters that are tokenized in one call."""
+HELD_OUT = 20
+"""One of so many documents is held out."""
+Tell = Callable[[dict[str, Any]], None]
+
+
+def work(store: Store, tell: Tell) -> None:
+    """Prepare parts until all are complete or in the hands of others.
+
+    Args:
+        store: with its spec.
+        tell: is called with the documents, tokens and bytes of each batch.
+
+    Raises:
+        DataError: a file is missing or has changed.
+        OSError: the file system refuses.
+    """
+    spec = store.spec
+    encoder = Encoder(spec.tokenizer, spec.train_on)
+    for number in range(len(spec.parts)):
+        if store.part(number).is_dir():
+            continue
+        with claimed(store.claims / store.part(number).name) as ours:
+            if ours and not store.part(number).is_dir():
+                fill(store.part(number), lambda folder, n=number: _Part(spec, n, encoder, tell).write(folder))  # type: ignore[misc]
+
+
+@dataclass
+class _Part:
+    """One part while it is written."""
+
+    spec: Spec
+    number: int
+    encoder: Encoder
+    tell: Tell
+    lengths: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+
+    def write(self, folder: Path) -> None:
+        """Write all files of the part."""
+        with ExitStack() as opened:
+            self.tokens: BinaryIO = opened.enter_context(open(folder / "tokens.bin", "wb"))
+            self.log: BinaryIO = opened.enter_context(open(folder / "dropped.jsonl", "wb"))
+            self.trained = opened.enter_context(open(folder / "trained.bin", "wb")) if self.spec.chat else None
+            slices = [self._slice(at, *each) for at, each in enumerate(self.spec.parts[self.number])]
+        for name, values in (("lengths", self.lengths), ("lines", self.lines)):
+            np.save(folder / f"{name}.npy", np.array(values, np.uint32))
+        np.save(folder / "held.npy", np.array(self.held, bool))
+        self.digest.update(np.array(self.lengths, np.uint32))
+        meta = {"slices": slices, "dropped": self.dropped, "digest": self.digest.hexdigest()}
+        (folder / "part.json").write_text(json.dumps(meta))
+
+    def _slice(self, at: int, file: int, start: int, stop: int) -> tuple[int, int]:
+        """Write the documents of a slice; return how many there are, and the lines that were read."""
+        before, last, size = len(self.lengths), 0, 0
+        batch: list[tuple[int, Any]] = []
+        self.spec.check_unchanged(file)
+        for last, value in read(Path(self.spec.files[file]), start, stop, self.spec.column):
+            if (broken := self._refused(value)) is not None:
+                self._drop(at, last, broken)
+                continue
+            batch.append((last, value))
+            size += len(value) if isinstance(value, str) else 1000 * len(value)
+            if size > AT_ONCE:
+                self._encode(at, batch)
+                batch, size = [], 0
+        self._encode(at, batch)
+        self.spec.check_unchanged(file)
+        return len(self.lengths) - before, last
+
+    def _refused(self, value: Any) -> Broken | None:
+        if isinstance(value, Broken):
+            return value
+        wanted, words = (list, "messages") if self.spec.chat else (str, "text")
+        if not isinstance(value, wanted):
+            return Broken(f"wrong type: no {words}", type(value).__name__)
+        return None if value else Broken("empty")
+
+    def _drop(self, at: int, line: int, broken: Broken) -> None:
+        self.dropped[broken.reason] += 1
+        record = {"slice": at, "line": line, "reason": broken.reason, "detail": broken.detail}
+        self.log.write(json.dumps(record).encode() + b"\n")
+
+    def _encode(self, at: int, batch: list[tuple[int, Any]]) -> None:
+        values = [value for _, value in batch]
+        found = list(map(self.encoder.chat, values)) if self.spec.chat else self.encoder.texts(values)
+        kept = list(self._kept(at, zip((line for line, _ in batch), found, strict=True)))
+        for each in kept:
+            self.tokens.write(each.tokens.data)
+            self.digest.update(each.tokens)
+            if self.trained is not None:
+                assert each.trained is not None
+                self.trained.write(each.trained.data)
+                self.digest.update(each.trained)
+        tokens = sum(len(each.tokens) for each in kept)
+        self.tell({"documents": len(kept), "tokens": tokens})
+
+    def _kept(self, at: int, found: Any) -> Iterator[Encoded]:
+        for line, each in found:
+            if isinstance(each, Broken) or not len(each.tokens):
+                self._drop(at, line, each if isinstance(each, Broken) else Broken("empty"))
+                continue
+            self.lengths.append(len(each.tokens))
+            self.lines.append(line)
+            # By content, so that a document that is there twice is on one side.
+            self.held.append(xxhash.xxh3_64_intdigest(each.tokens) % HELD_OUT == HELD_OUT - 1)
+            yield each
+
+
+def _end_with_parent() -> None:
+    """End this process when its standard input is closed: the process that started it has ended, however it did."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def main(directory: str) -> int:
+    """Prepare parts of a store; print progress and errors as lines of JSON."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def tell(record: dict[str, Any]) -> None:
+        print(json.dumps(record), flush=True)
+
+    try:
+        work(Store(Path(directory)), tell)
+    except UserError as error:
+        tell({"error": str(error)})
+        return 2
+    except OSError as error:
+        tell({"oserror": [error.errno, error.strerror or str(error), str(error.filename or directory)]})
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
