@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from exactdata.documents.tokenizer import load
 from exactdata.errors import DataError
 from exactdata.order.arrays import I64
 from exactdata.paths import cache_directory, expand
+from exactdata.ranks import current_ranks
 from exactdata.shards import open_shard
 
 IGNORED = -100
@@ -86,8 +88,12 @@ class Documents(Dataset[Batch]):
             raise DataError(
                 f"the tokenizer has {self.vocab_size:,} tokens, more than vocab_size={vocab_size:,}: raise vocab_size"
             )
-        index = preparing.prepare(spec, cache_directory(cache_dir))
+        directory = cache_directory(cache_dir)
+        is_new = not preparing.store_of(spec, directory).is_complete
+        index = preparing.prepare(spec, directory)
         self._open(make_plan(index, options))
+        if is_new and current_ranks()[1] == 0:
+            print("\n".join(summary(_report(self.packed))), file=sys.stderr, flush=True)
 
     def _open(self, packed: PackedRows) -> None:
         self.packed = packed
@@ -113,7 +119,7 @@ class Documents(Dataset[Batch]):
         spec = spec_of(**{name: arguments[name] for name in names if name in arguments})
         index = preparing.prepare(spec, cache_directory(arguments.get("cache_dir")), workers)
         packed = make_plan(index, options)
-        return {"directory": str(index.store.directory), **index.report(), "plan": packed.report}
+        return _report(packed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"packed": self.packed, "vocab_size": self.vocab_size}
@@ -228,6 +234,34 @@ def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
             f"{path}: has {len(found):,} tokens, {size:,} were written: delete {path.parents[2]} to prepare anew"
         )
     return found.view(dtype)
+
+
+def _report(packed: PackedRows) -> dict[str, Any]:
+    """Return what was found in the documents, and what the plan makes of them; JSON-serializable."""
+    index = packed.index
+    return {"directory": str(index.store.directory), **index.report(), "plan": packed.report}
+
+
+def summary(report: dict[str, Any]) -> list[str]:
+    """Write the report of `Documents.prepare` as a few lines."""
+    plan, lengths, dropped = report["plan"], report["lengths"], report["dropped"]
+    end = "no end token" if report["end_token"] is None else f"each with the end token {report['end_token']}"
+    lines = [
+        f"{report['documents']:,} documents, {report['tokens']:,} tokens ({end}) in {report['files']:,} files of "
+        f"{report['bytes'] / 1e6:,.1f} MB",
+        f"lengths: median {lengths['50 %']:,}, 90 % up to {lengths['90 %']:,}, longest {lengths['100 %']:,} tokens",
+        f"{plan['rows']:,} rows of {plan['sequence_length']:,} tokens (packing={plan['packing']}), "
+        f"{100 * plan['padding']:.3f} % padding",
+    ]
+    if plan["long_documents"] and plan["packing"] != "stream":
+        done = {"split": "were split", "truncate": "were cut", "drop": "were left out"}[plan["long"]]
+        lost = f": {plan['dropped_tokens']:,} tokens lost" if plan["dropped_tokens"] else ", nothing is lost"
+        lines.append(f"{plan['long_documents']:,} documents longer than a row {done} (long={plan['long']}){lost}")
+    if dropped:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+        where = f"{report['directory']}/index/dropped.jsonl"
+        lines.append(f"not used: {sum(dropped.values()):,} lines ({reasons}), each listed in {where}")
+    return lines
 
 
 def spec_of(

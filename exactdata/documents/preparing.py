@@ -50,7 +50,7 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
             be written.
         StoppedError: this process was asked to stop.
     """
-    store = Store(cache_dir / f"documents-{spec.key}")
+    store = store_of(spec, cache_dir)
     with _usable(store.directory):
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
@@ -64,6 +64,11 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
             for left in store.parts.glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
         return Index(store)
+
+
+def store_of(spec: Spec, cache_dir: Path) -> Store:
+    """Return where the documents of `spec` are prepared."""
+    return Store(cache_dir / f"documents-{spec.key}")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from exactdata import interrupts
 from runner.config.finished import has_finished
 from runner.contracts import Job
 from runner.data.messages import words_of_config
@@ -106,6 +107,7 @@ def attempt(
 
 def carry_out(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> int:
     """The exit status of what `make` does on this rank of a job; errors are printed. Signals are handled already."""
+    interrupts.requested = lambda: bool(STOP)
     if job.early_signal is not None and STOP.signum is None:
         STOP.signum = job.early_signal
     status = _status_of(run_dir, job, make)

@@ -10,11 +10,13 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor
 
+from exactdata.interrupts import StoppedError
 from runner.errors import UserError
 from runner.system.signals import STOP
 
 COMPILERS = ("torch._inductor", "torch._dynamo", "triton")
 """Packages whose errors are those of a compilation: with what message a child's end comes up differs."""
+STOPS = (subprocess.CalledProcessError, BrokenExecutor, StoppedError)
 
 
 def is_stop(error: BaseException) -> bool:
@@ -25,6 +27,8 @@ def is_stop(error: BaseException) -> bool:
 def line(error: BaseException) -> str:
     """What to tell about an `error` that `is_stop`."""
     found = next(filter(_is_of_child, _chain(error)))
+    if isinstance(found, StoppedError):
+        return f"{STOP.name}: {found}"
     return (
         f"{STOP.name} also ended a process that this one was waiting for (a compiler, say), and what it was "
         f"computing could not be completed ({type(found).__name__})"
@@ -32,9 +36,7 @@ def line(error: BaseException) -> str:
 
 
 def _is_of_child(error: BaseException) -> bool:
-    return isinstance(error, subprocess.CalledProcessError | BrokenExecutor) or type(error).__module__.startswith(
-        COMPILERS
-    )
+    return isinstance(error, STOPS) or type(error).__module__.startswith(COMPILERS)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

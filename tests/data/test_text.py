@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exactdata import paths
 from exactdata.errors import DataError
 from runner.data import text
 from runner.data.text import PythonText, TextFiles

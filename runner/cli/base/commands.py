@@ -8,6 +8,7 @@ from types import ModuleType
 # name: (its room, its main arguments, what it does). The command NAME is the module `runner.cli.ROOM.NAME`.
 COMMANDS = {
     "init": ("start", "DIR", "write a small project to begin with"),
+    "prepare": ("start", "[key=value ...]", "tokenize and pack documents ahead of time"),
     "status": ("look", "[DIR]", "what each run in a directory is doing"),
     "search": ("look", "DIR", "the trials of a search, and the best one"),
     "logs": ("look", "RUN", "what a run prints"),
@@ -29,7 +30,7 @@ COMMANDS = {
     "chaos": ("chaos", "[key=value ...]", "test whether a config survives being killed"),
 }
 # Those that take settings, and those that create classes that a config names.
-WITH_SETTINGS = ("resume", "fork", "evaluate", "doctor", "chaos")
+WITH_SETTINGS = ("prepare", "resume", "fork", "evaluate", "doctor", "chaos")
 WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect", "show")
 
 
