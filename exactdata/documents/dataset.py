@@ -92,7 +92,7 @@ class Documents(Dataset[Batch]):
         is_new = not preparing.store_of(spec, directory).is_complete
         index = preparing.prepare(spec, directory)
         self._open(make_plan(index, options))
-        if is_new and current_ranks()[1] == 0:
+        if is_new and current_ranks()[0] == 0:
             print("\n".join(summary(_report(self.packed))), file=sys.stderr, flush=True)
 
     def _open(self, packed: PackedRows) -> None:

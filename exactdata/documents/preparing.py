@@ -195,7 +195,7 @@ class _Progress:
         self.of, self.spec = of, of.store.spec
         self.began = self.printed = time.monotonic()
         self.terminal = sys.stderr.isatty()
-        self.silent = current_ranks()[1] != 0
+        self.silent = current_ranks()[0] != 0
         self.before: int | None = None
         self.shown = False
 

@@ -16,7 +16,7 @@ def parser() -> Parser:
     made = Parser(
         prog=f"{PROGRAM} prepare",
         description="Prepares the documents that a run with these settings trains and is evaluated on. Killed and "
-        "rerun, it continues. Processes that are started side by side, such as the tasks of a Slurm array, share the work.",
+        "rerun, it continues. Processes started side by side, such as the tasks of a Slurm array, share the work.",
     )
     made.add_argument("overrides", nargs="*", metavar="key=value", help=f"of one run, as for {PROGRAM}")
     made.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
