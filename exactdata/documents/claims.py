@@ -154,7 +154,7 @@ def once(directory: Path, claims: Path, make: Callable[[Path], None]) -> None:
             watch.remove_dead()
 
 
-def pause() -> None:
+def pause(seconds: float = POLL_S) -> None:
     """Wait a moment.
 
     Raises:
@@ -162,4 +162,4 @@ def pause() -> None:
     """
     if interrupts.requested():
         raise StoppedError("the preparation of documents was asked to stop; it continues at the next start")
-    time.sleep(POLL_S)
+    time.sleep(seconds)

@@ -26,12 +26,13 @@ import xxhash
 
 from exactdata import interrupts
 from exactdata.documents import worker
-from exactdata.documents.claims import Watch, once, pause
+from exactdata.documents.claims import POLL_S, Watch, once, pause
 from exactdata.documents.prepared import Index, Spec, Store, read_json
 from exactdata.errors import DataError
 from exactdata.interrupts import StoppedError
 from exactdata.ranks import current_ranks
 
+LONG_POLL_S = 1.0
 LINE_S = 30.0
 """How often progress is printed where it is no terminal."""
 PERCENTILES = (0, 10, 50, 90, 99, 100)
@@ -55,7 +56,7 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
                 folder.mkdir(parents=True, exist_ok=True)
-            if not store.spec_path.is_file():
+            if not store.spec_path.is_file() or store.spec.files != spec.files:  # the same files in another place
                 temporary = store.directory / f".spec-{os.getpid()}"
                 temporary.write_text(json.dumps(spec.to_json()))
                 temporary.replace(store.spec_path)
@@ -105,20 +106,22 @@ class _Preparation:
             worker.work(self.store, self._told_here)
         with ExitStack() as stack:
             running: list[subprocess.Popen[bytes]] = []
-            while pending := [number for number in self._numbers() if not self.store.part(number).is_dir()]:
+            while pending := self._pending():
                 watch.remove_dead()
-                free = [number for number in pending if not (self.store.claims / f"{number:05d}").exists()]
+                claims = set(os.listdir(self.store.claims))
+                free = [number for number in pending if self.store.part(number).name not in claims]
                 running = [process for process in running if self._is_alive(process)]
                 for _ in range(min(len(free), self._most() - len(running))):
                     running.append(stack.enter_context(self._started()))
                 progress.show(pending)
-                pause()
+                pause(min(LONG_POLL_S, progress.seconds / 20 + POLL_S))
             for process in running:
                 process.wait()
         progress.end()
 
-    def _numbers(self) -> range:
-        return range(len(self.store.spec.parts))
+    def _pending(self) -> list[int]:
+        complete = set(os.listdir(self.store.parts))
+        return [number for number in range(len(self.store.spec.parts)) if self.store.part(number).name not in complete]
 
     def _most(self) -> int:
         if self.workers is not None:
@@ -199,6 +202,11 @@ class _Progress:
         self.before: int | None = None
         self.shown = False
 
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self.began
+
     def show(self, pending: list[int]) -> None:
         """Print how far it is, if it is time to."""
         left = sum(self.spec.bytes[number] for number in pending)
@@ -209,7 +217,7 @@ class _Progress:
         due = now - self.printed >= (0.5 if self.terminal else LINE_S) or (not self.shown and total > 1 << 20)
         if self.silent or not due:
             return
-        done, seconds = total - left - self.before, now - self.began
+        done, seconds = total - left - self.before, self.seconds
         time_left = f", {seconds * left / done:,.0f} s left" if done > 0 else ""
         busy = "" if self.of.documents or seconds < 1 else "; another process is at it"
         self._print(
@@ -221,10 +229,9 @@ class _Progress:
     def end(self) -> None:
         """Print what this process has done."""
         if self.of.documents and not self.silent:
-            seconds = time.monotonic() - self.began
             self._print(
                 f"prepared {self.of.documents:,} documents ({self.of.tokens:,} tokens) of "
-                f"{_shortened(self.spec.files)} in {seconds:,.1f} s"
+                f"{_shortened(self.spec.files)} in {self.seconds:,.1f} s"
             )
             if self.terminal:
                 print(file=sys.stderr)
