@@ -12,7 +12,7 @@ from runner.errors import UserError
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention: (B, T, width) -> (B, T, width)."""
+    """Causal multi-head self-attention: (B, T, width) -> (B, T, width); where `mask` (B, 1, T, T) is true, if given."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -21,12 +21,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
         return F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 
@@ -53,14 +53,17 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(width, bias=bias)
         self.mlp = Mlp(width, dropout, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm_attention(x), mask)
         out: Tensor = x + self.mlp(self.norm_mlp(x))
         return out
 
 
 class GPT(nn.Module):
     """Token ids (B, T) -> logits (B, T, vocab_size) of the next token.
+
+    With `document_ids` (B, T), a token attends to itself and earlier tokens of its own document only. Its position is
+    its place in the row, unless `position_ids` (B, T) say otherwise.
 
     `blocks` is the ModuleList of its blocks, so that each can be sharded or compiled separately. With tied weights the
     output layer is the token embedding itself: one parameter, saved once.
@@ -123,19 +126,29 @@ class GPT(nn.Module):
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 parameter.mul_(scale)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
         length = input_ids.shape[-1]
         if length > self.sequence_length:
             raise UserError(
                 f"a sample of {length} tokens is longer than model.sequence_length={self.sequence_length}: "
                 "lower data.sequence_length or raise model.sequence_length"
             )
-        positions = torch.arange(length, device=input_ids.device)
-        x = F.dropout(self.tokens(input_ids) + self.positions(positions), self.dropout, self.training)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device)
+        x = F.dropout(self.tokens(input_ids) + self.positions(position_ids), self.dropout, self.training)
+        mask = None if document_ids is None else within_documents(document_ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         x = self.norm(x)
         return F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+
+
+def within_documents(document_ids: Tensor) -> Tensor:
+    """Return which tokens (the last dimension) a token sees: itself and earlier ones of its document, (B, 1, T, T)."""
+    same = document_ids[:, :, None] == document_ids[:, None, :]  # of padding too: a row that sees nothing would be NaN
+    return same.tril()[:, None]
 
 
 def check_sizes(**sizes: int) -> None:
