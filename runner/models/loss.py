@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from runner.models.calling import next_token_logits
 
 IGNORED = -100  # labels to skip, torch's default
 
@@ -18,12 +19,13 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`.
-        batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped.
+        batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. With `document_ids` and
+            `position_ids`, too, no document sees another.
 
     Returns:
         Losses in nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
     """
-    return token_losses(logits_of(model(batch["input_ids"])), batch["labels"])
+    return token_losses(next_token_logits(model, batch), batch["labels"])
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -43,9 +45,3 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def counted(labels: Tensor) -> Tensor:
     """Count the labels of each sample that are not skipped: int64 (B,)."""
     return (labels != IGNORED).sum(dim=1)
-
-
-def logits_of(output: Any) -> Tensor:
-    """What a model returned, or its `logits` where that is an object, as Hugging Face's models return."""
-    logits: Tensor = getattr(output, "logits", output)
-    return logits

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.errors import UserError
-from runner.models.loss import counted, logits_of, token_losses
+from runner.models.calling import logits_of, next_token_logits
+from runner.models.loss import counted, token_losses
 
 LABELS = ("label", "labels", "target", "targets", "y")
 NOT_INPUTS = (*LABELS, "dataset_idx")
@@ -22,16 +23,17 @@ class NextToken:
     """Language modelling: predict the next token.
 
     The batch has `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. The model maps token ids (B, T) to
-    logits (B, T, V), or to an object with `logits`. The mean of a step is the mean over all its labels.
+    logits (B, T, V), or to an object with `logits`. The mean of a step is the mean over all its labels. If the batch
+    has `document_ids` and `position_ids` (B, T), no document sees another one of its row.
     """
 
     def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute `loss`, the mean cross entropy in nats, and `weight`, the number of labels, of each sample: (B,)."""
-        return _weighted(logits_of(model(batch["input_ids"])), batch["labels"])
+        return _weighted(next_token_logits(model, batch), batch["labels"])
 
     def evaluation_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the same, and for metrics `preds`, the logits (B, T, V), and `target`, the labels (B, T)."""
-        logits = logits_of(model(batch["input_ids"]))
+        logits = next_token_logits(model, batch)
         return {**_weighted(logits, batch["labels"]), "preds": logits, "target": batch["labels"]}
 
 
