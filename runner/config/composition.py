@@ -23,6 +23,7 @@ from runner.config.identity import LENGTH_KEYS, differences, flatten, identity, 
 from runner.config.paths import anchor, relocate
 from runner.config.schema import Config, config_errors
 from runner.config.search import SearchConfig, to_options
+from runner.config.sources import GROUPS, complete_sources, name_sources
 from runner.config.targets import changing_callbacks, target_errors
 from runner.config.tree import CONFIG_NAME, ConfigTree
 from runner.errors import UserError, nearest, refuse
@@ -66,7 +67,7 @@ class Composer:
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         self.tree = ConfigTree(config_dirs, config_name)
         self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the names that end in it
-        self._bases: dict[tuple[str | None, str | None], dict[str, Any]] = {}
+        self._bases: dict[tuple[object, ...], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
         self._arguments: dict[str, Names | None] = {}
         self._sweep = False
@@ -335,10 +336,10 @@ class Composer:
         return chosen, plain
 
     def _dropping_nothing(self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig]) -> list[str]:
-        """Return a line for each override that drops a callback or a metric which nothing adds."""
+        """Return a line for each override that drops a callback, a metric or a source which nothing adds."""
         lines, choices = [], tuple(filter(self.tree.group_of, overrides))
         for text in overrides:
-            found = re.fullmatch(r"\+*(callbacks|eval\.metrics)\.(\w+)=null", text)
+            found = re.fullmatch(r"\+*(callbacks|eval\.metrics|data\.(?:eval_)?sources)\.(\w+)=null", text)
             if found and (not self._sweep or (choices, text) not in self._dropping):
                 self._dropping[choices, text] = ""
                 there = OmegaConf.select(compose([each for each in overrides if each != text]), found[1]) or {}
@@ -461,13 +462,17 @@ class Composer:
             base: the directory that relative paths are resolved against.
         """
         experiment, data = choices.get("experiment"), choices.get("data")
-        if (experiment, data) not in self._bases:
+        named = [(group, name) for group in GROUPS for name in plain["data"][group]]
+        key = experiment, data, *named
+        if key not in self._bases:
             chosen = [f"{k}={v}" for k, v in (("experiment", experiment), ("data", data)) if v is not None]
-            self._bases[experiment, data] = _resolved(self.tree.compose(chosen), flatten(plain))
-            drop_sources(self._bases[experiment, data], chosen)
-            anchor(self._bases[experiment, data], base)
+            config = self.tree.compose(chosen)
+            name_sources(config, plain)
+            self._bases[key] = _resolved(config, flatten(plain))
+            drop_sources(self._bases[key], chosen)
+            anchor(self._bases[key], base)
         title = str(experiment or data or self.tree.config_name).replace("/", "_")
-        return title, self._bases[experiment, data]
+        return title, self._bases[key]
 
 
 def _lines_on_search(search: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -654,7 +659,10 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    """Copy `config` without Hydra's own node, and with its sources complete."""
+    copied = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    complete_sources(copied)
+    return copied
 
 
 def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:

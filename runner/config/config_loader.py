@@ -8,10 +8,12 @@ has read. The classes here override methods of Hydra 1.3 that are internal; noth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from hydra._internal import hydra as hydra_main
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath
@@ -21,6 +23,8 @@ from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig
+
+from runner.config.sources import complete_sources, open_sources
 
 Made = TypeVar("Made")
 
@@ -67,6 +71,12 @@ class ConfigLoader(ConfigLoaderImpl):
         self._process_config_searchpath(config_name, parsed, repository)
         return parsed, repository
 
+    def _compose_config_from_defaults_list(self, *arguments: Any, **options: Any) -> DictConfig:
+        """Called by Hydra between choosing the files and applying the overrides of values."""
+        config = super()._compose_config_from_defaults_list(*arguments, **options)
+        open_sources(config)
+        return config
+
     @staticmethod
     def _embed_result_config(ret: ConfigResult, package_override: str | None) -> ConfigResult:
         """Called by Hydra for each file, which it may change in merging it."""
@@ -75,6 +85,27 @@ class ConfigLoader(ConfigLoaderImpl):
             embedded = copy.copy(ret)
             embedded.config = copy.deepcopy(ret.config)
         return embedded
+
+
+class ShownLoader(ConfigLoader):
+    """Composes what Hydra's own command line prints: the sources are complete, as in a run."""
+
+    def load_configuration(self, *arguments: Any, **options: Any) -> DictConfig:
+        """Called by Hydra."""
+        config = super().load_configuration(*arguments, **options)
+        complete_sources(config)
+        return config
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """Let Hydra's own command line compose with `ShownLoader`."""
+    module: Any = hydra_main
+    module.ConfigLoaderImpl = ShownLoader
+    try:
+        yield
+    finally:
+        module.ConfigLoaderImpl = ConfigLoaderImpl
 
 
 class _Repository(ConfigRepository):

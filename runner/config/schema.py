@@ -275,9 +275,17 @@ class Config:
 
 
 @dataclass
+class CommandData(DataConfig):
+    """The data of a command, in which sources may share their values: `source` is what each begins with."""
+
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Command(Config):
     """What a command may set: the config of a run, and a search for good values of its settings."""
 
+    data: CommandData = field(default_factory=CommandData)
     search: SearchConfig = field(default_factory=SearchConfig)
 
 
@@ -408,12 +416,17 @@ def _shipped_class_errors(config: Config) -> Iterator[str]:
             yield f"model.dropout={dropout} must be a number from 0 to below 1"
 
 
+PATH_CLASSES = tuple(
+    f"runner.data.{name}" for name in ("text.TextFiles", "shards.TokenShards", "documents.dataset.Documents")
+)
+
+
 def _path_errors(config: Config) -> Iterator[str]:
     """Paths of the datasets that come with this package; held-out sources often have those of the training data."""
     reported: list[Any] = []
     for key, node in _source_nodes(config):
         target = node.get("_target_") if isinstance(node, dict) else None
-        if target not in ("runner.data.text.TextFiles", "runner.data.shards.TokenShards"):
+        if target not in PATH_CLASSES:
             continue
         paths = node.get("paths")
         listed = paths if isinstance(paths, list) else [paths]
@@ -437,8 +450,8 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
     """Nodes that name no class."""
     if not config.data.sources and not config.data.loader:
         yield (
-            "data.sources is empty: choose data=text or data=mixture, or add your own source: "
-            "+data.sources.NAME={_target_:my_module.MyData}"
+            "data.sources is empty: choose data=text or data=mixture, name your documents with data=documents "
+            "data.sources.NAME.paths=..., or add your own source: +data.sources.NAME={_target_:my_module.MyData}"
         )
     if not config.model.get("_target_"):
         yield "model._target_ is missing: choose a model, for example model=gpt"

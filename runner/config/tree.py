@@ -24,7 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.config_loader import FROZEN_NAME, ConfigLoader
+from runner.config.config_loader import FROZEN_NAME, ConfigLoader, shown
 from runner.config.frozen import schema
 from runner.config.identity import flatten
 from runner.config.plain_yaml import escaped
@@ -229,7 +229,7 @@ class ConfigTree:
         level, handlers = root.level, list(root.handlers)
         sys.argv = [arguments[0], *flags, *(opened(text) for text in overrides)]
         try:
-            with self._search_path():
+            with self._search_path(), shown():
                 main()
         finally:
             sys.argv = arguments
