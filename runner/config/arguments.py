@@ -15,7 +15,7 @@ from typing import Any
 from runner.config.optimizers import OWN_KEYS
 from runner.config.schedule import SchedulerConfig
 from runner.config.schema import SamplerConfig
-from runner.config.targets import HYDRA_KEYS, instantiated_nodes
+from runner.config.targets import DATA, HYDRA_KEYS, instantiated_nodes, source_of
 from runner.errors import nearest
 from runner.system import modules
 
@@ -88,8 +88,8 @@ def _passed_by_the_runner(key: str) -> int:
 
 def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
     """The arguments of a function or class, by its dotted name; None if its source does not tell."""
-    found = modules.source_of(target) if hops else None
-    if found is None or target.count(".") != found[0].name.count(".") + 1:
+    found = source_of(target) if hops else None
+    if found is None or not f".{target}".endswith(f".{found[0].name.removeprefix(DATA)}.{target.rpartition('.')[2]}"):
         return None
     spec, source = found
     try:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from runner.errors import UserError, nearest
@@ -33,6 +34,14 @@ def with_one_name(node: Any) -> Any:
     if str(target := values.get("_target_")).startswith(DATA):
         values["_target_"] = OF_DATA + str(target).removeprefix(DATA)
     return values
+
+
+def source_of(target: str) -> tuple[ModuleSpec, str] | None:
+    """Return the module that has a target, and its source; that of `exactdata` for its names in `runner.data`."""
+    found = modules.source_of(target)
+    if found is not None and f"{found[0].name}." == OF_DATA:
+        return modules.source_of(DATA + target.removeprefix(OF_DATA)) or found
+    return found
 
 
 def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) -> Any:
@@ -155,7 +164,7 @@ def changing_callbacks(plain: dict[str, Any]) -> list[str]:
     """
     found = []
     for name, node in plain["callbacks"].items():
-        source = modules.source_of(str(node.get("_target_"))) if isinstance(node, dict) else None
+        source = source_of(str(node.get("_target_"))) if isinstance(node, dict) else None
         if source is not None and CHANGES_TRAINING in source[1]:
             with suppress(Exception):  # creating the callback reports it
                 if getattr(pkgutil.resolve_name(node["_target_"]), CHANGES_TRAINING, False):
@@ -229,7 +238,7 @@ def _is_defined_in_source(target: str) -> bool:
 
 
 def _binds(target: str) -> bool:
-    found = modules.source_of(target)
+    found = source_of(target)
     if found is None:
         return False
     spec, source = found
