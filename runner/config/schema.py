@@ -456,7 +456,10 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
     if not config.model.get("_target_"):
         yield "model._target_ is missing: choose a model, for example model=gpt"
     for key, node in _source_nodes(config):
-        if not isinstance(node, dict) or not node.get("_target_"):
+        if not isinstance(node, dict):
+            group, _, name = key.rpartition(".")
+            yield f"{key}={node} must be a source: a dictionary, or write {group}.NAME.{name}={node}"
+        elif not node.get("_target_"):
             yield f"{key} has no _target_: name the class of the dataset"
     if config.data.loader and not config.data.loader.get("_target_"):
         yield "data.loader has no _target_: name the class of your loader"

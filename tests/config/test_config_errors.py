@@ -101,7 +101,7 @@ MISTAKES = [
     ("train.steps=[1,", ["cannot be parsed"]),
     ("=3", ["=3"]),
     ("~optimizer", ["optimizer._target_ is missing"]),
-    ("data.eval_sources.code=3", ["data.eval_sources.code has no _target_"]),
+    ("data.eval_sources.code=3", ["data.eval_sources.code=3 must be a source"]),
     ("data.loader={batch_size: 3}", ["data.loader has no _target_"]),
     ("+logger.mine=3", ["logger.mine has no _target_", "null"]),
     ("+callbacks.mine=3", ["callbacks.mine has no _target_", "null"]),

@@ -130,6 +130,7 @@ def test_hydras_own_listing_shows_whole_sources(composer: Composer, capsys: pyte
         (["data=rows", "data.sources.web.paths=a", "data.source.pakcing=b"], "data.source.pakcing=b: .*'packing'"),
         (["data=rows", "data.sources.web.paths=a", "data.sources.wbe=null"], "data.sources.wbe=null: .*'web'"),
         (["data=rows", "data.sources.web.text=a"], "data.sources.web.paths must be given"),
+        (["data=rows", "data.sources.paths=a"], "or write data.sources.NAME.paths=a"),
         (["data=rows"], "data.sources is empty: .*data.sources.NAME.paths="),
         (["data=text", "data.sources.cod.split=eval"], "data.sources.cod.split=eval: no such option .*'code'"),
     ],
