@@ -49,7 +49,7 @@ class Documents(Dataset[Batch]):
             (one document in a row).
         long: what is done to documents longer than T: `split` them, `truncate` or `drop` them.
         split: `train`, `eval` (5 % of the documents, by their content) or `all`.
-        end_token: the token behind each document; `auto`: the tokenizer's, if it has one; `none`.
+        end_token: the token behind each document; `auto`: the tokenizer's, if it has one; `none`: there is none.
         pattern: which files of a folder are read; None: those of a known kind.
         train_on: roles of the messages that are trained on.
         chat_template: of messages, in Jinja, or a file; None: the tokenizer's, or ChatML.

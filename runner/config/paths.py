@@ -16,8 +16,8 @@ from runner.system import files
 
 # Arguments of dataset classes that hold a path or a list of paths.
 PATH_KEYS = ("path", "paths", "file", "files", "folder", "directory", "root", "cache_dir")
-# One that holds a path, or a word: a path only if that exists.
-TOKENIZER = "tokenizer"
+# Those that hold a path, or a word or text: a path only if that exists.
+PATHS_OR_WORDS = ("tokenizer", "chat_template")
 
 
 def anchored(path: str, base: Path) -> str:
@@ -49,7 +49,7 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
                 typed[key], node[name] = known, _absolute(known, before, shipped)
                 continue
             node[name] = _absolute(value, base, shipped)
-            if name == TOKENIZER and node[name] == value:
+            if name in PATHS_OR_WORDS and node[name] == value:
                 continue
             if any(not os.path.isabs(text) for text in _texts(value)):
                 typed[key] = value
@@ -86,7 +86,7 @@ def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[
         return
     shipped = str(node["_target_"]).startswith("runner.") if "_target_" in node else shipped
     for name, value in node.items():
-        if name == TOKENIZER and isinstance(value, str) and value != "bytes":
+        if name in PATHS_OR_WORDS and isinstance(value, str) and value != "bytes":
             yield f"{key}.{name}", name, node, False
         elif name not in PATH_KEYS:
             yield from _paths(value, f"{key}.{name}", shipped)

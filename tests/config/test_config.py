@@ -27,7 +27,7 @@ TREE = groups([conf_dir()])
 WITH = {
     "data=shards": ["data.sources.tokens.paths=shards"],
     "data=own": ["+data.sources.mine={_target_:runner.data.text.PythonText,source:code}"],
-    "data=documents": ["data.sources.web.paths=corpus", "data.source._target_=rows_of_documents.Rows"],
+    "data=documents": ["data.sources.web.paths=corpus"],
     "data=files": ["data.sources.text.paths=notes"],
     "sampler=mixture": ["data=mixture"],
     "phases=curriculum": ["data=mixture"],
