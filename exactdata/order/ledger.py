@@ -40,7 +40,8 @@ _STATE = Record(
         "sizes": MapOf(whole()),
         "anchors": text,
         "seal": text,
-    }
+    },
+    {"tokens": MapOf(whole()), "documents": MapOf(whole())},
 )
 _MESSAGE = "the saved data ledger is incomplete: {key} is {value}; expected {allowed}; use another checkpoint"
 _VERIFIED = 1 << 16  # a resume verifies at most this many samples
@@ -58,16 +59,26 @@ class DataLedger:
     Args:
         names: source names, in the order of the dataset.
         sizes: number of samples of each source.
+        measures: by source name, for sources whose samples hold different numbers of tokens: indices within the
+            source, int64 of shape (count,), to the tokens and the documents of each, int64 of shape (count, 2).
     """
 
-    def __init__(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, names: Sequence[str], sizes: Sequence[int], measures: Mapping[str, Callable[[I64], I64]] | None = None
+    ) -> None:
         self.names, self.sizes = list(names), [int(size) for size in sizes]
         self._ends = np.cumsum(self.sizes)
         self._starts = self._ends - np.array(self.sizes)
         self._name_keys = np.array([_name_key(name) for name in names], np.uint64)
-        self._local = np.zeros(LANES + len(self.names), np.uint64)
+        self._end = end = LANES + len(self.names)  # of what every ledger has; behind it are tokens and documents
+        self._measures = {
+            self.names.index(name): (measure, slice(end + 2 * place, end + 2 * place + 2))
+            for place, (name, measure) in enumerate((measures or {}).items())
+        }
+        self._local = np.zeros(self._end + 2 * len(self._measures), np.uint64)
         self._lanes = np.zeros(LANES, np.uint64)
         self._counts = dict.fromkeys(self.names, 0)
+        self._measured = {name: [0, 0] for name in measures or ()}  # tokens and documents
         self._total = 0
         # Digests of the last steps: first position, samples, and the two lanes of each.
         self._anchors: deque[list[int]] = deque()
@@ -81,28 +92,45 @@ class DataLedger:
         """
         indices = np.asarray(indices, np.int64)
         source = np.searchsorted(self._ends, indices, side="right")
-        self._local[:LANES] += _lanes(positions, self._name_keys[source], indices - self._starts[source])
-        self._local[LANES:] += np.bincount(source, minlength=len(self.names)).astype(np.uint64)
+        within = indices - self._starts[source]
+        self._local[:LANES] += _lanes(positions, self._name_keys[source], within)
+        counts = np.bincount(source, minlength=len(self.names))
+        self._local[LANES : self._end] += counts.astype(np.uint64)
+        if self._measures:
+            for number in np.flatnonzero(counts).tolist():
+                if number in self._measures:
+                    measure, part = self._measures[number]
+                    self._local[part] += measure(within[source == number]).sum(axis=0).astype(np.uint64)
 
     def local(self) -> U64:
-        """What this rank added since the last commit, shape (2 + sources,): two digest lanes, samples per source."""
+        """What this rank added since the last commit, shape (2 + sources + 2 x measured sources,).
+
+        Two digest lanes, the samples per source, then the tokens and documents of each source that has a measure.
+        """
         return self._local.copy()
 
     def commit(self, vector: U64, since: int = 0) -> None:
         """Add the sum of `local()` over all ranks.
 
         Args:
-            vector: the sum, shape (2 + sources,).
+            vector: the sum, of the same shape.
             since: a resume could not recompute what is before this position, such as the last epoch; it grows.
         """
         first = self._total
         self._lanes += vector[:LANES]
-        given = np.flatnonzero(vector[LANES:])
-        for source, count in zip(given.tolist(), vector[LANES:][given].tolist(), strict=True):
+        for source in self.sources_in(vector):
+            count = int(vector[LANES + source])
             self._counts[self.names[source]] += count
             self._total += count
+            if source in self._measures:
+                had, more = self._measured[self.names[source]], vector[self._measures[source][1]].tolist()
+                self._measured[self.names[source]] = [had[0] + more[0], had[1] + more[1]]
         self._local[:] = 0
         self._anchor(first, self._total - first, vector[:LANES].tolist(), since)
+
+    def sources_in(self, vector: NDArray[Any]) -> list[int]:
+        """The numbers of the sources that a sum of `local()` has samples of."""
+        return np.flatnonzero(vector[LANES : self._end]).tolist()
 
     def _anchor(self, first: int, count: int, lanes: list[int], since: int) -> None:
         """Add the digest of a step, and drop those that a resume does not compare.
@@ -124,6 +152,15 @@ class DataLedger:
         """Samples consumed from the source of this number."""
         return self._counts[self.names[source]]
 
+    def measured(self, source: int) -> dict[str, int]:
+        """Tokens and documents consumed from the source of this number; empty if it does not measure its samples.
+
+        Those before a checkpoint that did not count them are left out.
+        """
+        if source not in self._measures:
+            return {}
+        return dict(zip(("tokens", "documents"), self._measured[self.names[source]], strict=True))
+
     @property
     def total(self) -> int:
         """Samples consumed by all ranks."""
@@ -140,13 +177,19 @@ class DataLedger:
         return "".join(f"{lane:016x}" for lane in self._lanes.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB), a seal; JSON-serializable."""
-        state = {
+        """Digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB), a seal; JSON-serializable.
+
+        Also `tokens` and `documents` by source, if a source measures its samples, or did before.
+        """
+        state: dict[str, Any] = {
             "digest": self.digest,
             "counts": self.counts,
             "sizes": dict(zip(self.names, self.sizes, strict=True)),
             "anchors": pack_rows(self._anchors),
         }
+        if self._measured:
+            state["tokens"] = {name: tokens for name, (tokens, _) in self._measured.items()}
+            state["documents"] = {name: documents for name, (_, documents) in self._measured.items()}
         return sealed(state, "seal")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -175,6 +218,9 @@ class DataLedger:
         check_seal(state, "the saved data ledger", SamplerStateError, "seal")
         self._lanes = np.array(lanes, np.uint64)
         self._counts = {**dict.fromkeys(self.names, 0), **counts}
+        tokens, documents = state.get("tokens", {}), state.get("documents", {})
+        names = dict.fromkeys([*(self.names[number] for number in self._measures), *tokens, *documents])
+        self._measured = {name: [tokens.get(name, 0), documents.get(name, 0)] for name in names}
         self._total = total
         self._local[:] = 0
         self._anchors = anchors

@@ -168,3 +168,53 @@ def test_golden_digest() -> None:
     positions = np.arange(60)
     indices = np.arange(60) * 7 % 42
     assert consumed(positions, indices).digest == "db3b8b7f406f85f40f8e310f6e3154ba"
+
+
+def measure(indices: np.ndarray) -> np.ndarray:
+    """Sample i of a source has 10 + i tokens, and a document begins in every other one."""
+    return np.stack([10 + indices, indices % 2], axis=1)
+
+
+def measuring(*names: str, sizes: dict[str, int] = SIZES) -> DataLedger:
+    return DataLedger(list(sizes), list(sizes.values()), dict.fromkeys(names, measure))
+
+
+@given(st.integers(1, 6), st.sampled_from([1, 7, 60]))
+def test_tokens_and_documents_are_those_of_the_samples_on_any_number_of_ranks(world: int, step: int) -> None:
+    positions = np.arange(60)
+    indices = sampler().indices_at(positions)
+    ranks = [measuring("prose") for _ in range(world)]
+    for first in range(0, 60, step):
+        for rank, one in enumerate(ranks):
+            one.consume(indices[first + rank : first + step : world], positions[first + rank : first + step : world])
+        total = np.stack([one.local() for one in ranks]).sum(axis=0, dtype=np.uint64)
+        for one in ranks:
+            one.commit(total)
+    tokens, documents = measure(indices[indices >= 30] - 30).sum(axis=0).tolist()
+    assert (ranks[0].measured(0), ranks[0].measured(1)) == ({}, {"tokens": tokens, "documents": documents})
+    plain = consumed(positions, indices, step=step)
+    state = ranks[0].state_dict()
+    assert (state.pop("tokens"), state.pop("documents")) == ({"prose": tokens}, {"prose": documents})
+    assert {**state, "seal": ""} == {**plain.state_dict(), "seal": ""}
+
+
+def test_counts_of_tokens_go_on_when_sources_come_go_and_begin_to_be_measured() -> None:
+    positions = np.arange(60)
+    indices = sampler().indices_at(positions)
+    unmeasured = consumed(positions, indices).state_dict()
+    later = measuring("code")
+    later.load_state_dict(unmeasured)
+    assert later.measured(0) == {"tokens": 0, "documents": 0}
+    later.consume(np.array([3, 4, 40]), np.array([60, 61, 62]))
+    later.commit(later.local())
+    assert later.measured(0) == {"tokens": 27, "documents": 1}
+    other = measuring("math", sizes={"prose": 12, "math": 5})
+    other.load_state_dict(later.state_dict())
+    assert other.state_dict()["tokens"] == {"math": 0, "code": 27}
+    back = measuring("code", "prose")
+    back.load_state_dict(other.state_dict())
+    assert [back.measured(number)["tokens"] for number in range(2)] == [27, 0]
+    with pytest.raises(SamplerStateError, match="truncated or edited"):
+        back.load_state_dict({**other.state_dict(), "tokens": {"code": 28}})
+    with pytest.raises(SamplerStateError, match=r"documents\.code is -1"):
+        back.load_state_dict({**other.state_dict(), "documents": {"code": -1}})

@@ -8,7 +8,7 @@ user's own loader, which keeps its order to itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from exactdata.loading.protocols import BatchRecord
-from exactdata.order.ledger import LANES, DataLedger
+from exactdata.order.ledger import DataLedger
 from runner.config.schedule import PhaseSchedule
 from runner.errors import CheckpointError
 from runner.metrics.records import names_all
@@ -114,10 +114,10 @@ class TrackedConsumption(Consumption):
             self._taken.clear()
         return self.ledger.local().view(np.int64)
 
-    _given = np.zeros(0, np.int64)  # the sources of the last commit, by their numbers
+    _given: Sequence[int] = ()  # the sources of the last commit, by their numbers
 
     def commit(self, vector: np.ndarray) -> None:
-        self._given = np.flatnonzero(vector[LANES:])
+        self._given = self.ledger.sources_in(vector)
         if vector.any():
             self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
 
@@ -127,12 +127,14 @@ class TrackedConsumption(Consumption):
 
     def totals(self, step: int) -> dict[str, Any]:
         ledger = self.ledger
-        numbers = range(len(ledger.names)) if names_all(step, len(ledger.names)) else self._given.tolist()
+        numbers = range(len(ledger.names)) if names_all(step, len(ledger.names)) else self._given
         sources: dict[str, dict[str, float]] = {}
         for number in numbers:
             name, samples = ledger.names[number], ledger.count(number)
             sources[name] = {"samples": samples}
-            if name in self.tokens_per_sample:
+            if measured := ledger.measured(number):
+                sources[name] |= measured
+            elif name in self.tokens_per_sample:
                 sources[name]["tokens"] = samples * self.tokens_per_sample[name]
             sources[name]["epochs"] = round(samples / ledger.sizes[number], 6)
         return {"digest": ledger.digest, "sources": sources}
