@@ -25,6 +25,7 @@ IMAGES = torch.zeros(3, 8, 8)
         ({"input_ids": IDS, "labels": IDS}, 15),
         ({"labels": IDS, "input_ids": IDS, "attention_mask": MASK}, 9),
         (UserDict({"input_ids": IDS}), 15),
+        ({"input_ids": IDS, "document_ids": MASK - 1}, 9),
         ({"image": IMAGES, "labels": torch.zeros(3, dtype=torch.int64)}, None),
         ({"input_ids": IMAGES}, None),
         ({"input_ids": torch.zeros(3, 5)}, None),

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 NONE_STATED = np.zeros(0, np.int64)
 
 
-def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, int]) -> NDArray[np.int64]:
+def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, float]) -> NDArray[np.int64]:
     """The tokens of a sample of each source in `names`, one number if it is the same of all; empty unless all state it.
 
+    A float is only their mean, and states nothing of a sample.
     Once: a step's cost does not depend on how many sources there are.
     """
-    stated = [tokens_per_sample[name] for name in names if name in tokens_per_sample]
+    stated = [tokens_per_sample[name] for name in names if isinstance(tokens_per_sample.get(name), int)]
     if len(stated) < len(names):
         stated = []
     return np.array(stated[:1] if len(set(stated)) == 1 else stated, np.int64)
@@ -43,7 +44,8 @@ def tokens_in(
         batch: as the loader yields it.
         samples: how many it has.
         stated: the tokens of a sample, where all sources state it (`stated_tokens`). Otherwise the
-            tokens are the integer `input_ids` of shape (B, T), without those that `attention_mask` leaves out.
+            tokens are those of `document_ids` of shape (B, T) that are not -1, or else the integer `input_ids` of shape
+            (B, T), without those that `attention_mask` leaves out.
         sources: the number of the source of each sample, if it is known.
     """
     if len(stated) == 1:
@@ -52,6 +54,9 @@ def tokens_in(
         return int(stated[sources].sum())
     if not isinstance(batch, Mapping):
         return None
+    packed = batch.get("document_ids")
+    if isinstance(packed, torch.Tensor) and packed.ndim == 2:
+        return int((packed >= 0).sum())
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         return None
