@@ -8,10 +8,10 @@ As JSON:
                       {"step": 320, "world_size": 3, ...}],
      "segments": [{"start": 0, "weights": {...}, "temperature": 1.0, "max_epochs": {}}],
      "exclusions": [{"at": 0, "what": "code:10-19", "keys": {}, "until": null, "planned": true}],
-     "retired": {}}
+     "retired": {}, "packed": {"prose": "/data/prepared/…/plans/…"}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
-seeded ones. Does not import torch.
+seeded ones. `packed` is there only if a source has packed documents. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from exactdata.order.batch_shape import BatchShape, position_at
 from exactdata.order.exclusions import Exclusion, Exclusions
 from exactdata.order.segments import Segment, segments_from_json
 from exactdata.order.sequence import ElasticSequence
-from exactdata.order.state_checks import ListOf, MapOf, Record, check, whole
-from exactdata.samplers import Kind, SamplerKind
+from exactdata.order.state_checks import LARGEST, Kind, ListOf, MapOf, Record, check, text, whole
+from exactdata.samplers import Kind as KindOfSampler
+from exactdata.samplers import SamplerKind
 
 VERSION = 1
 
@@ -37,14 +38,17 @@ _COUNTS = Record(  # on which the arithmetic of the orders would fail, or never 
         "steps": whole(),
         "sizes": MapOf(whole()),
         "retired": MapOf(whole()),
-        "tokens_per_sample": MapOf(whole()),
+        "tokens_per_sample": MapOf(
+            Kind("a number from 0 to 2^62", lambda value: type(value) in (int, float) and 0 <= value <= LARGEST)
+        ),
         "batch_shapes": ListOf(
             Record(
                 {"step": whole(), "world_size": whole(1), "batch_size": whole(1)},
                 {"grad_accum_steps": whole(1), "micro_batches": whole()},
             )
         ),
-    }
+    },
+    {"packed": MapOf(text)},
 )
 
 
@@ -63,7 +67,8 @@ class OrderRecord:
         steps: length of the run.
         batch_shapes: at least one; each holds from its step on.
         segments: at least one; `start` is a position (elastic) or a step (seeded samplers).
-        tokens_per_sample: by source name, where the dataset says it.
+        tokens_per_sample: by source name, where the dataset says it; the mean where they differ.
+        packed: by source name, the directory of the plan by which its documents were packed into samples.
         exclusions: samples left out; elastic only.
         retired: sizes of sources that the run had before; elastic only.
         shuffle: of the sampler.
@@ -78,11 +83,12 @@ class OrderRecord:
     steps: int
     batch_shapes: tuple[BatchShape, ...]
     segments: Sequence[Segment]
-    tokens_per_sample: dict[str, int] = field(default_factory=dict)
+    tokens_per_sample: Mapping[str, float] = field(default_factory=dict)
     exclusions: Exclusions = ()
     retired: dict[str, int] = field(default_factory=dict)
     shuffle: bool = True
     drop_last: bool = True
+    packed: Mapping[str, str] = field(default_factory=dict)
     make: Callable[[int, int], Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +101,7 @@ class OrderRecord:
         Args:
             state: its `state_dict()`.
             sizes: samples by source name, in the order of the dataset.
-            others: steps, batch_shapes and tokens_per_sample.
+            others: steps, batch_shapes, tokens_per_sample and packed.
         """
         state = opened_state(state)
         return cls(
@@ -116,6 +122,7 @@ class OrderRecord:
             "batch_shapes": [asdict(shape) for shape in self.batch_shapes],
             "segments": [one.to_json() for one in self.segments],
             "exclusions": [one.to_json() for one in self.exclusions],
+            **({"packed": self.packed} if self.packed else {}),
         }
 
     @classmethod
@@ -130,12 +137,13 @@ class OrderRecord:
             batch_shapes=tuple(BatchShape(**shape) for shape in value["batch_shapes"]),
             segments=segments_from_json(value["segments"]),
             exclusions=tuple(map(Exclusion.from_json, value["exclusions"])),
+            packed=value.get("packed", {}),
         )
 
     @property
-    def sampler(self) -> Kind:
+    def sampler(self) -> KindOfSampler:
         """What there is to know of its kind."""
-        kind: Kind = SamplerKind[self.kind].value
+        kind: KindOfSampler = SamplerKind[self.kind].value
         return kind
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:

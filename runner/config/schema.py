@@ -33,7 +33,7 @@ from runner.errors import nearest
 
 
 class WeightsBy(Enum):
-    """What a source that `sampler.weights` does not name gets as its weight."""
+    """What a source that `sampler.weights` does not name gets as its weight; with tokens, what all weights measure."""
 
     equal = "equal"  # 1
     sizes = "sizes"  # its number of samples

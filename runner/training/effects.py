@@ -58,9 +58,9 @@ def _weights(config: Config) -> Iterator[str]:
                 yield f"{key}={as_text(weights)} has no effect: {alone}"
         if by is not None:
             yield f"sampler.weights_by={by.value} has no effect: {alone}"
-    elif by is not None and all(name in options.weights for name in sources):
+    elif by in (WeightsBy.equal, WeightsBy.sizes) and all(name in options.weights for name in sources):
         yield f"sampler.weights_by={by.value} has no effect: sampler.weights names every source; remove one of them"
-    elif by is not None and by in UNITS and any(options.weights.values()):
+    elif by in UNITS and any(options.weights.values()) and not all(name in options.weights for name in sources):
         name = next(name for name, weight in options.weights.items() if weight)
         yield (
             f"sampler.weights.{name}={options.weights[name]:g} stands beside the {UNITS[by]} of the other sources "
@@ -190,6 +190,8 @@ def _mixtures(config: Config) -> list[Any]:
             mixed = [[str(weight) for weight in weights], state.temperature]
         else:
             mixed = shares(weights, state.temperature)
+            if config.sampler.weights_by is WeightsBy.tokens:  # another mixture than shares of samples
+                mixed = [mixed, "tokens"]
         if not found or found[-1][1:] != [mixed, state.lr_scale]:
             found.append([step, mixed, state.lr_scale])
     return found

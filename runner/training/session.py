@@ -28,7 +28,7 @@ from runner.training.callbacks.callbacks import Callbacks
 from runner.training.data.consumption import Consumption
 from runner.training.data.epoch_steps import EpochSteps
 from runner.training.data.order import batch_shape, warn_of_idle_ranks, with_steps
-from runner.training.data.sources import fingerprint, open_sources, tokens_per_sample, with_weights
+from runner.training.data.sources import fingerprint, mean_tokens, open_sources, tokens_per_sample, with_weights
 from runner.training.data.training_data import open_training_data, record_order, run_state_at
 from runner.training.effects import mixing_without_effect
 from runner.training.ending import EarlyEnd, Ending
@@ -227,7 +227,7 @@ class _Opening:
         meter = StepMeter(trained.device)
         recorder = self._recorder(of, meter)
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
-        stated = tokens_per_sample(of.datasets)
+        stated = mean_tokens(of.datasets)
         train_step = TrainStep.build(trained, config, world, of.run_state, consumption.names, stated)
         # What the first save imports takes a second: meanwhile, but not before the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)

@@ -16,9 +16,10 @@ from exactdata.queries.order_record import OrderRecord
 from runner.config.schema import Config, length_errors, phase_schedule, rank_invariant, source_weights
 from runner.config.targets import bind, instantiate
 from runner.errors import UserError
+from runner.system import files
 from runner.system.distributed import World
 from runner.training.data.epoch_steps import EpochSteps, exact
-from runner.training.data.sources import tokens_per_sample
+from runner.training.data.sources import mean_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +175,12 @@ def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes:
     sizes = {name: len(part) for name, part in datasets.items()}
     shape: dict[str, Any] = {
         "steps": config.steps,
-        "tokens_per_sample": tokens_per_sample(datasets),
+        "tokens_per_sample": mean_tokens(datasets),
+        "packed": {
+            name: str(files.resolve(part.packed.directory))
+            for name, part in datasets.items()
+            if hasattr(getattr(part, "packed", None), "directory")
+        },
         "batch_shapes": tuple(shapes),
     }
     if config.sampler.kind.value.elastic:

@@ -14,9 +14,11 @@ from torch.utils.data import IterableDataset
 
 from exactdata.datasets import MixtureDataset
 from exactdata.loading.fetch import is_collated
+from exactdata.order.weights import shares
 from runner.checkpoint.files.store import new_hash
 from runner.config.identity import flatten
-from runner.config.schema import Config, WeightsBy, source_weights
+from runner.config.schedule import PhaseState
+from runner.config.schema import Config, WeightsBy, phase_schedule, source_weights
 from runner.config.targets import bind, check_call, instantiate, named
 from runner.errors import UserError
 from runner.system import files
@@ -57,6 +59,25 @@ def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
     """Tokens in each sample, by source, for the datasets that say it by an attribute of this name."""
     said = {name: getattr(dataset, "tokens_per_sample", None) for name, dataset in datasets.items()}
     return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
+
+
+def mean_tokens(datasets: dict[str, Any]) -> dict[str, float]:
+    """Tokens of a sample on average, by source, for the datasets that say it.
+
+    They do by `tokens_per_sample`, or by `total_tokens` where their samples hold different numbers of tokens.
+    """
+    totals = {name: getattr(dataset, "total_tokens", None) for name, dataset in datasets.items()}
+    means = {name: total / len(datasets[name]) for name, total in totals.items() if total and isinstance(total, int)}
+    return {**means, **tokens_per_sample(datasets)}
+
+
+def measures(datasets: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
+    """What counts the tokens and documents of samples, by source, where a dataset says only its `total_tokens`."""
+    return {
+        name: part.measure
+        for name, part in datasets.items()
+        if hasattr(part, "total_tokens") and hasattr(part, "measure")
+    }
 
 
 def join_sources(datasets: dict[str, Any], collate: Callable[[Any], Any] | None = None) -> Any:
@@ -139,6 +160,8 @@ def _identified(path: Path) -> dict[str, Any]:
 def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
     """Return `config` with a number for every weight that `sampler.weights_by` leaves to the data.
 
+    With `weights_by=tokens` weights are shares of tokens, and a sampler takes shares of samples: see `_of_samples`.
+
     Args:
         config: of the run.
         datasets: the sources by name.
@@ -146,30 +169,73 @@ def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
     Raises:
         UserError: a source does not say how many tokens its samples have, or all are empty.
     """
-    if not any(isinstance(weight, WeightsBy) for weight in source_weights(config).values()):
+    by, weights = config.sampler.weights_by, source_weights(config)
+    means = mean_tokens(datasets)
+    in_tokens = by is WeightsBy.tokens and len(datasets) > 1
+    converts = in_tokens and len(set(means.values())) > 1
+    _check_unit(config, len(set(means.values())) > 1)
+    if not in_tokens and not any(isinstance(weight, WeightsBy) for weight in weights.values()):
         return config
-    tokens = tokens_per_sample(datasets)
+    missing = [name for name in datasets if name not in means and len(datasets[name])]
+    if by is WeightsBy.tokens and missing:
+        raise UserError(
+            f"sampler.weights_by=tokens: data.sources.{missing[0]} does not say how many tokens a sample has (its "
+            "class needs an attribute tokens_per_sample): set sampler.weights_by=sizes, or leave it out"
+        )
 
     def number(name: str, weight: Any) -> Any:
-        if weight is WeightsBy.tokens and name not in tokens:
-            raise UserError(
-                f"sampler.weights_by=tokens: data.sources.{name} does not say how many tokens a sample has (its class "
-                f"needs an attribute tokens_per_sample): set sampler.weights.{name}, or sampler.weights_by=sizes"
-            )
-        if isinstance(weight, WeightsBy):
-            return float(len(datasets[name]) * (tokens[name] if weight is WeightsBy.tokens else 1))
-        return weight
+        if not isinstance(weight, WeightsBy):
+            return weight
+        size = len(datasets[name])
+        return float(round(size * means.get(name, 1)) if weight is WeightsBy.tokens else size)
 
     sampler = replace(
-        config.sampler,
-        weights={name: number(name, weight) for name, weight in source_weights(config).items()},
-        weights_by=None,
+        config.sampler, weights={name: number(name, weight) for name, weight in weights.items()}, weights_by=None
     )
     sampler.options.update(config.sampler.options)
     if not any(sampler.weights.values()):
         raise UserError("sampler.weights_by: the sources are empty, and so have no weight; add data")
     phases = {
         name: replace(phase, weights={source: number(source, weight) for source, weight in phase.weights.items()})
+        for name, phase in config.phases.items()
+    }
+    config = replace(config, sampler=sampler, phases=phases)
+    return _of_samples(config, means) if converts else config
+
+
+def _check_unit(config: Config, differ: bool) -> None:
+    """Check that a branch means by a weight what its trunk does, where shares of tokens and of samples `differ`.
+
+    Raises:
+        UserError: it does not.
+    """
+    if "sampler.weights_by" not in config.fork.was or not differ:
+        return
+    by, before = config.sampler.weights_by, config.fork.was["sampler.weights_by"]
+    if WeightsBy.tokens.value in (before, by and by.value):
+        raise UserError(
+            f"sampler.weights_by={by.value if by else 'null'}: it is {before or 'null'} in the trunk, and weights of "
+            "tokens do not mix with others where the samples of the sources hold different numbers of them: leave it "
+            "as it is, and set sampler.weights"
+        )
+
+
+def _of_samples(config: Config, means: dict[str, float]) -> Config:
+    """Turn weights that are shares of tokens into shares of samples: divided by the tokens of a sample on average.
+
+    A temperature is of the shares of tokens, and so applied here: the sampler's is 1.
+    """
+    schedule = phase_schedule(config)
+
+    def converted(state: PhaseState) -> dict[str, float]:
+        wanted = state.weight_list if state.temperature == 1 else shares(state.weight_list, state.temperature)
+        return {name: weight / means.get(name, 1) for name, weight in zip(state.weights, wanted, strict=True)}
+
+    base = phase_schedule(replace(config, phases={})).at(0)
+    sampler = replace(config.sampler, weights=converted(base), temperature=1.0)
+    sampler.options.update(config.sampler.options)
+    phases = {
+        name: replace(phase, weights=converted(schedule.at(phase.start_step)), temperature=None)
         for name, phase in config.phases.items()
     }
     return replace(config, sampler=sampler, phases=phases)

@@ -26,7 +26,7 @@ from runner.training.data.consumption import (
     TrackedConsumption,
 )
 from runner.training.data.order import batch_shape, check_epoch, data_plan, make_sampler, order_record
-from runner.training.data.sources import join_sources, make_collate, tokens_per_sample
+from runner.training.data.sources import join_sources, make_collate, measures, tokens_per_sample
 from runner.training.records.run_state import RunState
 
 
@@ -81,7 +81,7 @@ def open_training_data(
     check_epoch(config, sampler)
     options = _options(config, device)
     loader = StatefulDataLoader(dataset, config.train.batch_size, sampler=sampler, collate_fn=collate, config=options)
-    ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()])
+    ledger = DataLedger(list(datasets), [len(part) for part in datasets.values()], measures(datasets))
     kind, tokens = config.sampler.kind.value, tokens_per_sample(datasets)
     if kind.elastic:
         return ElasticConsumption(loader, sampler, ledger, tokens)

@@ -130,7 +130,7 @@ class TrainStep:
         world: World,
         now: RunState,
         sources: Sequence[str],
-        tokens_per_sample: Mapping[str, int],
+        tokens_per_sample: Mapping[str, float],
     ) -> TrainStep:
         """Build what makes the steps of an attempt.
 
@@ -138,7 +138,7 @@ class TrainStep:
             of: what is trained.
             now: how steps are split, and the seed of rank-invariant ones.
             sources: names of the sources whose samples are told apart.
-            tokens_per_sample: of the sources that state it.
+            tokens_per_sample: of the sources that state it; a float where it is the mean.
 
         Raises:
             UserError: the task cannot be trained on so many ranks.
