@@ -202,7 +202,7 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
     widths = [max(map(len, column)) for column in columns]
     lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in zip(*columns, strict=True)
     ]
     return "\n".join([title, *lines])

@@ -407,7 +407,7 @@ def test_the_output_in_the_docs_is_real(
             step=600,
         )
     page = (Path(__file__).parents[2] / "docs" / "data-order.md").read_text()
-    (shown,) = [block for block in page.split("```") if block.startswith("\n$ ")]
+    shown, _ = [block for block in page.split("```") if block.startswith("\n$ ")]
     for example in shown.split("\n$ python -m runner inspect ")[1:]:
         command, _, output = example.partition("\n")
         assert inspect.main(command.split()) == 0

@@ -26,7 +26,7 @@ class Plan:
         pieces = [(0, 0, 0, sequence_length), (1, 0, sequence_length, 1)]
         for row in range(1, rows):
             room = sequence_length - (row == 1)
-            while room > 0 and draws.random() < 0.8:
+            while room == sequence_length or (room > 0 and draws.random() < 0.8):
                 length = int(draws.integers(1, room + 1))
                 pieces.append((row, len(pieces) - 1, 0, length))
                 room -= length

@@ -59,4 +59,4 @@ def test_a_killed_run_ends_like_one_that_was_not_with_other_workers(tmp_path: Pa
     times = json.loads(inspected(whole, "--sample", f"{rows[0]['source']}:{rows[0]['index']}").stdout)
     assert (14, rows[0]["rank"]) in {(row["step"], row["rank"]) for row in times}
     refused = inspected(whole, "--plan")
-    assert "only --step and --sample work" in refused.stderr
+    assert "only --step, --sample and --document work" in refused.stderr

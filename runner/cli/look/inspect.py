@@ -1,6 +1,7 @@
 """`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
 
-Reads one small file of the run (`RunDir.order`), neither data nor model. It imports torch only where a seeded sampler
+Reads one small file of the run (`RunDir.order`), neither data nor model; where documents are asked for also what the
+run prepared of them. It imports torch only where a seeded sampler
 has to draw its epochs. With a sampler of the user's it runs the class that the frozen config names, in a run directory
 that may be resumed.
 """
@@ -18,7 +19,8 @@ from typing import Any
 from exactdata.inspection import table
 from exactdata.queries import order_queries
 from exactdata.queries.order_record import OrderRecord
-from runner.cli.base.console import PROGRAM, Parser
+from runner.cli.base.console import PROGRAM, Parser, tell
+from runner.cli.look.documents import as_text, document_title, times_as_text, times_of_document, with_documents
 from runner.cli.look.resume_plan import parse_overrides, resume_plan
 from runner.data import order_file
 from runner.errors import UserError
@@ -47,6 +49,11 @@ def _parser() -> Parser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="the samples of step N on each rank, past or future")
     what.add_argument("--sample", metavar="SOURCE:INDEX", help="when a sample was and will be consumed")
+    what.add_argument(
+        "--document",
+        metavar="SOURCE:NUMBER|SOURCE:FILE:LINE",
+        help="when a document was and will be consumed, by its number or its line, of a source of packed documents",
+    )
     what.add_argument("--plan", action="store_true", help="samples, epochs and tokens of each source, to the end")
     what.add_argument("--diff", type=Path, metavar="RUN2", help="where the data orders of two runs first differ")
     what.add_argument(
@@ -68,7 +75,7 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     done = look(run).step
     if options.step is not None:
         rows = order_queries.samples_of_step(record, options.step)
-        return rows, table(rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")
+        return _step(record, rows, f"step {options.step} ({'consumed' if options.step <= done else 'to come'})")
     if options.sample is not None:
         source, _, index = options.sample.rpartition(":")
         if not index.isdecimal():
@@ -77,6 +84,10 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
         rows = [{**row, "consumed": row["step"] <= done} for row in rows]
         times = "once" if len(rows) == 1 else f"{len(rows)} times"
         return rows, table(rows, f"{options.sample}: {times} in {record.steps} steps")
+    if options.document is not None:
+        found = times_of_document(record, options.document)
+        found["times"] = [{**row, "consumed": row["step"] <= done} for row in found["times"]]
+        return found, table(times_as_text(found["times"]), document_title(found, record.steps))
     if options.plan:
         rows = order_queries.source_totals(record)
         return rows, _totals_text(record, rows)
@@ -89,14 +100,28 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
     return answer, _resume_text(answer)
 
 
+def _step(record: OrderRecord, rows: list[dict[str, Any]], title: str) -> tuple[Any, str]:
+    """The samples of a step; with their documents, if any source has some and they can be read."""
+    if not any(row["source"] in record.packed for row in rows):
+        return rows, table(rows, title)
+    try:
+        found = with_documents(record, rows)
+    except UserError as error:
+        tell(f"warning: without documents: {error}")
+        return rows, table(rows, title)
+    return found, table(as_text(found), title)
+
+
 def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace) -> OrderRecord:
     """The record with the user's sampler, which is run as a resume would run it.
 
     Raises:
         UserError: others can write the run directory, or the class cannot answer.
     """
-    if options.step is None and options.sample is None:
-        raise UserError(f"{run.path}: with sampler=own only --step and --sample work: the shares are its class's own")
+    if options.step is None and options.sample is None and options.document is None:
+        raise UserError(
+            f"{run.path}: with sampler=own only --step, --sample and --document work: the shares are its class's own"
+        )
     check_trusted(run)
     from runner.config.frozen import load
     from runner.training.data.order import make_own_sampler
