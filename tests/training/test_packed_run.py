@@ -1,39 +1,56 @@
-"""A run on rows of packed documents counts their tokens and documents, across a kill as well."""
+"""A run on rows of packed documents counts their tokens and documents, across resumes as well."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import here
 import numpy as np
 import pytest
-from packed_rows import Rows
 
+from exactdata.documents.packed import PackedRows
 from exactdata.queries import order_queries
 from runner.data import order_file
 
 
-@pytest.mark.slow
-def test_a_run_counts_the_tokens_and_documents_of_its_rows_also_when_it_is_resumed(tmp_path: Path) -> None:
+def run_on_documents(root: Path) -> list[str]:
+    """Two sources, one of short documents and one of long ones, with as many tokens of each."""
     words = ["data=own", "sampler=elastic", "sampler.weights_by=tokens", "sampler.weights={web:1,books:1}"]
-    for name, rows in (("web", 40), ("books", 30)):
-        node = f"{{_target_:packed_rows.Rows,directory:{tmp_path / name},rows:{rows},sequence_length:16}}"
-        words.append(f"+data.sources.{name}={node}")
+    for name, longest in (("web", 9), ("books", 50)):
+        lengths = np.random.default_rng(longest).integers(1, longest, 60).tolist()
+        lines = [json.dumps({"text": "x" * length}) for length in lengths]
+        (root / f"{name}.jsonl").write_text("\n".join(lines))
+        node = f"_target_:runner.data.documents.dataset.Documents,paths:{root / name}.jsonl,sequence_length:16"
+        words.append(f"+data.sources.{name}={{{node},cache_dir:{root / 'cache'}}}")
+    return words
+
+
+@pytest.mark.slow
+def test_a_run_counts_the_tokens_and_documents_of_its_rows_also_when_it_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run_on_documents(tmp_path)
     whole = here.trained(tmp_path / "whole", *words)
     parted = here.trained(tmp_path / "parted", *words, "train.steps=3")
     here.trained(parted, *words)
-    texts = [(run / "metrics.jsonl").read_text() for run in (whole, parted)]
-    assert texts[0] == texts[1]
-    last = json.loads(texts[0].splitlines()[-1])
+    assert (whole / "metrics.jsonl").read_text() == (parted / "metrics.jsonl").read_text()
+    last = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
     record = order_file.read(whole / "order.json")
-    consumed = [row for step in range(1, 7) for row in order_queries.samples_of_step(record, step)]
-    for name, size in (("web", 40), ("books", 30)):
-        source = Rows(str(tmp_path / name), size, 16)
-        counts = last["sources"][name]
+    consumed = [{**row, "step": n} for n in range(1, 7) for row in order_queries.samples_of_step(record, n)]
+    for name, counts in last["sources"].items():
+        packed = PackedRows.open(Path(record.packed[name]))
         assert list(counts) == ["samples", "tokens", "documents", "epochs"]
-        mine = np.array([row["index"] for row in consumed if row["source"] == name])
-        assert [counts["tokens"], counts["documents"]] == source.measure(mine).sum(axis=0).tolist()
-        assert record.packed[name] == str(tmp_path / name)
-        assert record.tokens_per_sample[name] == source.total_tokens / size
+        assert record.tokens_per_sample[name] == packed.tokens / len(packed)
+        mine = [row for row in consumed if row["source"] == name]
+        rows = np.array([row["index"] for row in mine])
+        assert [counts["tokens"], counts["documents"]] == packed.measure(rows).sum(axis=0).tolist()
+        which, documents, *_ = packed.pieces(rows)
+        capsys.readouterr()
+        for line in (1, 30):
+            assert here.command("inspect", whole, "--json", "--document", f"{name}:{name}.jsonl:{line}") == 0
+            found: dict[str, Any] = json.loads(capsys.readouterr().out)
+            times = [(mine[at]["step"], rows[at]) for at in which[documents == found["document"]].tolist()]
+            assert sorted((time["step"], time["sample"]) for time in found["times"]) == sorted(times)
     assert last["tokens_seen"] == sum(counts["tokens"] for counts in last["sources"].values()) > 0

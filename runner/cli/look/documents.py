@@ -115,10 +115,12 @@ def with_documents(record: OrderRecord, rows: list[Row]) -> list[Row]:
 
 
 def as_text(rows: list[Row]) -> list[Row]:
-    """Write the documents of each sample in a few words, for a table."""
+    """Write the documents of each sample in a few words, for a table: of a path the end, which `--document` takes."""
     texts = []
     for row in rows:
-        pieces = [f"{each['file']}:{each['line']} ({_tokens(each)})" for each in row["documents"]]
+        pieces = [
+            f"{'/'.join(Path(each['file']).parts[-2:])}:{each['line']} ({_tokens(each)})" for each in row["documents"]
+        ]
         more = [f"and {len(pieces) - _SHOWN} more"] if len(pieces) > _SHOWN else []
         texts.append(", ".join([*pieces[:_SHOWN], *more]))
     width = max(map(len, [*texts, "documents"]))  # beside each other at the left
