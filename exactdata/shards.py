@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from exactdata.datasets import TokenDataset, Tokens
 from exactdata.errors import DataError
 from exactdata.paths import expand
+
+T = TypeVar("T")
 
 
 class TokenShards(TokenDataset):
@@ -84,15 +86,24 @@ def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
         DataError: the file is missing or truncated, or its dtype is unknown or another one; or no more files may be
             open, although the limit was raised as far as it may be.
     """
+    return with_more_files(path, lambda: _open(path, dtype))
+
+
+def with_more_files(path: Path, opened: Callable[[], T]) -> T:
+    """Return what `opened` returns, which opens `path`; where too many files are open, after raising their limit.
+
+    Raises:
+        DataError: no more files may be open, although the limit was raised as far as it may be.
+    """
     try:
-        return _open(path, dtype)
+        return opened()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # many systems begin with 1,024
     try:
-        return _open(path, dtype)
+        return opened()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
