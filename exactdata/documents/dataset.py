@@ -246,12 +246,13 @@ def summary(report: dict[str, Any]) -> list[str]:
     """Write the report of `Documents.prepare` as a few lines."""
     plan, lengths, dropped = report["plan"], report["lengths"], report["dropped"]
     end = "no end token" if report["end_token"] is None else f"each with the end token {report['end_token']}"
+    of_split = "" if plan["split"] == "all" else f"; {plan['documents']:,} documents of split={plan['split']}"
     lines = [
         f"{report['documents']:,} documents, {report['tokens']:,} tokens ({end}) in {report['files']:,} files of "
         f"{report['bytes'] / 1e6:,.1f} MB",
         f"lengths: median {lengths['50 %']:,}, 90 % up to {lengths['90 %']:,}, longest {lengths['100 %']:,} tokens",
         f"{plan['rows']:,} rows of {plan['sequence_length']:,} tokens (packing={plan['packing']}), "
-        f"{100 * plan['padding']:.3f} % padding",
+        f"{100 * plan['padding']:.3f} % padding{of_split}",
     ]
     if plan["long_documents"] and plan["packing"] != "stream":
         done = {"split": "were split", "truncate": "were cut", "drop": "were left out"}[plan["long"]]
