@@ -1,4 +1,4 @@
-"""Ten difficult inputs for packing documents into rows, and what four other projects make of them.
+"""Ten difficult inputs for packing documents into rows, and what four other projects and this one make of them.
 
     python -m benchmarks.packing_peers DIR                        # writes the inputs
     python -m benchmarks.packing_peers DIR olmo                   # runs a peer over them, where it is installed
@@ -345,12 +345,47 @@ def again(batches: list[list[Any]], total: int) -> str:
     return f"{sum(n > 1 for n in seen.values())} rows repeated, {total - len(seen)} of {total} left out"
 
 
+def ours(file: Path, folder: Path, work: Path) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows of `data=documents`."""
+    from exactdata.documents.dataset import Documents
+
+    for packing in ("best_fit", "stream"):
+        data = Documents(file, ROW, tokenizer=folder, packing=packing, cache_dir=work)
+        batch = data.__getitems__(range(len(data)))
+        yield packing, list(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
+
+
+def ours_resumed(work: Path) -> str:
+    """Resume on 2 ranks of other batches after 3 batches of 2 rows on one rank."""
+    from exactdata import TrainerLoader
+    from exactdata.documents.dataset import Documents
+
+    file, folder = work.parents[2] / "8-corpus" / "data.jsonl", work.parents[2] / "tokenizer"
+    data = Documents(file, ROW, tokenizer=folder, cache_dir=work)
+
+    def rows(loader: Any) -> list[tuple[int, ...]]:
+        return [tuple(row.tolist()) for batch in loader for row in batch["input_ids"]]
+
+    options: dict[str, Any] = {"samples": 8}
+    loader = TrainerLoader(data, global_batch_size=2, **options)
+    batches = iter(loader)
+    seen = [tuple(row.tolist()) for _ in range(3) for row in next(batches)["input_ids"]]
+    for rank in (0, 1):
+        again = TrainerLoader(data, global_batch_size=4, num_replicas=2, rank=rank, **options)
+        again.load_state_dict(loader.state_dict())
+        seen += rows(again)
+    repeated = sum(count > 1 for count in Counter(seen).values())
+    return f"1 rank, 2 rows -> 2 ranks, 4 rows: of 8 rows {repeated} repeated, {8 - len(set(seen))} missed"
+
+
 PEERS: dict[str, Callable[..., Iterator[tuple[str, list[Row]]]]] = {
     "olmo": olmo,
     "torchtitan": torchtitan,
     "megatron": megatron,
     "litgpt": litgpt,
+    "runner": ours,
 }
+RESUMED = {"olmo": olmo_resumed, "megatron": megatron_resumed, "litgpt": litgpt_resumed, "runner": ours_resumed}
 
 
 def main(folder: Path, peer: str | None = None, *more: str) -> None:
@@ -369,7 +404,7 @@ def main(folder: Path, peer: str | None = None, *more: str) -> None:
     if peer == "torchtitan":
         print("9 ", torchtitan_resumed(file, folder / "tokenizer"))
     elif peer:
-        print("9 ", {"olmo": olmo_resumed, "megatron": megatron_resumed, "litgpt": litgpt_resumed}[peer](work))
+        print("9 ", RESUMED[peer](work))
 
 
 if __name__ == "__main__":
