@@ -107,20 +107,42 @@ def fill(directory: Path, make: Callable[[Path], None]) -> None:
         OSError: the file system refuses; what was written is removed.
     """
     folder = directory.parent / f".{directory.name}-{uuid.uuid4().hex}"
-    folder.mkdir()
     try:
+        folder.mkdir()
         make(folder)
         for file in folder.iterdir():
             sync(file)
         sync(folder)
-        try:
-            folder.rename(directory)
-        except OSError:
-            if not directory.is_dir():
-                raise
+        folder.rename(directory)
         sync(directory.parent)
+    except OSError:
+        if not directory.is_dir():  # else another was faster, and may have removed what was written here
+            raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file that is whole or not there, even after a power failure."""
+    temporary = path.parent / f".{path.name}-{uuid.uuid4().hex}"
+    try:
+        temporary.write_bytes(data)
+        sync(temporary)
+        temporary.replace(path)
+    except FileNotFoundError:
+        if not path.is_file():  # else another was faster, and has removed what was left here
+            raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_left(directory: Path, pattern: str = ".*") -> None:
+    """Remove what processes that were killed have left in a directory, where all is complete that they wrote."""
+    for left in directory.glob(pattern):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -152,6 +174,7 @@ def once(directory: Path, claims: Path, make: Callable[[Path], None]) -> None:
         if not ours:
             pause()
             watch.remove_dead()
+    remove_left(directory.parent, f".{directory.name}-*")
 
 
 def pause(seconds: float = POLL_S) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ import xxhash
 
 from exactdata import interrupts
 from exactdata.documents import worker
-from exactdata.documents.claims import POLL_S, Watch, once, pause
+from exactdata.documents.claims import POLL_S, Watch, once, pause, remove_left, write
 from exactdata.documents.prepared import Index, Spec, Store, read_json
 from exactdata.errors import DataError
 from exactdata.interrupts import StoppedError
@@ -56,14 +55,12 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
                 folder.mkdir(parents=True, exist_ok=True)
-            if not store.spec_path.is_file() or store.spec.files != spec.files:  # the same files in another place
-                temporary = store.directory / f".spec-{os.getpid()}"
-                temporary.write_text(json.dumps(spec.to_json()))
-                temporary.replace(store.spec_path)
+            # Anew at every start: the files may have moved since.
+            write(store.spec_path, json.dumps(spec.to_json()).encode())
             _Preparation(store, workers).run()
+            remove_left(store.parts)
+            remove_left(store.directory, ".spec.json-*")
             once(store.index, store.claims, partial(_write_index, store))
-            for left in store.parts.glob(".*"):
-                shutil.rmtree(left, ignore_errors=True)
         return Index(store)
 
 
@@ -103,6 +100,7 @@ class _Preparation:
         """Work until all parts are complete."""
         watch, progress = Watch(self.store.claims), _Progress(self)
         if self.workers == 0:
+            watch.remove_dead()
             worker.work(self.store, self._told_here)
         with ExitStack() as stack:
             running: list[subprocess.Popen[bytes]] = []
@@ -289,7 +287,10 @@ def _write_index(store: Store, folder: Path) -> None:
 
 
 def _array(path: Path, kind: Any, size: int) -> Any:
-    return np.lib.format.open_memmap(path, "w+", kind, (size,))
+    made = np.lib.format.open_memmap(path, "w+", kind, (size,))
+    with open(path, "rb+") as file:  # a full disk is an error here; behind a memory map it would end the process
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return made
 
 
 _PER_DOCUMENT = (("lines", np.uint32), ("held", np.bool_))

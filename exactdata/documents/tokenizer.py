@@ -81,7 +81,10 @@ def load(tokenizer: str | Path, end_token: str, chat_template: str | None) -> To
             f"tokenizer={str(tokenizer)!r}: no such file or folder in {Path.cwd()}: use bytes, a tokenizer.json, or "
             "the folder of a Hugging Face tokenizer"
         )
-    text, config = _converted(path) if path.is_dir() else (path.read_text("utf-8"), {})
+    try:
+        text, config = _converted(path) if path.is_dir() else (path.read_text("utf-8"), {})
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"tokenizer={path}: its files are damaged ({str(error)[:200]}): save it there anew") from error
     made = _made(text, path)
     vocabulary = made.get_vocab(with_added_tokens=True)
     if not vocabulary:
@@ -178,11 +181,16 @@ class Encoder:
         if self._tokenizer is None:
             found = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         else:
-            pieces = [_pieces(text) for text in texts]
-            encoded = self._tokenizer.encode_batch_fast([piece for each in pieces for piece in each])
-            ids = iter([np.array(each.ids, self.spec.dtype) for each in encoded])
-            found = [np.concatenate([next(ids) for _ in each]) for each in pieces]
+            short = iter(self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= PIECE]))
+            whole = [next(short) if len(text) <= PIECE else self._long(text) for text in texts]
+            found = [np.array(each.ids, self.spec.dtype) for each in whole]
         return [Encoded(self._ended(tokens)) for tokens in found]
+
+    def _long(self, text: str) -> Any:
+        """Encode a text in pieces, with the special tokens around the whole of it."""
+        assert self._tokenizer is not None
+        pieces = self._tokenizer.encode_batch_fast(_pieces(text), add_special_tokens=False)
+        return self._tokenizer.post_process(type(pieces[0]).merge(pieces, growing_offsets=False))
 
     def _ended(self, tokens: Any) -> Any:
         if not len(tokens) or not len(self._tail) or tokens[-1] == self._tail[0]:
@@ -200,7 +208,7 @@ class Encoder:
             ends = np.array([len(text[:at].encode()) for span in spans for at in span], np.int64)
             begins = np.arange(len(tokens))
         else:
-            encoded = self._tokenizer.encode(text, add_special_tokens=False)  # which the template writes
+            encoded = self._of_chats.encode(text, add_special_tokens=False)  # which the template writes
             tokens = np.array(encoded.ids, self.spec.dtype)
             begins = np.array([begin if end > begin else -1 for begin, end in encoded.offsets], np.int64)
             ends = np.array([at for span in spans for at in span], np.int64)
@@ -210,6 +218,13 @@ class Encoder:
         if len(whole) > len(tokens):
             trained = np.append(trained, bool(spans) and spans[-1][1] == len(text))
         return Encoded(whole, trained)
+
+    @cached_property
+    def _of_chats(self) -> Any:
+        """The tokenizer without its post-processor, which moves the offsets of blanks."""
+        made = _made(self.spec.json, Path("tokenizer.json"))
+        made.post_processor = None
+        return made
 
     @cached_property
     def _compiled(self) -> Any:
@@ -270,4 +285,4 @@ def _pieces(text: str) -> list[str]:
         stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
         found.append(text[start:stop])
         start = stop
-    return [*found, text[start:]] if found else [text]
+    return [*found, text[start:]]

@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 
 from exactdata.documents.claims import claimed, fill
-from exactdata.documents.formats import Broken, read
+from exactdata.documents.formats import Broken, Found, read
 from exactdata.documents.prepared import Spec, Store
 from exactdata.documents.tokenizer import Encoded, Encoder
-from exactdata.errors import UserError
+from exactdata.errors import DataError, UserError
 
 AT_ONCE = 1 << 20
 """Characters that are tokenized in one call."""
@@ -86,7 +86,7 @@ class _Part:
         before, last, size = len(self.lengths), 0, 0
         batch: list[tuple[int, Any]] = []
         self.spec.check_unchanged(file)
-        for last, value in read(Path(self.spec.files[file]), start, stop, self.spec.column):
+        for last, value in self._read(file, start, stop):
             if (broken := self._refused(value)) is not None:
                 self._drop(at, last, broken)
                 continue
@@ -98,6 +98,15 @@ class _Part:
         self._encode(at, batch)
         self.spec.check_unchanged(file)
         return len(self.lengths) - before, last
+
+    def _read(self, file: int, start: int, stop: int) -> Iterator[Found]:
+        """Yield the documents of a slice; tell an error of the source from one of the cache."""
+        try:
+            yield from read(Path(self.spec.files[file]), start, stop, self.spec.column)
+        except OSError as error:
+            raise DataError(
+                f"{self.spec.files[file]}: cannot be read ({error.strerror or error}): check its permissions and disk"
+            ) from error
 
     def _refused(self, value: Any) -> Broken | None:
         if isinstance(value, Broken):
