@@ -228,11 +228,15 @@ def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
     Raises:
         DataError: it is missing, or has another size than when it was written.
     """
-    found = open_shard(path, np.dtype(np.uint8) if dtype.kind == "b" else dtype).view(np.ndarray)
-    if len(found) != size:
-        raise DataError(
-            f"{path}: has {len(found):,} tokens, {size:,} were written: delete {path.parents[2]} to prepare anew"
-        )
+    problem = ""
+    try:
+        found = open_shard(path, np.dtype(np.uint8) if dtype.kind == "b" else dtype).view(np.ndarray)
+    except DataError as error:
+        problem = str(error)
+    else:
+        problem = f"{path}: has {len(found):,} tokens, {size:,} were written" if len(found) != size else ""
+    if problem:
+        raise DataError(f"{problem}: delete {path.parents[2]} to prepare anew")
     return found.view(dtype)
 
 

@@ -153,8 +153,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
+        what = path if path.name == "spec.json" else path.parent  # each is made anew by itself
         raise DataError(
-            f"{path}: prepared documents are missing or damaged ({error}): delete {path.parent.parent} to prepare anew"
+            f"{path}: prepared documents are missing or damaged ({error}): delete {what} to prepare anew"
         ) from error
 
 

@@ -343,10 +343,11 @@ def _report(spec: Spec, offsets: Any, dropped: Counter[str], held: Any) -> dict[
 def _nothing(store: Store, dropped: Counter[str]) -> str:
     """Say why no document could be used."""
     logs = ((number, store.part(number) / "dropped.jsonl") for number in range(len(store.spec.parts)))
-    found = next(((number, log.open().readline()) for number, log in logs if log.stat().st_size), None)
+    found = next(((number, log) for number, log in logs if log.stat().st_size), None)
     if found is None:
         return f"{_shortened(store.spec.files)}: no document in it: check the paths"
-    first = json.loads(found[1])
+    with open(found[1], "rb") as lines:
+        first = json.loads(lines.readline())
     where = f"{store.spec.files[store.spec.parts[found[0]][first['slice']][0]]}:{first['line']}"
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in dropped.most_common(3))
     return (
