@@ -202,8 +202,9 @@ def test_two_processes_share_the_work_and_one_survives_the_kill_of_the_other(tmp
     first, second = start(source, cache), start(source, cache)
     wait_for(lambda: list(cache.glob("*/parts/0*")))
     first.kill()
-    first.wait()
-    assert second.wait(300) == 0
+    first.communicate()
+    errors = [second.communicate(timeout=300)[1].decode()]
+    assert second.returncode == 0, errors
     wait_for(lambda: not workers_of(cache), 10)
     assert tree(cache) == tree(tmp_path / "both")
 
@@ -211,8 +212,11 @@ def test_two_processes_share_the_work_and_one_survives_the_kill_of_the_other(tmp
     process = start(source, alone)
     wait_for(lambda: list(alone.glob("*/parts/0*")))
     process.kill()
+    process.communicate()
     wait_for(lambda: not workers_of(alone), 10)
     done = {part.name: part.stat().st_mtime_ns for part in alone.glob("*/parts/0*")}
-    assert start(source, alone).wait(300) == 0
+    last = start(source, alone)
+    errors = [last.communicate(timeout=300)[1].decode()]
+    assert last.returncode == 0, errors
     assert tree(alone) == tree(cache)
     assert done == {part.name: part.stat().st_mtime_ns for part in alone.glob("*/parts/0*") if part.name in done}

@@ -87,7 +87,7 @@ def documents(folder: Path, paths: list[Path], small: int = 40, **options: Any) 
         return Documents(paths, **{"sequence_length": LENGTH, "cache_dir": folder / "cache", **options})
 
 
-def recount(batches: list[dict[str, torch.Tensor]]) -> Found:
+def recount(batches: list[dict[str, Any]]) -> Found:
     """Take batches apart, token by token; check what each row promises."""
     found: Found = defaultdict(dict)
     for batch in batches:
@@ -100,7 +100,7 @@ def recount(batches: list[dict[str, torch.Tensor]]) -> Found:
                 t == p == 0 and v == -100
                 for t, p, v in zip(ids[len(used) :], positions[len(used) :], labels[len(used) :], strict=True)
             )
-            firsts = batch["first"][row] if "first" in batch else {}
+            firsts = batch["first"][row]
             for at, name in enumerate(used):
                 assert positions[at] == (positions[at - 1] + 1 if at and names[at - 1] == name else 0)
                 place = firsts[name] + positions[at]
