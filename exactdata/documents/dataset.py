@@ -101,6 +101,7 @@ class Documents(Dataset[Batch]):
         parts = len(packed.index.part_starts) - 1
         self._tokens: list[Any] = [None] * parts
         self._trained: list[Any] = [None] * parts
+        self._counted: I64 = np.arange(0)
 
     @classmethod
     def prepare(cls, workers: int | None = None, **arguments: Any) -> dict[str, Any]:
@@ -160,48 +161,61 @@ class Documents(Dataset[Batch]):
         check_bounds(wanted, len(self.packed), "dataset")
         rows, length = len(wanted), self.sequence_length
         which, documents, first, lengths = self.packed.pieces(wanted)
-        starts, inside = self.packed.index.offsets[documents] + first, np.cumsum(lengths) - lengths
-        row_begins = np.searchsorted(which, np.arange(rows))
-        columns = inside - inside[row_begins][which]
-        at = which * length + columns  # of each piece in the batch, end to end
-        filled = np.bincount(which, weights=lengths, minlength=rows).astype(np.int64)
-        gaps = np.stack([lengths, np.zeros_like(lengths)], axis=1)
-        gaps[np.append(row_begins[1:], len(which)) - 1, 1] = length - filled
-        repeats = gaps.reshape(-1)
-        ids, labels = self._gathered(at, starts, lengths, self._left(documents, first, lengths), rows * length)
-        positions = np.arange(rows * length) - np.repeat(np.stack([at, at + lengths], axis=1).reshape(-1), repeats)
-        names = np.repeat(np.stack([documents, np.full_like(documents, -1)], axis=1).reshape(-1), repeats)
-        positions[names < 0] = 0
+        filled = np.bincount(which, lengths, rows).astype(np.int64)
+        widths = lengths.copy()  # of the pieces with the padding behind them
+        widths[np.searchsorted(which, np.arange(rows), side="right") - 1] += length - filled
+        at = np.cumsum(widths) - widths  # of each piece in the batch, end to end
+        names = np.repeat(documents, widths)
+        positions = self._count(rows * length) - np.repeat(at, widths)
+        ids, labels = self._gathered(at, documents, first, lengths, rows * length)
+        padded = np.flatnonzero(filled < length)
+        for row, begin in zip(padded.tolist(), filled[padded].tolist(), strict=True):
+            gap = slice(row * length + begin, (row + 1) * length)
+            ids[gap], labels[gap], positions[gap], names[gap] = 0, IGNORED, 0, -1
         found = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_ids": names}
         return {key: torch.from_numpy(value.reshape(rows, length)) for key, value in found.items()}
 
-    def _left(self, documents: I64, first: I64, lengths: I64) -> Any:
-        """Whether a token of the document that is trained on follows each piece, in another row."""
-        if self.packed.report["long"] == "truncate":
-            return np.zeros(len(documents), bool)
-        return first + lengths < self.packed.index.offsets[documents + 1] - self.packed.index.offsets[documents]
+    def _count(self, size: int) -> I64:
+        """Return the numbers below `size`, which are kept: making them takes longer than a copy."""
+        counted = self._counted
+        if len(counted) != size:
+            counted = self._counted = np.arange(size)
+        return counted
 
-    def _gathered(self, at: I64, starts: I64, lengths: I64, left: Any, size: int) -> tuple[I64, I64]:
-        """Return tokens and labels of a batch end to end, int64 of shape (size,).
+    def _gathered(self, at: I64, documents: I64, first: I64, lengths: I64, size: int) -> tuple[I64, I64]:
+        """Return tokens and labels of a batch end to end, int64 of shape (size,); anything where it is padded.
 
         Args:
             at: where each piece is in the batch.
-            starts: where it is among all tokens of the source.
+            documents: of the pieces.
+            first: the offset of each piece in its document.
             lengths: of the pieces.
-            left: whether the token behind a piece is the label of its last one.
             size: of the batch.
         """
-        ids, labels = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
-        parts = np.searchsorted(self.packed.index.part_starts, starts, side="right") - 1
-        local = starts - self.packed.index.part_starts[parts]
-        columns = at.tolist(), local.tolist(), lengths.tolist(), left.tolist(), parts.tolist()
-        for to, start, length, follows, part in zip(*columns, strict=True):
-            tokens = self._shard(part)
-            ids[to : to + length] = tokens[start : start + length]
-            predicted = length if follows else length - 1
-            labels[to : to + predicted] = tokens[start + 1 : start + 1 + predicted]
-            if self._trained[part] is not None:
-                labels[to : to + predicted][~self._trained[part][start + 1 : start + 1 + predicted]] = IGNORED
+        index = self.packed.index
+        begins = index.offsets[documents]
+        starts = begins + first
+        if self.packed.report["long"] == "truncate":
+            left = np.zeros(len(documents), bool)
+        else:  # the label of the last token of a piece is the first of the next one, in another row
+            left = starts + lengths < index.offsets[documents + 1]
+        parts = np.searchsorted(index.part_starts, starts, side="right") - 1
+        starts -= index.part_starts[parts]
+        ids, labels = np.empty(size, np.int64), np.empty(size, np.int64)
+        pieces = list(zip(at.tolist(), starts.tolist(), lengths.tolist(), parts.tolist(), strict=True))
+        shards = {part: self._shard(part) for part in set(parts.tolist())}
+        for to, start, length, part in pieces:
+            ids[to : to + length] = shards[part][start : start + length]
+        labels[:-1] = ids[1:]
+        labels[at + lengths - 1] = IGNORED
+        for piece in np.flatnonzero(left).tolist():
+            to, start, length, part = pieces[piece]
+            labels[to + length - 1] = shards[part][start + length]
+        if index.has_mask:
+            for (to, start, length, part), follows in zip(pieces, left.tolist(), strict=True):
+                predicted = length if follows else length - 1
+                trained = self._trained[part][start + 1 : start + 1 + predicted]
+                labels[to : to + predicted][~trained] = IGNORED
         return ids, labels
 
     def _shard(self, part: int) -> Any:

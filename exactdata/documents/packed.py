@@ -249,27 +249,31 @@ class PackedRows:
         length = self.sequence_length
         packed = np.maximum(rows - self._full, 0)
         is_full = rows < self._full
-        if len(self._starts) == 1:  # there are full rows only
-            first, counts = packed, np.zeros(len(rows), np.int64)
-        else:
+        if len(self._order):
             first = self._starts[packed].astype(np.int64)
-            counts = np.where(is_full, 0, self._starts[packed + 1] - first)
-        which, at = _ranges(first, counts)
-        documents = self._order[at].astype(np.int64)
+            counts = np.where(is_full, 1, self._starts[packed + 1] - first)
+            which, at = _ranges(first, counts)
+            documents = self._order[at].astype(np.int64)
+        else:  # there are full rows only
+            which, counts, documents = np.arange(len(rows)), np.ones_like(rows), np.zeros_like(rows)
+        if not is_full.any():
+            return which, documents, *self._rests(documents)
+        full = np.flatnonzero(is_full)
+        slots = (np.cumsum(counts) - counts)[full]
+        of = _searched(self._ends, rows[full], "right")
+        documents[slots] = self._long[of]
+        offsets, lengths = self._rests(documents)
+        before = np.where(of > 0, self._ends[of - 1], 0).astype(np.int64)
+        offsets[slots], lengths[slots] = (rows[full] - before) * length, length
+        return which, documents, offsets, lengths
+
+    def _rests(self, documents: I64) -> tuple[I64, I64]:
+        """Return where what is left of documents beside full rows begins in them, and its length."""
         sizes = self.index.offsets[documents + 1] - self.index.offsets[documents]
         if self._cut:
-            sizes = np.minimum(sizes, length)
-        lengths = sizes % length
-        found = which, documents, sizes - lengths, lengths
-        if not is_full.any():
-            return found
-        full = np.flatnonzero(is_full)
-        of = _searched(self._ends, rows[full], "right")
-        before = np.where(of > 0, self._ends[of - 1], 0).astype(np.int64)
-        whole = full, self._long[of].astype(np.int64), (rows[full] - before) * length, np.full(len(full), length)
-        joined = [np.concatenate(pair) for pair in zip(found, whole, strict=True)]
-        order = np.argsort(joined[0], kind="stable")
-        return joined[0][order], joined[1][order], joined[2][order], joined[3][order]
+            sizes = np.minimum(sizes, self.sequence_length)
+        lengths = sizes % self.sequence_length
+        return sizes - lengths, lengths
 
     def measure(self, rows: I64) -> I64:
         """Return the tokens of each row, and the documents that begin in it, int64 of shape (B, 2)."""
