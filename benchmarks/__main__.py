@@ -23,6 +23,7 @@ NAMES = (
     "extensions",
     "sampler",
     "loader",
+    "documents",
     "trainers",
     "scale",
     "checkpoint",
