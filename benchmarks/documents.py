@@ -35,7 +35,7 @@ from exactdata.documents.prepared import Index, Store
 from exactdata.order.arrays import I64
 
 TURNS, T, BATCH = 3, 2048, 16
-CORPUS = 5_000_000
+CORPUS = 20_000_000
 """Characters of sources that are prepared."""
 ALONE = """\
 import json, sys, time

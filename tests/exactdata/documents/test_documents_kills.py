@@ -78,6 +78,7 @@ def dies_before(change: int, cache: Path) -> None:
     sys.addaudithook(hook)
 
 
+@pytest.mark.promise("a preparation of documents, killed at any call, is completed by the next start")
 def test_a_preparation_that_is_killed_before_any_change_is_completed_by_the_next_start(
     source: Path, tmp_path: Path
 ) -> None:

@@ -218,7 +218,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Documents]:
 @given_in_tiers(
     st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 5), st.floats(0.2, 5)), max_size=5),
     st.integers(0, 9),
-    few=12,
+    few=6,
     many=200,
 )
 def test_an_epoch_over_any_ranks_kills_and_edits_has_every_token_once(
