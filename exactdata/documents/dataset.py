@@ -89,7 +89,7 @@ class Documents(Dataset[Batch]):
                 f"the tokenizer has {self.vocab_size:,} tokens, more than vocab_size={vocab_size:,}: raise vocab_size"
             )
         directory = cache_directory(cache_dir)
-        is_new = not preparing.store_of(spec, directory).is_complete
+        is_new = not (preparing.store_of(spec, directory).plans / options.key).is_dir()
         index = preparing.prepare(spec, directory)
         self._open(make_plan(index, options))
         if is_new and current_ranks()[0] == 0:
