@@ -96,7 +96,7 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[U32, U32]
     """
     kind = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.uint32  # numpy sorts 16 bits by radix
     by_length = np.argsort(lengths.astype(kind), kind="stable").astype(np.uint32)
-    counts = np.bincount(lengths, minlength=capacity + 1)
+    counts = np.bincount(lengths)
     firsts = np.cumsum(counts) - counts
     rows = _Rows(capacity)
     for length in np.flatnonzero(counts)[::-1].tolist():

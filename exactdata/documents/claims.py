@@ -114,12 +114,12 @@ def fill(directory: Path, make: Callable[[Path], None]) -> None:
             sync(file)
         sync(folder)
         folder.rename(directory)
-        sync(directory.parent)
     except OSError:
         if not directory.is_dir():  # else another was faster, and may have removed what was written here
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    sync(directory.parent)
 
 
 def write(path: Path, data: bytes) -> None:

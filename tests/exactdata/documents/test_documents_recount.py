@@ -129,7 +129,7 @@ def expected_of(tokens: list[int], cut: int | None = None) -> dict[int, tuple[in
     return {at: (token, kept[at + 1] if at + 1 < len(kept) else -100) for at, token in enumerate(kept)}
 
 
-@given_in_tiers(files, st.sampled_from(["best_fit", "none", "stream"]), st.integers(1, 20), few=25, many=600)
+@given_in_tiers(files, st.sampled_from(["best_fit", "none", "stream"]), st.integers(1, 20), few=25, many=200)
 def test_every_token_of_every_document_is_in_one_place_of_an_epoch(made: Any, packing: str, length: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -219,7 +219,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Documents]:
     st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 5), st.floats(0.2, 5)), max_size=5),
     st.integers(0, 9),
     few=6,
-    many=200,
+    many=60,
 )
 def test_an_epoch_over_any_ranks_kills_and_edits_has_every_token_once(
     sources: dict[str, Documents], parts: list[tuple[int, int, float]], seed: int
