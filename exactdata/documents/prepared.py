@@ -89,10 +89,12 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """A digest of all that decides on the result: the files by name, size and time, and what is done to them."""
-        names = [Path(file).name for file in self.files]
+        """A digest of all that decides on the result: the files by path, size and time, and what is done to them.
+
+        By path, because files unpacked from two archives may share name, size and time.
+        """
         chat = [self.train_on, self.tokenizer.chat_template, self.tokenizer.names] if self.chat else None
-        values = [FORMAT, names, self.stats, self.column, chat, self.tokenizer.to_json(), self.parts]
+        values = [FORMAT, self.files, self.stats, self.column, chat, self.tokenizer.to_json(), self.parts]
         return hashlib.blake2b(json.dumps(values).encode(), digest_size=10).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
                 folder.mkdir(parents=True, exist_ok=True)
-            # Anew at every start: the files may have moved since.
+            # Anew at every start: it may be torn.
             write(store.spec_path, json.dumps(spec.to_json()).encode())
             _Preparation(store, workers).run()
             remove_left(store.parts)

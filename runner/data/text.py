@@ -96,7 +96,9 @@ class TextFiles(TextDataset):
     ) -> None:
         files = expand(paths, pattern)
         sizes = [file.stat() for file in files]
-        key = digest([[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, sizes, strict=True)])
+        key = digest(
+            [[str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, sizes, strict=True)]
+        )
         total = sum(stat.st_size + 1 for stat in sizes)
         directory = cache_directory(cache_dir) / f"text-{key}"
         self._open(directory, lambda: read_texts(files), total, split, sequence_length)

@@ -164,3 +164,15 @@ def test_processes_that_prepare_concurrently_get_the_same_text(tmp_path: Path) -
     assert [process.returncode for process in both] == [0, 0]
     assert len(outputs) == 1
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_of_one_name_size_and_time_in_two_folders_are_two_texts(tmp_path: Path) -> None:
+    """As those unpacked from two archives may be."""
+    found = []
+    for letter in "ab":
+        (tmp_path / letter).mkdir()
+        path = tmp_path / letter / "part.txt"
+        path.write_text(letter * 40)
+        os.utime(path, (1, 1))
+        found.append(TextFiles(path, sequence_length=4, cache_dir=tmp_path / "cache")[0]["input_ids"].tolist())
+    assert found == [[97] * 4, [98] * 4]

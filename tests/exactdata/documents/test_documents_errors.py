@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,17 +109,28 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     assert str(path) in raised(lambda: preparing.prepare(spec, tmp_path / "cache", workers=0))
 
 
-def test_an_incomplete_preparation_goes_on_where_its_files_have_moved(tmp_path: Path) -> None:
-    path, moved = source(tmp_path), tmp_path / "moved"
+def test_an_incomplete_preparation_goes_on_from_a_torn_spec(tmp_path: Path) -> None:
+    path = source(tmp_path)
     spec = spec_of(path, text="content")
     store = preparing.store_of(spec, tmp_path / "cache")
     store.directory.mkdir(parents=True)
     store.spec_path.write_text(json.dumps(spec.to_json())[:50])
-    moved.mkdir()
-    shutil.move(path, moved)
-    index = preparing.prepare(spec_of(moved / path.name, text="content"), tmp_path / "cache", workers=0)
+    index = preparing.prepare(spec_of(path, text="content"), tmp_path / "cache", workers=0)
     assert index.store.directory == store.directory
-    assert index.find("moved/a.jsonl", 2) == 1
+    assert index.find("a.jsonl", 2) == 1
+
+
+def test_files_of_one_name_size_and_time_in_two_folders_are_two_sources(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "part.jsonl"
+        path.write_text(json.dumps({"content": name}) + "\n")
+        os.utime(path, (1, 1))
+        preparing.prepare(spec_of(path, text="content"), tmp_path / "cache", workers=0)
+        data = Documents(path, 4, text="content", cache_dir=tmp_path / "cache")
+        found.append(bytes(data[0]["input_ids"][:3].tolist()))
+    assert found == [b"one", b"two"]
 
 
 def read_everything(path: Path) -> None:
