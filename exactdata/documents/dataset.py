@@ -276,6 +276,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         done = {"split": "were split", "truncate": "were cut", "drop": "were left out"}[plan["long"]]
         lost = f": {plan['dropped_tokens']:,} tokens lost" if plan["dropped_tokens"] else ", nothing is lost"
         lines.append(f"{plan['long_documents']:,} documents longer than a row {done} (long={plan['long']}){lost}")
+    if report["untrained_documents"]:
+        lines.append(f"{report['untrained_documents']:,} chats have no turn to train on (train_on)")
     if dropped:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         where = f"{report['directory']}/index/dropped.jsonl"
@@ -298,5 +300,6 @@ def spec_of(
     Raises:
         DataError: a path or the tokenizer is wrong.
     """
+    train_on = [train_on] if isinstance(train_on, str) else train_on
     files = expand(paths, pattern or [f"**/*{suffix}" for suffix in SUFFIXES])
     return Spec.of(files, messages or text, messages is not None, train_on, load(tokenizer, end_token, chat_template))

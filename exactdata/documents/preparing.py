@@ -259,6 +259,12 @@ def _write_index(store: Store, folder: Path) -> None:
         dropped.update(part["dropped"])
     if not total:
         raise DataError(_nothing(store, dropped))
+    untrained = sum(part["untrained"] for part in parts)
+    if untrained == total:
+        raise DataError(
+            f"{_shortened(spec.files)}: none of the {total:,} chats has a turn of {' or '.join(spec.train_on)}: set "
+            "train_on to the roles of the messages to train on"
+        )
     slices, starts = _slices(spec, parts)
     np.save(folder / "slices.npy", slices)
     arrays = {name: _array(folder / f"{name}.npy", kind, total) for name, kind in _PER_DOCUMENT}
@@ -273,7 +279,7 @@ def _write_index(store: Store, folder: Path) -> None:
             array[first : first + count] = np.load(store.part(number) / f"{name}.npy")
         first += count
     _log_dropped(store, starts, folder)
-    report = _report(spec, offsets, dropped, arrays["held"])
+    report = {**_report(spec, offsets, dropped, arrays["held"]), "untrained_documents": untrained}
     (folder / "report.json").write_text(json.dumps(report, indent=1))
     content = xxhash.xxh3_128("".join(part["digest"] for part in parts).encode()).hexdigest()
     meta = {

@@ -90,8 +90,7 @@ def load(tokenizer: str | Path, end_token: str, chat_template: str | None) -> To
     if not vocabulary:
         raise DataError(f"tokenizer={path}: its vocabulary is empty: train it first")
     end = _end(end_token, vocabulary, config, path)
-    stored = config.get("chat_template")
-    template = template or (stored if isinstance(stored, str) else None)
+    template = template or _stored(config.get("chat_template"), path)
     names = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
     return TokenizerSpec(text, end, max(vocabulary.values()) + 1, template or CHATML, names)
 
@@ -141,6 +140,23 @@ def _end(wanted: str, vocabulary: dict[str, int], config: dict[str, Any], path: 
     return vocabulary[wanted]
 
 
+def _stored(template: Any, path: Path) -> str | None:
+    """Return the chat template of a folder, which may have several by name: then the default one.
+
+    Raises:
+        DataError: none of them is the default.
+    """
+    if not isinstance(template, list):
+        return None if template is None else str(template)
+    named = {each["name"]: str(each["template"]) for each in template}
+    if "default" not in named:
+        raise DataError(
+            f"tokenizer={path}: has the chat templates {', '.join(named)}, and none is the default: save the one that "
+            "is meant to a file, and set chat_template to it"
+        )
+    return named["default"]
+
+
 def _content(token: Any) -> str:
     """Return a token that a tokenizer_config.json holds, as a text or with its options; empty if there is none."""
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
@@ -150,9 +166,13 @@ def _template(given: str | None) -> str | None:
     if given is None or "{" in given:
         return given
     path = Path(given).expanduser()
-    if not path.is_file():
-        raise DataError(f"chat_template={given!r}: neither a Jinja template nor a file that holds one: check the path")
-    return path.read_text("utf-8")
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"chat_template={given!r}: neither a Jinja template nor a text file that holds one ({error}): check "
+            "the path"
+        ) from error
 
 
 @dataclass

@@ -64,6 +64,7 @@ class _Part:
     lengths: list[int] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     held: list[bool] = field(default_factory=list)
+    untrained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     digest: Any = field(default_factory=xxhash.xxh3_128)
 
@@ -78,7 +79,12 @@ class _Part:
             np.save(folder / f"{name}.npy", np.array(values, np.uint32))
         np.save(folder / "held.npy", np.array(self.held, bool))
         self.digest.update(np.array(self.lengths, np.uint32))
-        meta = {"slices": slices, "dropped": self.dropped, "digest": self.digest.hexdigest()}
+        meta = {
+            "slices": slices,
+            "dropped": self.dropped,
+            "untrained": self.untrained,
+            "digest": self.digest.hexdigest(),
+        }
         (folder / "part.json").write_text(json.dumps(meta))
 
     def _slice(self, at: int, file: int, start: int, stop: int) -> tuple[int, int]:
@@ -132,6 +138,7 @@ class _Part:
                 assert each.trained is not None
                 self.trained.write(each.trained.data)
                 self.digest.update(each.trained)
+                self.untrained += not each.trained.any()
         tokens = sum(len(each.tokens) for each in kept)
         self.tell({"documents": len(kept), "tokens": tokens})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from exactdata.documents import preparing
 from exactdata.documents import tokenizer as module
 from exactdata.documents.dataset import Documents, spec_of
 from exactdata.documents.tokenizer import Encoder, load
+from exactdata.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -110,3 +112,26 @@ def test_a_tokenizer_that_would_truncate_and_pad_loses_nothing(folder: Path, mon
     made.no_padding()
     found = Encoder(load(folder, "auto", None), []).texts(texts)
     assert [each.tokens.tolist() for each in found] == [[*made.encode(text).ids, 1] for text in texts]
+
+
+def test_of_several_templates_the_default_is_used_or_one_has_to_be_chosen(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    config = {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load(tmp_path, "auto", None).chat_template == LLAMA
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": config["chat_template"][:1]}))
+    with pytest.raises(DataError, match=r"tool_use.*set chat_template"):
+        load(tmp_path, "auto", None)
+
+
+def test_a_chat_without_a_turn_to_train_on_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [messages(*TURNS), messages(("user", "Hello?"))]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+    def prepared(roles: Any) -> Any:
+        return preparing.prepare(spec_of(path, messages="messages", train_on=roles), tmp_path / "cache", workers=0)
+
+    assert prepared("assistant").report()["untrained_documents"] == 1
+    with pytest.raises(DataError, match="none of the 2 chats has a turn of asistant: set train_on"):
+        prepared(["asistant"])
