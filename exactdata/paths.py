@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from exactdata.errors import DataError
@@ -12,6 +13,22 @@ from exactdata.errors import DataError
 def cache_directory(cache_dir: str | Path | None = None) -> Path:
     """Return `cache_dir`, or $RUNNER_CACHE, or ~/.cache/runner."""
     return Path(cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner").expanduser()
+
+
+@contextmanager
+def usable_cache(directory: Path, what: str) -> Iterator[None]:
+    """Name the remedy where the file system refuses a cache: the home directory of a node may be another one, or none.
+
+    Raises:
+        DataError: the block raised OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{directory}: cannot prepare {what} here ({error.strerror or error}): set data.cache_dir or RUNNER_CACHE "
+            "to a folder that every node can read and write, with enough space"
+        ) from error
 
 
 def expand(paths: str | Path | Sequence[str | Path], pattern: str | Sequence[str]) -> list[Path]:

@@ -32,6 +32,7 @@ from exactdata.documents.claims import once
 from exactdata.documents.prepared import Index, Store, read_json
 from exactdata.errors import DataError, nearest
 from exactdata.order.arrays import I64
+from exactdata.paths import usable_cache
 
 MOST = np.iinfo(np.uint32).max
 Pieces = tuple[I64, I64, I64, I64]
@@ -100,12 +101,8 @@ def make_plan(index: Index, options: PlanOptions) -> PackedRows:
         DataError: no document is left, there are too many, or the cache cannot be written.
     """
     directory = index.store.plans / options.key
-    try:
+    with usable_cache(directory, "the pack plan"):
         once(directory, index.store.claims, partial(_write_plan, index, options))
-    except OSError as error:
-        raise DataError(
-            f"{directory}: cannot write the pack plan ({error.strerror or error}): free space, or set cache_dir"
-        ) from error
     return PackedRows(index, directory)
 
 

@@ -29,6 +29,7 @@ from exactdata.documents.claims import POLL_S, Watch, once, pause, remove_left, 
 from exactdata.documents.prepared import Index, Spec, Store, read_json
 from exactdata.errors import DataError
 from exactdata.interrupts import StoppedError
+from exactdata.paths import usable_cache
 from exactdata.ranks import current_ranks
 
 LONG_POLL_S = 1.0
@@ -51,7 +52,7 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
         StoppedError: this process was asked to stop.
     """
     store = store_of(spec, cache_dir)
-    with _usable(store.directory):
+    with usable_cache(store.directory, "documents"):
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -67,23 +68,6 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
 def store_of(spec: Spec, cache_dir: Path) -> Store:
     """Return where the documents of `spec` are prepared."""
     return Store(cache_dir / f"documents-{spec.key}")
-
-
-@contextmanager
-def _usable(directory: Path) -> Iterator[None]:
-    """Name the remedy where the file system refuses the cache.
-
-    Raises:
-        DataError: it does.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{directory}: cannot prepare documents here ({error.strerror or error}): set data.cache_dir or "
-            "RUNNER_CACHE to a folder that every node can read and write, with enough space; what is prepared "
-            "already is kept"
-        ) from error
 
 
 @dataclass

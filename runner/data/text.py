@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ import numpy as np
 
 from exactdata.datasets import TokenDataset, Tokens
 from exactdata.errors import DataError
-from exactdata.paths import cache_directory, expand
+from exactdata.paths import cache_directory, expand, usable_cache
 from runner.errors import nearest
 from runner.system import clock
 from runner.system.files import fsync_dir, read_json
@@ -49,7 +48,7 @@ class TextDataset(TokenDataset):
     ) -> None:
         if split not in SPLITS:
             raise DataError(f"split={split!r}{nearest(split, SPLITS)}: one of {', '.join(SPLITS)}")
-        with _usable(directory):
+        with usable_cache(directory, "the text"):
             meta: Any = read_json(directory / "meta.json")
             if meta is None:
                 prepare(directory, lambda folder: write_text(folder, texts(), total))
@@ -194,7 +193,7 @@ def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
     Raises:
         DataError: the file system returned an error.
     """
-    with _usable(directory):
+    with usable_cache(directory, "the text"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         _sweep(directory.parent)
         folder = Path(tempfile.mkdtemp(prefix=".preparing-", dir=directory.parent))
@@ -210,22 +209,6 @@ def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
             fsync_dir(directory.parent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _usable(directory: Path) -> Iterator[None]:
-    """Name the remedy where the file system refuses a cache: the home directory of a node may be another one, or none.
-
-    Raises:
-        DataError: it does.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{directory}: cannot prepare the text here ({error.strerror or error}): set data.cache_dir or "
-            "RUNNER_CACHE to a folder that every node can read and write, with enough space"
-        ) from error
 
 
 def _sweep(parent: Path) -> None:
