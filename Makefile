@@ -45,7 +45,7 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# What only a GPU can show, in six minutes: docs/benchmarks.md. ARGS="speed saving" runs some of its parts. By default with
+# What only a GPU can show, in six minutes: docs/project/benchmarks.md. ARGS="speed saving" runs some of its parts. By default with
 # the packages of $(VENV); with WHEELS=build/wheels, from `make gpu-wheels`, with those of $(PYTHON), its torch among them.
 gpu: $(if $(WHEELS),build/site,$(VENV)/.test)
 	$(if $(WHEELS),PYTHONPATH=$(CURDIR)/build/site $(PYTHON),$(BIN)/python) -m benchmarks gpu $(ARGS)
@@ -61,11 +61,11 @@ gpu-wheels:
 	$(PYTHON) -m pip download -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 		$(addprefix --platform ,$(LINUX)) --find-links build/wheels -d build/wheels -r benchmarks/gpu/wheels.txt $(SHOW)
 
-# The runner's code on simulated machines: docs/simulation.md. ARGS="--scenario jobs --minutes 10"
+# The runner's code on simulated machines: docs/project/simulation.md. ARGS="--scenario jobs --minutes 10"
 simulate: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
 
-# Small random changes of the code, each of which a test should notice: docs/mutants.md. Hours; it resumes.
+# Small random changes of the code, each of which a test should notice: docs/project/mutants.md. Hours; it resumes.
 mutants: $(VENV)/.test
 	PYTHONPATH=tests nice -n 19 $(BIN)/python -m mutants $(ARGS)
 

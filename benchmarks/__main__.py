@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME ...]`: run all benchmarks, or those named, one after the other.
 
-The figures go into results.json, against which the next run is compared, and from there into docs/benchmarks.md.
+Writes the figures to results.json, compares them with the last run there, and updates docs/project/benchmarks.md.
 """
 
 from __future__ import annotations

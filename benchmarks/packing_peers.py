@@ -6,7 +6,7 @@
 
 Each word of the corpus is one token, and no token comes twice: every lost and every repeated token can be counted. All
 inputs but the last have a long document at their end that is not counted, so that no last row is part of the question.
-docs/documents_peers.md has the results.
+docs/project/packing.md has the results.
 """
 
 import importlib

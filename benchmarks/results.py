@@ -1,4 +1,4 @@
-"""The figures of the benchmarks: printed as they come, kept in results.json, and the tables of docs/benchmarks.md.
+"""Print benchmark figures, keep them in results.json, and write the tables of docs/project/benchmarks.md.
 
 A figure stands in a table, a row and a column. Those without a unit are ratios whose two sides were measured in the
 same run: they say something on any machine, and are what a new run is compared by.
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "results.json"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "project" / "benchmarks.md"
 REGRESSION = 1.15
 """So many times worse than it was, and a ratio is called a regression."""
 PLACE = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

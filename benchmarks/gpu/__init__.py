@@ -1,7 +1,7 @@
 """What only a GPU can show, in six minutes: `python -m benchmarks gpu [PART ...]`.
 
-Each part is a process of its own, so that one that hangs or crashes takes nothing with it. Figures are printed as they
-come and written as JSON. `--keep FILE` puts the figures of such a file, which may be another machine's, into
-benchmarks/results.json and docs/benchmarks.md. Without a GPU every part runs with small sizes on the CPU, which shows
-that the parts work and measures nothing.
+Each part runs in its own process, so that a part that hangs or crashes does not end the others. Figures are printed and
+written as JSON. `--keep FILE` copies the figures of such a file, possibly from another machine, into
+benchmarks/results.json and docs/project/benchmarks.md. Without a GPU every part runs with small sizes on the CPU, which
+shows that the parts work and measures nothing.
 """

@@ -50,10 +50,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         markdown = markdown.replace("<!-- settings -->", "\n".join(settings_tables()))
     if page.file.src_uri in TOP.values():
         markdown = re.sub(r"\]\((?:\./)?docs/", "](", markdown)
+    up = "../" * page.file.src_uri.count("/")
     for source, target in TOP.items():
-        markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(source)}(?=[)#])", f"]({target}", markdown)
+        markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(source)}(?=[)#])", f"]({up}{target}", markdown)
     markdown = re.sub(r"\]\((?:\./)?examples/(?:plugin/?)?\)", "](gallery.md)", markdown)
-    return re.sub(r"\]\(\.\./conf/", "](conf/", markdown)
+    return re.sub(r"\]\((?:\.\./)+conf/", f"]({up}conf/", markdown)
 
 
 def settings_tables() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Imports go one way, libraries are imported where they belong, and quick commands stay quick.
 
-The picture of the layers in docs/architecture.md is the rule, and is read here.
+The picture of the layers in docs/project/architecture.md is the rule, and is read here.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def found_imports(types: bool = False) -> Imports:
 @cache
 def layers(of: str = "layers") -> list[list[str]]:
     """The layers of one of the page's pictures, top to bottom: names of modules and packages."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "project" / "architecture.md").read_text()
     (picture,) = re.findall(rf"<!-- {of} -->\n```text\n(.*?)```", page, re.DOTALL)
     lines = [line.split()[1:] for line in picture.splitlines() if re.match(r"[a-z]", line)]
     return [[name for name in line if name.isidentifier()] for line in lines]

@@ -154,7 +154,7 @@ def test_figures_of_a_gpu_are_kept_and_others_are_not(
 
 
 def test_every_table_has_its_place_in_the_docs() -> None:
-    places = set(re.findall(r"<!-- figures: (gpu-\S+) -->", (ROOT / "docs/benchmarks.md").read_text()))
+    places = set(re.findall(r"<!-- figures: (gpu-\S+) -->", (ROOT / "docs/project/benchmarks.md").read_text()))
     sources = "".join(path.read_text() for path in (ROOT / "benchmarks/gpu").glob("*.py"))
     assert places == set(re.findall(r'table\(\s*"(gpu-[a-z-]+)"', sources))
 

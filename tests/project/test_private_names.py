@@ -1,4 +1,4 @@
-"""Names of other libraries that are not public: each is listed in docs/dependencies.md, and is still there.
+"""Names of other libraries that are not public: each is listed in docs/project/dependencies.md, and is still there.
 
 After an upgrade, some would be missed without an error: a compilation that is no longer recognized counts as a hang.
 """
@@ -30,7 +30,7 @@ PYTHONS |= {"__float__", "__array_interface__", "_fields", "__version__", "__dat
 
 def listed() -> list[str]:
     """The names that the page lists."""
-    section = (ROOT / "docs/dependencies.md").read_text().partition("## Private names")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/project/dependencies.md").read_text().partition("## Private names")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
 
 

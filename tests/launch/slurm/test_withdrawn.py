@@ -41,9 +41,10 @@ def test_a_sweep_is_withdrawn_run_by_run_and_as_a_whole(cluster: Cluster, tmp_pa
     assert "cancelled (SIGTERM): saved at step" in followed.stdout
     assert runner(cluster, *lines[2].split()[4:]).returncode == 0  # as it was printed
     cluster.wait(lambda: states() == ["withdrawn"] * 3, 180, "the end of all jobs")
+    cluster.wait(lambda: job not in cluster.run("squeue", "--noheader", "--Format=ArrayJobID"), 180, "an empty queue")
     hold.unlink()
     again = runner(cluster, *words)
-    assert again.stdout.count("withdrawn by cancel") == 3
+    assert again.stdout.count("withdrawn by cancel") == 3, again.stdout
     resumed = runner(cluster, "resume", str(first), "launcher.wait=true")
     assert "resuming at step" in resumed.stdout
     assert states() == ["finished", "withdrawn", "withdrawn"]
